@@ -1,0 +1,171 @@
+"""A slow, exact stand-in for the functions of the `flash-attn` package, for tests on any device and dtype.
+
+Semantics are those of flash-attn 2.1 and newer: masks are aligned to the bottom right corner, windows are inclusive on
+both sides, and queries that see no key give zeros. Scores and softmax are computed in at least fp32. Arguments are
+checked more strictly than by the real kernels, which read wrong memory or drop tokens in silence.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """What one call of `flash_attn_varlen_func` was asked to do."""
+
+    total_q: int
+    total_k: int
+    segments: int
+    window_size: tuple[int, int]
+    softcap: float
+    causal: bool
+
+
+calls: list[VarlenCall] = []
+"""Every call of `flash_attn_varlen_func` since the last `calls.clear()`, oldest first."""
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Tensor:
+    """Attention of `q` `(B, Lq, N, D)` over `k` and `v` `(B, Lk, K, D)`, every row on its own."""
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    _check_tensors(q, k, v, dimensions=4)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has {q.shape[0]} rows but k has {k.shape[0]}")
+    return _attend(q, k, v, softmax_scale, causal, window_size, softcap)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Attention of `q` `(Tq, N, D)` over `k` and `v` `(Tk, K, D)`, within the segments bounded by `cu_seqlens`."""
+    _refuse(
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+        return_attn_probs=return_attn_probs,
+        block_table=block_table,
+    )
+    _check_tensors(q, k, v, dimensions=3)
+    lengths_q = _segment_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
+    lengths_k = _segment_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
+    if len(lengths_q) != len(lengths_k):
+        raise ValueError(f"cu_seqlens_q bounds {len(lengths_q)} segments but cu_seqlens_k bounds {len(lengths_k)}")
+    calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), softcap, causal))
+    segments = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    return torch.cat([_attend(*segment, softmax_scale, causal, window_size, softcap) for segment in segments])
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
+    """Decoding with a paged cache, which no test of a trainer needs."""
+    raise NotImplementedError("the reference has no flash_attn_with_kvcache")
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
+    """Attention of `(..., Lq, N, D)` over `(..., Lk, K, D)`; head `n` reads the keys of head `n // (N / K)`."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[-2] // k.shape[-2]
+    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=-2) for tensor in (k, v))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = scale * torch.einsum("...qnd,...knd->...nqk", q.to(dtype), keys)
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    hidden = ~_visible(q.shape[-3], k.shape[-3], causal, window_size, q.device)
+    # The lowest finite number, rather than -inf, keeps rows without any key free of NaN; the second fill zeroes them.
+    weights = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(hidden, 0.0)
+    return torch.einsum("...nqk,...knd->...qnd", weights, values).to(q.dtype)
+
+
+def _visible(length_q: int, length_k: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> Tensor:
+    """`(Lq, Lk)`: which key each query sees. The last query stands at the last key."""
+    left, right = window_size
+    right = 0 if causal else right
+    stands_at = torch.arange(length_q, device=device) + length_k - length_q
+    ahead = torch.arange(length_k, device=device) - stands_at[:, None]
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        visible &= ahead >= -left
+    if right >= 0:
+        visible &= ahead <= right
+    return visible
+
+
+def _refuse(**unsupported: Any) -> None:
+    """Reject every argument that asks for something this reference does not compute."""
+    for name, value in unsupported.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise NotImplementedError(f"the reference does not support {name}")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
+    """Require shapes, dtypes and devices that fit together."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != dimensions:
+            raise ValueError(f"{name} must have {dimensions} dimensions, not the shape {tuple(tensor.shape)}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape, not {tuple(k.shape)} and {tuple(v.shape)}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head size {q.shape[-1]} but k has {k.shape[-1]}")
+    if q.shape[-1] > 256:
+        raise ValueError(f"head size {q.shape[-1]} is beyond the 256 of the real kernels")
+    if q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} heads of q cannot share {k.shape[-2]} heads of k evenly")
+
+
+def _segment_lengths(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int | Tensor) -> list[int]:
+    """Lengths of the segments of `cu_seqlens_<name>`, once it is known to bound exactly `total` tokens."""
+    argument = f"cu_seqlens_{name}"
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"{argument} must be int32, not {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or not cu_seqlens.is_contiguous():
+        raise ValueError(f"{argument} must be a contiguous vector of at least two bounds")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(f"{argument} must start at 0, not at {bounds[0]}")
+    if bounds[-1] != total:
+        raise ValueError(f"{argument} must end at the {total} tokens of {name}, not at {bounds[-1]}")
+    lengths = [end - start for start, end in pairwise(bounds)]
+    if min(lengths) < 0:
+        raise ValueError(f"{argument} must not decrease: {bounds}")
+    if int(max_seqlen) < max(lengths):
+        raise ValueError(f"max_seqlen_{name} is {int(max_seqlen)} but the longest segment has {max(lengths)} tokens")
+    return lengths

@@ -1,0 +1,43 @@
+"""Padding-free and prefix-sharing training for TRL: change the import, keep the script."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+__version__ = "0.1.0.dev0"
+
+# Where each public name lives. Modules are imported when a name of theirs is first asked for: `import trl_padfix`
+# costs nothing, and TRL is imported only by whoever wants a trainer.
+_MODULES = {
+    "layout": ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"],
+    "attention": ["PaddingRemovalError"],
+    "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
+    "parity": ["ParityError", "ParityReport", "check_parity"],
+    "collators": ["DataCollatorForPreference"],
+    "config": ["DPOConfig"],
+    "trainers": ["DPOTrainer"],
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+if TYPE_CHECKING:
+    from .attention import PaddingRemovalError
+    from .collators import DataCollatorForPreference
+    from .config import DPOConfig
+    from .decoder import PaddingRemoval, PaddingStats, remove_padding
+    from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
+    from .parity import ParityError, ParityReport, check_parity
+    from .trainers import DPOTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

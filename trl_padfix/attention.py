@@ -1,0 +1,323 @@
+"""
+Attention over a layout, with the model's own attention functions.
+
+Inside a packed forward the attention modules of a decoder look up one more implementation, [`packed_attention`]. It
+computes each segment of the layout with the function that the model is configured for, so scaling, softcap, sinks and
+grouped heads are the model's own:
+
+- FlashAttention (`flash_attention_2/3/4`, Hub kernels): one variable-length call, `cu_seqlens` from the layout, keys
+  gathered per segment;
+- `sdpa`: torch's variable-length FlashAttention on CUDA in half precision, without any package to install; else
+  scaled-dot-product attention, segment by segment;
+- `eager`: the model's eager function, segment by segment.
+
+No mask is larger than one block of one segment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .layout import Layout
+
+
+__all__ = ["PaddingRemovalError", "packed_attention"]
+
+PACKED = "trl_padfix"
+"""Name of [`packed_attention`] among transformers' attention implementations, registered while it is needed."""
+
+LAYOUT = "padding_layout"
+"""Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function."""
+
+BLOCK = 1024
+"""Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
+
+# Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
+_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"}
+_UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
+
+
+class PaddingRemovalError(NotImplementedError):
+    """Padding cannot be removed here with exact results; the message names what, why and what to do."""
+
+
+@dataclass(frozen=True)
+class PackedCall:
+    """What the attention of one packed forward needs to know: the layout and the implementation to compute with."""
+
+    layout: Layout
+    implementation: str
+
+
+@contextmanager
+def attending_with(config: PretrainedConfig, implementation: str) -> Iterator[None]:
+    """Let the modules that share `config` look up `implementation`, until the block ends."""
+    saved = config._attn_implementation_internal
+    config._attn_implementation_internal = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = saved
+
+
+@contextmanager
+def packed_dispatch(config: PretrainedConfig) -> Iterator[None]:
+    """
+    Send the attention of the modules that share `config` to [`packed_attention`], until the block ends.
+
+    The name is not in transformers' mask interface, so a decoder called inside the block builds no mask. It is
+    registered for the block only.
+    """
+    outermost = PACKED not in ALL_ATTENTION_FUNCTIONS
+    if outermost:
+        ALL_ATTENTION_FUNCTIONS[PACKED] = packed_attention
+    try:
+        with attending_with(config, PACKED):
+            yield
+    finally:
+        if outermost:
+            del ALL_ATTENTION_FUNCTIONS[PACKED]
+
+
+def uses_attention_interface(module: nn.Module) -> bool:
+    """Whether `module` is an attention module that looks its function up in transformers' attention interface."""
+    return "ALL_ATTENTION_FUNCTIONS" in _forward_code(type(module)).co_names
+
+
+def refuse_implementation(implementation: str) -> str | None:
+    """Why `implementation` cannot attend over a layout, or `None` if it can."""
+    if implementation in ("eager", "sdpa") or _is_flash(implementation):
+        return None
+    if implementation == "flex_attention":
+        return (
+            "`flex_attention` would need a block mask per layout, built from a dense mask of all packed tokens. Load "
+            "the model with `attn_implementation='sdpa'` or a flash implementation: the numbers are the same"
+        )
+    return (
+        f"`attn_implementation={implementation!r}` is not known to attend over variable-length segments. Use 'sdpa', "
+        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel"
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attend over the segments of a layout: transformers' attention function of a packed forward.
+
+    Args:
+        module (`torch.nn.Module`):
+            The attention module.
+        query (`torch.Tensor` of shape `(1, N, T, D)`), key, value (`torch.Tensor` of shape `(1, K, T, D)`):
+            States of the packed tokens.
+        attention_mask (`torch.Tensor`, *optional*):
+            Ignored: the layout says who sees whom.
+        **kwargs:
+            What the module hands to its attention function (`scaling`, `dropout`, `sliding_window`, `softcap`,
+            `s_aux`), and the layout.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: attended values `(1, T, N, D)`, and no attention weights.
+
+    Raises:
+        PaddingRemovalError: If the module hands over something that the layout does not account for.
+    """
+    call: PackedCall | None = kwargs.pop(LAYOUT, None)
+    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if call is None:
+        raise PaddingRemovalError(
+            f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
+            "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
+        )
+    _check_arguments(name, module, kwargs)
+    for ignored in _IGNORED:
+        kwargs.pop(ignored, None)
+
+    # From here on the module is what it was before, for functions that ask it for its implementation.
+    with attending_with(module.config, call.implementation):
+        attend = _own_function(module, call.implementation)
+        if _is_flash(call.implementation):
+            return _flash(attend, module, query, key, value, call.layout, kwargs), None
+        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, kwargs):
+            return _torch_varlen(query, key, value, call.layout, kwargs), None
+        return _by_segment(attend, module, query, key, value, call.layout, kwargs), None
+
+
+def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise PaddingRemovalError(
+            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
+            "from causal decoders; use `padding_free=False`."
+        )
+    if kwargs.get("output_attentions"):
+        raise PaddingRemovalError(
+            "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. Leave "
+            "it off, or remove the handle for this call (`with handle.disabled(): ...`)."
+        )
+    unknown = [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]
+    if unknown:
+        raise PaddingRemovalError(
+            f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that. Padding "
+            "cannot be removed from this model; train it with `padding_free=False`."
+        )
+
+
+def _flash(
+    attend: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    try:
+        output, _ = attend(
+            module,
+            query,
+            _gather_keys(key, layout),
+            _gather_keys(value, layout),
+            None,
+            cu_seq_lens_q=layout.cu_seqlens_q,
+            cu_seq_lens_k=layout.cu_seqlens_k,
+            max_length_q=max(layout.query_lengths),
+            max_length_k=max(layout.key_lengths),
+            **kwargs,
+        )
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
+            raise
+        raise PaddingRemovalError(
+            f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
+            "bfloat16 only. Load the model with `dtype='bfloat16'` (or train with `bf16=True`), or use "
+            "`attn_implementation='sdpa'`."
+        ) from error
+    return output
+
+
+def _by_segment(
+    attend: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """The model's `sdpa` or `eager` function on one block of one segment at a time."""
+    window: int | None = kwargs.get("sliding_window")
+    is_eager = attend is _eager_function(module)
+    key, value = _gather_keys(key, layout), _gather_keys(value, layout)
+    positions_k = layout.positions if layout.key_index is None else layout.positions[layout.key_index]
+    outputs, first_q, first_k = [], 0, 0
+    for queries, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True):
+        windowed = window if window is not None and window < span else None
+        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
+        whole = not is_eager and queries == keys and windowed is None
+        block = queries if whole else BLOCK
+        for begin in range(0, queries, block):
+            end = min(begin + block, queries)
+            q = slice(first_q + begin, first_q + end)
+            last_k = first_k + keys - queries + end
+            k = slice(max(first_k, last_k - (end - begin) - windowed + 1) if windowed else first_k, last_k)
+            mask = None
+            if not whole:
+                distance = layout.positions[q, None] - positions_k[None, k]
+                mask = (distance >= 0)[None, None]
+                if windowed is not None:
+                    mask = mask & (distance < windowed)
+                if is_eager:  # eager functions add their mask
+                    mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            outputs.append(attend(module, query[:, :, q], key[:, :, k], value[:, :, k], mask, **kwargs)[0])
+        first_q, first_k = first_q + queries, first_k + keys
+    return torch.cat(outputs, dim=1)
+
+
+def _torch_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = kwargs.get("sliding_window")
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        _gather_keys(key, layout)[0].transpose(0, 1),
+        _gather_keys(value, layout)[0].transpose(0, 1),
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k,
+        max(layout.query_lengths),
+        max(layout.key_lengths),
+        scale=kwargs.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.unsqueeze(0)
+
+
+def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and value.shape[-1] == query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and not kwargs.get("dropout")
+        and kwargs.get("softcap") is None
+        and kwargs.get("s_aux") is None
+        and _torch_varlen_is_complete()
+    )
+
+
+@cache
+def _torch_varlen_is_complete() -> bool:
+    """Whether this torch has variable-length attention with windows, scale and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+
+
+def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return states if layout.key_index is None else states.index_select(2, layout.key_index)
+
+
+def _is_flash(implementation: str) -> bool:
+    return implementation.startswith("flash_attention") or ("/" in implementation and "flash" in implementation)
+
+
+def _own_function(module: nn.Module, implementation: str) -> Callable:
+    return _eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def _eager_function(module: nn.Module) -> Callable:
+    """The eager function that `module` falls back to, found where its forward would find it."""
+    code = _forward_code(type(module))
+    name = next((n for n in code.co_names if n.startswith("eager")), "eager_attention_forward")
+    return getattr(sys.modules[_defining_module(type(module))], name)
+
+
+@cache
+def _defining_module(cls: type) -> str:
+    return inspect.unwrap(cls.forward).__module__
+
+
+@cache
+def _forward_code(cls: type) -> Any:
+    return inspect.unwrap(cls.forward).__code__

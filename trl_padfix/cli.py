@@ -1,0 +1,73 @@
+"""The `trl-padfix` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+
+
+app = typer.Typer(no_args_is_help=True, help="TRL's trainers without padding.", pretty_exceptions_show_locals=False)
+console = Console()
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def bench(
+    data: Annotated[str, typer.Option(help="Local file of preference pairs, Hub id, or 'equal'.")] = (
+        "Anthropic/hh-rlhf"
+    ),
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
+    shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
+    max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
+) -> None:
+    """Time TRL's DPO step padded, padding-free and with prefix sharing, side by side; their losses must agree."""
+    from . import bench as b
+
+    if shape not in b.SHAPES:
+        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(b.SHAPES)}.", param_hint="--shape")
+    settings = b.BenchSettings(
+        pairs=pairs, steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype, attn=attn,
+        max_length=max_length, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, seed=seed,
+    )  # fmt: skip
+    dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
+    results = b.run(dataset, settings)
+    about = b.describe(settings, "equal" if data == "equal" else Path(data).name)
+    table = Table(title=f"DPO step, {pairs} pairs, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}")
+    for column in ("variant", "median s", "min-max s", "x TRL", "token limit", "of limit", "real tok/s", "peak GiB"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for r in results:
+        table.add_row(
+            r.name,
+            f"{r.seconds:.3f}",
+            f"{r.low:.3f}-{r.high:.3f}",
+            f"{r.speedup:.2f}",
+            f"{r.token_limit:.2f}",
+            f"{r.speedup / r.token_limit:.2f}",
+            f"{r.tokens_per_second:.0f}",
+            "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
+        )
+    console.print(table)
+    console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
+    if json is not None:
+        json.write_text(b.to_json(results, about) + "\n")

@@ -1,0 +1,104 @@
+"""Collators of TRL that honour the padding side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl.trainer.dpo_trainer as trl_dpo
+
+
+__all__ = ["DataCollatorForPreference"]
+
+
+def check_padding_side(padding_side: str | None) -> None:
+    """
+    Raises:
+        ValueError: If `padding_side` is neither `"left"`, `"right"` nor `None`.
+    """
+    if padding_side not in ("left", "right", None):
+        raise ValueError(
+            f"`padding_side` must be 'left', 'right' or None (the tokenizer's own), got {padding_side!r}."
+        )
+
+
+def check_pair(example: dict[str, Any], where: str) -> None:
+    """
+    Raises:
+        ValueError: If a completion of a tokenized pair is empty.
+    """
+    for side in ("chosen", "rejected"):
+        if len(example[f"{side}_ids"]) == 0:
+            raise ValueError(
+                f"The {side} completion of {where} has no token: its log-probability would be 0 whatever the model "
+                "does, and the pair would teach nothing true. Drop the pair, or end completions with an EOS token."
+            )
+
+
+@dataclass
+class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
+    """
+    TRL's collator for preference pairs, padding on the side you choose.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to pad with.
+        max_length (`int`, *optional*):
+            Longest sequence; longer ones are truncated before padding.
+        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            `"keep_start"` or `"keep_end"`.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the length of the batch to a multiple of this.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`.
+
+    Raises:
+        ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
+            no prompt token left (its first token would be scored from padding).
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DataCollatorForPreference
+
+    >>> collator = DataCollatorForPreference(pad_token_id=0, padding_side="left")
+    >>> batch = collator([{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}])
+    >>> batch["input_ids"]
+    tensor([[1, 2, 3, 4],
+            [0, 1, 2, 5]])
+    >>> batch["completion_mask"]
+    tensor([[0, 0, 1, 1],
+            [0, 0, 0, 1]])
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        for i, example in enumerate(examples):
+            check_pair(example, f"pair {i} of the batch")
+        batch = super().torch_call(examples)
+        if self.padding_side == "left":
+            batch = _pad_left(batch)
+            first = batch["attention_mask"].argmax(1)
+            unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
+            if unseen.any():
+                raise ValueError(
+                    f"Rows {unseen.nonzero().flatten().tolist()} of the batch begin with a completion token: no "
+                    "prompt token is left to predict it from, and left padding would score it from padding. Give "
+                    "every pair a prompt (a BOS token is enough), truncate with `truncation_mode='keep_start'`, or "
+                    "pad right."
+                )
+        return batch
+
+
+def _pad_left(batch: dict[str, Any]) -> dict[str, Any]:
+    """Move the padding of right-padded `(B, L)` tensors to the left."""
+    mask = batch["attention_mask"]
+    column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))
+    column = column % mask.shape[1]
+    return {k: v.gather(1, column) if v.shape == mask.shape else v for k, v in batch.items()}

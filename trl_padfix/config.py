@@ -1,0 +1,78 @@
+"""TRL's configurations with our fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import trl
+
+from .collators import check_padding_side
+
+
+__all__ = ["DPOConfig"]
+
+
+@dataclass
+class PaddingConfig:
+    """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
+
+    padding_free: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute no padding: batches are packed at the decoder's door, on either padding side, with any "
+            "attention implementation and with the numbers of the padded computation. What cannot be packed exactly "
+            "is refused."
+        },
+    )
+    prefix_sharing: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a "
+            "system prompt of many. Needs `padding_free`."
+        },
+    )
+    padding_side: str | None = field(
+        default=None,
+        metadata={
+            "help": "Side on which the collator pads. By default the tokenizer's `padding_side`.",
+            "choices": ["left", "right"],
+        },
+    )
+    parity_check: bool = field(
+        default=True,
+        metadata={
+            "help": "With `padding_free`: compare the packed forward with the padded one on a few rows of the first "
+            "training and the first evaluation batch, and stop if they differ."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+        if self.prefix_sharing and not self.padding_free:
+            raise ValueError(
+                "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
+                "it there is none. Set both, or neither."
+            )
+        super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class DPOConfig(PaddingConfig, trl.DPOConfig):
+    """
+    TRL's [`~trl.DPOConfig`] with padding removal.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        padding_side (`str`, *optional*):
+            `"left"` or `"right"`; by default the tokenizer's.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.DPOConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """

@@ -1,0 +1,295 @@
+"""
+`remove_padding`: a model whose decoder computes no padding.
+
+The forward of the decoder is wrapped. A padded call is packed at its door and its hidden states are laid back out at
+its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. Calls without
+anything to remove, calls with a cache and calls that are packed already go through untouched.
+
+Within the decoder the layout travels in the keyword arguments of its layers, so gradient checkpointing recomputes each
+layer with the layout of its own forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention import LAYOUT, PaddingRemovalError, refuse_implementation, uses_attention_interface
+from .forwards import AttentionPatch, DecoderPatch, ForwardPatch, LMHeadPatch
+from .layout import Layout, padding_free_layout, prefix_sharing_layout
+
+
+__all__ = ["PaddingRemoval", "PaddingStats", "find_decoder", "find_pretrained", "remove_padding"]
+
+
+@dataclass
+class PaddingStats:
+    """
+    Tokens of the forwards that went through the decoder packed, summed since attachment or [`PaddingStats.reset`].
+
+    Attributes:
+        padded_tokens (`int`): What the padded computation would have put through the decoder.
+        real_tokens (`int`): Tokens that are not padding.
+        packed_tokens (`int`): What was put through the decoder.
+    """
+
+    padded_tokens: int = 0
+    real_tokens: int = 0
+    packed_tokens: int = 0
+
+    @property
+    def pad_fraction(self) -> float:
+        """Share of the padded batch that is padding."""
+        return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def shared_fraction(self) -> float:
+        """Share of the real tokens that were computed once for several rows."""
+        return 1 - self.packed_tokens / self.real_tokens if self.real_tokens else 0.0
+
+    def add(self, layout: Layout) -> None:
+        self.padded_tokens += layout.padded_tokens
+        self.real_tokens += layout.real_tokens
+        self.packed_tokens += layout.packed_tokens
+
+    def reset(self) -> None:
+        self.padded_tokens = self.real_tokens = self.packed_tokens = 0
+
+
+class PaddingRemoval:
+    """
+    Handle of an attachment made by [`remove_padding`]; a context manager that detaches at its end.
+
+    Attributes:
+        decoder (`torch.nn.Module`):
+            The decoder that packs its calls.
+        prefix_sharing (`bool`):
+            Whether repeated prefixes are computed once.
+        stats ([`PaddingStats`]):
+            Token counts of the packed forwards.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, prefix_sharing: bool):
+        self.decoder, self.prefix_sharing = decoder, prefix_sharing
+        self.stats = PaddingStats()
+        self.enabled, self.is_running = True, False
+        self._patches: list[ForwardPatch] = [DecoderPatch(decoder, self)]
+        self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
+        # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
+        if decoder in model.children() and model.get_output_embeddings() is not None:
+            self._patches.append(LMHeadPatch(model, self))
+
+    def __enter__(self) -> PaddingRemoval:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Detach: the model computes as it did before. Removing twice does no harm."""
+        self.enabled = False
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._patches = []
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute padded until the block ends."""
+        saved, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = saved
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        saved, self.is_running = self.is_running, True
+        try:
+            yield
+        finally:
+            self.is_running = saved
+
+    def layout_of(self, call: dict[str, Any]) -> Layout | None:
+        """The layout of a decoder call, or `None` if the call is to go through as it is."""
+        mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
+        if call.get("past_key_values") is not None or call.get("use_cache") is True:
+            return None  # cached: generation, or a caller that asked for the cache
+        if call.get("cu_seq_lens_q") is not None or LAYOUT in call:
+            return None  # packed already
+        batch = ids if ids is not None else embeds
+        if batch is None:
+            return None
+        if mask is None:
+            if not self.prefix_sharing or batch.shape[0] == 1:
+                return None
+            mask = torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device)
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise PaddingRemovalError(
+                f"The model was called with an attention mask of {shape}. Padding is removed by a mask of shape "
+                "`(B, L)` with 1 for real tokens; a prepared mask cannot be packed. Pass the two-dimensional mask, or "
+                "run this call inside `with handle.disabled():`."
+            )
+        if mask.shape != batch.shape[:2]:
+            raise ValueError(
+                f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
+                "cache they must be the same `(B, L)`."
+            )
+        if mask.requires_grad:
+            raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
+        if not self.prefix_sharing:
+            return _remembered(mask, (mask,), lambda: padding_free_layout(mask))
+        if ids is None:
+            raise PaddingRemovalError(
+                "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
+                "with `prefix_sharing=False`: padding is removed all the same."
+            )
+        positions = call.get("position_ids")
+        return _remembered(
+            ids, (ids, call.get("attention_mask"), positions), lambda: prefix_sharing_layout(ids, mask, positions)
+        )
+
+
+def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> PaddingRemoval:
+    """
+    Let the decoder of `model` compute real tokens only.
+
+    Every call of the model with a two-dimensional `attention_mask` then runs packed, in training and evaluation, on
+    either padding side, with any attention implementation, and returns what it returned before (padding positions are
+    zero). Generation, calls with a cache and calls that are packed already are not touched. Nothing is stored in the
+    model's config or checkpoints.
+
+    Args:
+        model (`torch.nn.Module`):
+            A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
+            wrapper.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute token prefixes that several rows have in common only once.
+
+    Returns:
+        [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.
+
+    Raises:
+        TypeError: If there is no pretrained model in `model`, or more than one.
+        ValueError: If padding removal is attached to this decoder already.
+        PaddingRemovalError: If the model cannot be packed with exact results; the message says which part and why.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> from trl_padfix import remove_padding
+
+    >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> model = Qwen2ForCausalLM(config).eval()
+    >>> ids = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    >>> with remove_padding(model) as handle:
+    ...     logits = model(ids, attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).logits
+    >>> logits.shape, handle.stats.packed_tokens
+    (torch.Size([2, 4, 32]), 6)
+    ```
+    """
+    pretrained = find_pretrained(model)
+    decoder = find_decoder(pretrained)
+    if isinstance(decoder.__dict__.get("forward"), DecoderPatch):
+        raise ValueError(
+            f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
+            "handle before attaching again, for instance with another `prefix_sharing`."
+        )
+    reason = _refusal(pretrained, decoder)
+    if reason is not None:
+        raise PaddingRemovalError(f"Padding cannot be removed from {type(pretrained).__name__}: {reason}.")
+    return PaddingRemoval(pretrained, decoder, prefix_sharing)
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The text decoder of a model: the module between the embeddings and the head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def find_pretrained(model: nn.Module) -> PreTrainedModel:
+    """
+    The one transformers model in `model`.
+
+    Raises:
+        TypeError: If there is none, or more than one.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`remove_padding` takes a model, got `{type(model).__name__}`.")
+    found: list[PreTrainedModel] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            found.append(module)
+            inside.update(id(m) for m in module.modules())
+    if len(found) != 1:
+        names = ", ".join(type(m).__name__ for m in found) or "none"
+        raise TypeError(
+            f"`remove_padding` takes a transformers model or a wrapper around one, and `{type(model).__name__}` "
+            f"contains {names}. Attach to each transformers model on its own."
+        )
+    return found[0]
+
+
+def _refusal(model: PreTrainedModel, decoder: nn.Module) -> str | None:
+    """Why the decoder cannot be packed with exact results, or `None`."""
+    config = getattr(decoder, "config", model.config)
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
+    attentions = {m for m in decoder.modules() if uses_attention_interface(m)}
+    if not attentions:
+        return "its layers do not attend through transformers' attention interface, so they cannot be told the layout"
+    for name, blocks in decoder.named_modules():
+        if isinstance(blocks, nn.ModuleList) and any(attentions & set(block.modules()) for block in blocks):
+            for i, block in enumerate(blocks):
+                if reason := _layer_refusal(block, attentions):
+                    return f"layer `{name}.{i}` ({type(block).__name__}) {reason}"
+    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if unknown:
+        return f"its layers of type {sorted(unknown)} mix tokens in a way that a packed batch does not keep apart"
+    if getattr(config, "attention_chunk_size", None):
+        return "`attention_chunk_size` makes who sees whom depend on the place in the padded row"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
+    return refuse_implementation(config._attn_implementation)
+
+
+def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
+    own = [m for m in block.modules() if m in attentions]
+    if not own:
+        return "has no attention that goes through transformers' attention interface"
+    if any(getattr(m, "is_cross_attention", False) for m in own):
+        return "has cross-attention, whose keys come from another sequence"
+    if any(not getattr(m, "is_causal", True) for m in own):
+        return "attends in both directions, and a packed batch is attended causally"
+    for module in block.modules():
+        if isinstance(module, nn.Conv1d):
+            return f"has a convolution over the sequence (`{type(module).__name__}`), which would mix packed rows"
+    return None
+
+
+def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], build: Any) -> Layout:
+    """
+    The layout of a batch, kept on the batch itself: the reference forward finds what the policy forward built.
+
+    It holds for the very same tensors, not written to since.
+    """
+    if any(p is not None and p.is_inference() for p in parts):
+        return build()  # inference tensors do not count their writes
+    key = tuple((id(p), p._version) if p is not None else None for p in parts)
+    kept = getattr(owner, "_padding_layouts", {})
+    if key not in kept:
+        # The parts are kept with the layout, so that their ids stay theirs.
+        kept = owner._padding_layouts = {key: (build(), parts)}
+    return kept[key][0]

@@ -1,0 +1,198 @@
+"""
+What runs in place of a module's forward while padding is removed.
+
+[`DecoderPatch`] packs at the decoder's door and unpacks at its exit; [`AttentionPatch`] leads the attention modules to
+our attention function; [`LMHeadPatch`] runs a fused LM head on labelled positions only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
+from .layout import Layout, pack, unpack
+
+
+if TYPE_CHECKING:
+    from .decoder import PaddingRemoval
+
+__all__ = ["AttentionPatch", "DecoderPatch", "ForwardPatch", "LMHeadPatch", "bind"]
+
+SCORED = "padding_scored_index"
+"""Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
+
+
+class ForwardPatch:
+    """
+    `module.forward`, wrapped for as long as the patch is on.
+
+    The patch is an instance attribute of the module and looks the wrapped forward up anew in each call: a deep copy of
+    the module is a patched module of its own, a class swapped underneath (FSDP2) is followed, and a patch that
+    somebody else put on top is left in place when this one goes.
+    """
+
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+        self.module, self.attachment = module, attachment
+        self.below = module.__dict__.get("forward")
+        module.forward = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # `generate` and `Trainer` read the signature of `model.forward`.
+        return inspect.signature(self.wrapped)
+
+    @property
+    def wrapped(self) -> Any:
+        return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.attachment.enabled:
+            kwargs.pop(SCORED, None)
+            return self.wrapped(*args, **kwargs)
+        return self.packed(*args, **kwargs)
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward while padding removal is on."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        if self.module.__dict__.get("forward") is not self:
+            return  # somebody wrapped this patch: it stays below theirs, and passes every call on
+        if self.below is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.below
+
+
+class DecoderPatch(ForwardPatch):
+    """Packs at the decoder's door, unpacks at its exit."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        scored = kwargs.pop(SCORED, None)
+        call = bind(self.wrapped, args, kwargs)
+        layout = self.attachment.layout_of(call)
+        if layout is None:
+            return self.wrapped(*args, **kwargs)
+        self.attachment.stats.add(layout)
+        call["use_cache"] = False
+        if layout.is_trivial:
+            output = self.wrapped(**call)
+        else:
+            config = self.module.config
+            call = _pack_arguments(call, layout)
+            call[LAYOUT] = PackedCall(layout, config._attn_implementation)
+            with self.attachment.running(), packed_dispatch(config):
+                output = self.wrapped(**call)
+        return _unpack_output(output, layout, scored)
+
+
+class AttentionPatch(ForwardPatch):
+    """Lets an attention module find our attention function, in its forward and in the recomputation of it."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        if LAYOUT not in kwargs and not self.attachment.is_running:
+            return self.wrapped(*args, **kwargs)
+        with packed_dispatch(self.module.config):
+            return self.wrapped(*args, **kwargs)
+
+
+class LMHeadPatch(ForwardPatch):
+    """
+    Runs a fused LM head on the labelled positions of a batch only.
+
+    TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.10) scores every padded position where
+    there is no Triton. It also takes `shift_labels`, labels that need no shift: the labelled positions of the batch
+    are handed to it as one row, and what it returns for them is laid out over `(B, L - 1)`, zero elsewhere, as it
+    would have done itself.
+    """
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels")
+        if not kwargs.get("fused_lm_head") or labels is None or kwargs.get("shift_labels") is not None:
+            return self.wrapped(*args, **kwargs)
+        decoder_patch = self.attachment.decoder.forward
+        call = bind(decoder_patch, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
+        layout = self.attachment.layout_of(call)
+        if layout is None or tuple(labels.shape) != layout.batch_shape:
+            return self.wrapped(*args, **kwargs)
+        # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
+        target = labels[:, 1:] != -100
+        if call.get("attention_mask") is not None:
+            target = target & call["attention_mask"][:, :-1].bool()
+        index = target.flatten().nonzero().squeeze(1)
+        if index.numel() == 0:
+            return self.wrapped(*args, **kwargs)
+        row, column = index // target.shape[1], index % target.shape[1]
+        kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
+        output = self.wrapped(*args, **kwargs, **{SCORED: row * labels.shape[1] + column})
+        for name, value in output.items():
+            if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
+                spread = value.new_zeros(target.numel()).index_copy(0, index, value[0])
+                output[name] = spread.view(target.shape)
+        return output
+
+
+def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those of `**kwargs` included."""
+    bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    for name, parameter in inspect.signature(forward).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def _pack_arguments(call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    positions = call.get("position_ids")
+    packed = {}
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == layout.batch_shape:
+            value = pack(value, layout)
+        packed[name] = value
+    packed["attention_mask"] = None
+    if positions is None:
+        packed["position_ids"] = layout.positions.unsqueeze(0)
+    else:
+        rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
+        rows = torch.cat([pack(row, layout) for row in rows])
+        packed["position_ids"] = rows if positions.dim() == 2 else rows.unsqueeze(1)
+    packed.pop("cache_position", None)
+    return packed
+
+
+def _unpack_output(output: Any, layout: Layout, scored: torch.Tensor | None) -> Any:
+    """Lay the decoder's output out over the batch; of the last hidden state only the `scored` places, if given."""
+    if isinstance(output, ModelOutput):
+        last = output.last_hidden_state
+        for name, value in output.items():
+            output[name] = last if value is last and scored is not None else _unpack_value(value, layout)
+        if scored is not None:
+            output["last_hidden_state"] = _select(last, layout, scored)
+        return output
+    if isinstance(output, tuple):
+        rest = tuple(_unpack_value(value, layout) for value in output[1:])
+        first = _unpack_value(output[0], layout) if scored is None else _select(output[0], layout, scored)
+        return (first, *rest)
+    raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
+
+
+def _select(hidden: torch.Tensor, layout: Layout, scored: torch.Tensor) -> torch.Tensor:
+    index = scored if layout.is_trivial else layout.packed_positions_of(scored)
+    return hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
+
+
+def _unpack_value(value: Any, layout: Layout) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_unpack_value(v, layout) for v in value)
+    if layout.is_trivial or not isinstance(value, torch.Tensor):
+        return value
+    if tuple(value.shape[:2]) == (1, layout.packed_tokens):
+        return unpack(value, layout)
+    if value.dim() == 2 and value.shape[0] == layout.packed_tokens:
+        # Router logits: one row per token, `(T, experts)`. Their losses expect `(B * L, experts)` and the mask.
+        return unpack(value.unsqueeze(0), layout).flatten(0, 1)
+    return value

@@ -1,0 +1,350 @@
+"""
+Layouts: where the tokens of a padded `(B, L)` batch lie in one packed row of `T` tokens.
+
+A layout is built on the host, from the attention mask alone (padding-free) or from the mask and the token ids (prefix
+sharing). It knows nothing of models: it is index maps, the place of each packed token in its own row, and the
+attention segments.
+
+Shapes: `B` rows, `L` padded length, `R` real tokens, `T` packed tokens (`T <= R`), `S` segments. `_BL`, `_R`, `_T`
+after a name is the tensor's shape.
+
+Prefix sharing is a trie. Rows are sorted; each row then begins with the longest prefix that it shares with any row
+before it (`shared`), and only the rest of it is new. The new tokens of a row are one *segment*: its queries are those
+tokens, its keys are the whole row from its first token on, wherever those keys were computed. That is causal attention
+aligned to the bottom right, which every variable-length attention kernel knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+
+__all__ = ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """
+    Index maps between a padded batch of `B` rows and `L` columns and its packed row of `T` tokens.
+
+    Build one with [`padding_free_layout`] or [`prefix_sharing_layout`].
+
+    Attributes:
+        batch_shape (`tuple[int, int]`):
+            `(B, L)` of the padded batch.
+        real_index (`torch.Tensor` of shape `(R,)`):
+            Where each real token stands in the flattened batch (`row * L + column`), ascending.
+        source (`torch.Tensor` of shape `(R,)`, *optional*):
+            Packed token that computes each real token. `None` when each real token is computed by itself, in order.
+        packed_index (`torch.Tensor` of shape `(T,)`):
+            Where each packed token stands in the flattened batch (for a shared token: in one of its rows).
+        positions (`torch.Tensor` of shape `(T,)`):
+            Columns between each packed token and the first real token of its row. A hole in a row keeps its place.
+        key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
+            Packed tokens that are the keys of the segments, segment after segment. `None` when the keys of every
+            segment are its own queries.
+        cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
+            Where the queries and the keys of the segments begin and end, as variable-length kernels take them.
+        query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
+            Tokens of each segment, on the host.
+        spans (`tuple[int, ...]` of length `S`):
+            Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+    """
+
+    batch_shape: tuple[int, int]
+    real_index: torch.Tensor
+    source: torch.Tensor | None
+    packed_index: torch.Tensor
+    positions: torch.Tensor
+    key_index: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    spans: tuple[int, ...]
+
+    @property
+    def padded_tokens(self) -> int:
+        """`B * L`, what the padded computation puts through the decoder."""
+        return self.batch_shape[0] * self.batch_shape[1]
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens that the attention mask keeps."""
+        return self.real_index.numel()
+
+    @property
+    def packed_tokens(self) -> int:
+        """Tokens that the packed computation puts through the decoder."""
+        return self.packed_index.numel()
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is nothing to remove and nothing to share: the padded computation is the packed one."""
+        return self.packed_tokens == self.padded_tokens
+
+    def to(self, device: torch.device | str) -> Layout:
+        """The same layout with its index maps on `device`."""
+        if self.real_index.device == torch.device(device):
+            return self
+        names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)]
+        return replace(self, **dict(zip(names, _upload([getattr(self, n) for n in names], device), strict=True)))
+
+    def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
+        """
+        Packed tokens that compute the real tokens at `flat_index` (`row * L + column` in the padded batch).
+
+        Args:
+            flat_index (`torch.Tensor` of shape `(n,)`):
+                Places of real tokens. A place that holds padding has no packed token; asking for it is an error of
+                the caller that is not detected.
+
+        Returns:
+            `torch.Tensor` of shape `(n,)`.
+        """
+        rank = torch.searchsorted(self.real_index, flat_index)
+        return rank if self.source is None else self.source[rank]
+
+
+def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
+    """
+    Layout that drops the padding of a batch and keeps every real token.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape `(B, L)`):
+            1 for real tokens, 0 for padding, anywhere: left, right, both ends, holes.
+
+    Returns:
+        [`Layout`] on the mask's device. Costs one device synchronisation.
+
+    Raises:
+        ValueError: If the mask is not two-dimensional, holds other values than 0 and 1, or has a row without a real
+            token.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import pack, padding_free_layout
+
+    >>> layout = padding_free_layout(torch.tensor([[0, 1, 1], [1, 1, 1]]))
+    >>> pack(torch.tensor([[9, 5, 6], [5, 6, 7]]), layout)
+    tensor([[5, 6, 5, 6, 7]])
+    >>> layout.positions
+    tensor([0, 1, 0, 1, 2])
+    ```
+    """
+    return _build(attention_mask, [])
+
+
+def prefix_sharing_layout(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor | None = None
+) -> Layout:
+    """
+    Layout that drops the padding of a batch and keeps every distinct prefix once.
+
+    Two tokens are one if their rows agree in every real token up to and including them: the same ids at the same
+    positions. In a causal decoder such tokens have the same hidden states.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`):
+            Token ids.
+        attention_mask (`torch.Tensor` of shape `(B, L)`):
+            1 for real tokens, 0 for padding.
+        position_ids (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
+            Positions that the decoder is given, if it is given any; rows with other positions share nothing.
+
+    Returns:
+        [`Layout`] on the mask's device. Costs one device synchronisation.
+
+    Raises:
+        ValueError: As [`padding_free_layout`], and if shapes or devices of the arguments disagree.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import pack, prefix_sharing_layout
+
+    >>> ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
+    >>> layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
+    >>> pack(ids, layout)
+    tensor([[1, 2, 3, 4, 5]])
+    >>> layout.query_lengths, layout.key_lengths
+    ((4, 1), (4, 3))
+    ```
+    """
+    keys = [input_ids]
+    if position_ids is not None:
+        # One row of positions may stand for all rows of the batch, as transformers' decoders allow.
+        keys += list(position_ids.expand(*position_ids.shape[:-2], *input_ids.shape).reshape(-1, *input_ids.shape))
+    for key in keys:
+        if key.shape != attention_mask.shape or key.device != attention_mask.device:
+            raise ValueError(
+                f"Prefix sharing compares token ids of shape {tuple(key.shape)} on {key.device} under an attention "
+                f"mask of shape {tuple(attention_mask.shape)} on {attention_mask.device}. They must have one shape "
+                "`(B, L)` and lie on one device: move or slice them together."
+            )
+    return _build(attention_mask, keys)
+
+
+def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """
+    Gather the packed tokens of a padded batch into one row.
+
+    Args:
+        x (`torch.Tensor` of shape `(B, L, ...)`):
+            Padded values, in the layout's batch.
+        layout ([`Layout`]):
+            Index maps built from that batch.
+
+    Returns:
+        `torch.Tensor` of shape `(1, T, ...)`.
+
+    Raises:
+        ValueError: If `x` does not have the layout's `(B, L)`.
+    """
+    if tuple(x.shape[:2]) != layout.batch_shape:
+        raise ValueError(f"Cannot pack values of shape {tuple(x.shape)} with a layout of {layout.batch_shape}.")
+    return x.flatten(0, 1).index_select(0, layout.packed_index).unsqueeze(0)
+
+
+def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """
+    Lay packed values back out as a padded batch. Padding becomes zero; a shared token is given to each of its rows.
+
+    Args:
+        x (`torch.Tensor` of shape `(1, T, ...)`):
+            Packed values.
+        layout ([`Layout`]):
+            The layout that they were packed with.
+
+    Returns:
+        `torch.Tensor` of shape `(B, L, ...)`.
+
+    Raises:
+        ValueError: If `x` does not have the layout's `(1, T)`.
+    """
+    if tuple(x.shape[:2]) != (1, layout.packed_tokens):
+        raise ValueError(
+            f"Cannot unpack values of shape {tuple(x.shape)} with a layout of {layout.packed_tokens} packed tokens."
+        )
+    real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
+    padded = real.new_zeros(layout.padded_tokens, *real.shape[1:])
+    return padded.index_copy(0, layout.real_index, real).unflatten(0, layout.batch_shape)
+
+
+def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
+    """The layout of `mask`, with rows that agree in all `keys` shared; without keys nothing is shared."""
+    if mask.dim() != 2:
+        raise ValueError(
+            f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
+            "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
+        )
+    # One copy to the host, and so one synchronisation, for everything that the layout is made from.
+    mask_BL, *keys_BL = torch.stack([mask.to(torch.int64), *(k.to(torch.int64) for k in keys)]).cpu()
+    _check_mask(mask, mask_BL)
+    B, L = mask_BL.shape
+    real_BL = mask_BL.bool()
+    lengths = real_BL.sum(1)
+    real_index = real_BL.flatten().nonzero().squeeze(1)
+    row_R, column_R = real_index // L, real_index % L
+    position_R = column_R - mask_BL.argmax(1)[row_R]
+
+    if not keys:
+        source, key_index, packed_index, positions = None, None, real_index, position_R
+        query_lengths = key_lengths = lengths
+        last_R = lengths.cumsum(0) - 1
+    else:
+        depth_R = (real_BL.cumsum(1) - 1)[real_BL]
+        keys_RC = torch.stack([position_R, *(k[real_BL] for k in keys_BL)], dim=1)
+        rank, shared, packed_BM = _trie(row_R, depth_R, keys_RC, lengths)
+        source = packed_BM[rank[row_R], depth_R]
+        new_R = depth_R >= shared[rank[row_R]]
+        packed_index, positions = torch.empty(2, int(new_R.sum()), dtype=torch.int64)
+        packed_index[source[new_R]] = real_index[new_R]
+        positions[source[new_R]] = position_R[new_R]
+        # Rows that are whole prefixes of others have no token of their own and no segment.
+        sorted_lengths = lengths[rank.argsort()]
+        has_new = sorted_lengths > shared
+        key_lengths, query_lengths = sorted_lengths[has_new], (sorted_lengths - shared)[has_new]
+        in_row = torch.arange(packed_BM.shape[1]) < sorted_lengths[:, None]
+        key_index = packed_BM[in_row & has_new[:, None]]
+        last_R = query_lengths.cumsum(0) - 1
+        if key_index.numel() == packed_index.numel():
+            key_index = None  # nothing is shared
+
+    layout = Layout(
+        batch_shape=(B, L),
+        real_index=real_index,
+        source=source,
+        packed_index=packed_index,
+        positions=positions,
+        key_index=key_index,
+        cu_seqlens_q=_cumulative(query_lengths),
+        cu_seqlens_k=_cumulative(key_lengths),
+        query_lengths=tuple(query_lengths.tolist()),
+        key_lengths=tuple(key_lengths.tolist()),
+        spans=tuple((positions[last_R] + 1).tolist()),
+    )
+    return layout.to(mask.device)
+
+
+def _trie(
+    row_R: torch.Tensor, depth_R: torch.Tensor, keys_RC: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Sort the rows and merge their common prefixes.
+
+    Returns:
+        `rank` (`(B,)`, the place of each row in sorted order), `shared` (`(B,)`, in sorted order: tokens that a row
+        shares with the rows before it) and `packed_BM` (`(B, M)`, in sorted order: the packed token at each depth).
+    """
+    B, M = lengths.numel(), int(lengths.max())
+    keys_BMC = keys_RC.new_full((B, M, keys_RC.shape[1]), torch.iinfo(torch.int64).min)
+    keys_BMC[row_R, depth_R] = keys_RC
+    order = keys_BMC.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+    rank = order.argsort()
+
+    # In sorted order a row shares with all rows before it what it shares with the one just before it.
+    sorted_BMC = keys_BMC[order]
+    agree = (sorted_BMC[1:] == sorted_BMC[:-1]).all(-1).long().cumprod(1).sum(1)
+    shared = torch.cat([agree.new_zeros(1), agree]).minimum(lengths[order])
+    new = lengths[order] - shared
+    offset = new.cumsum(0) - new
+
+    # The token of row `i` at depth `t` was new in the last row up to `i` that did not share depth `t`.
+    depth_M = torch.arange(M)
+    owner_BM = torch.where(depth_M >= shared[:, None], torch.arange(B)[:, None], 0).cummax(0).values
+    return rank, shared, (offset - shared)[owner_BM] + depth_M
+
+
+def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:
+    if given.is_floating_point() or mask_BL.numel() == 0 or mask_BL.min() < 0 or mask_BL.max() > 1:
+        values = given.flatten().unique()[:5].tolist()
+        if mask_BL.numel() == 0 or not set(values) <= {0, 1}:
+            raise ValueError(
+                f"The attention mask of shape {tuple(given.shape)} and dtype {given.dtype} holds {values}; removing "
+                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
+            )
+    empty = (mask_BL.sum(1) == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(
+            f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
+            "defined result. Drop these rows from the batch, or keep at least one token of each."
+        )
+
+
+def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+
+
+def _upload(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
+    """Copy index tensors to `device` in one transfer that the host does not wait for."""
+    flat = torch.cat([t.to(torch.int64) for t in tensors])
+    if torch.device(device).type == "cuda" and flat.device.type == "cpu":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([t.numel() for t in tensors])
+    return [part.to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
