@@ -52,9 +52,13 @@ class PaddingRemovalError(NotImplementedError):
     """Padding cannot be removed here with exact results; the message names what, why and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedCall:
-    """What the attention of one packed forward needs to know: the layout and the implementation to compute with."""
+    """
+    What the attention of one packed forward needs to know: the layout and the implementation to compute with.
+
+    It lives as long as the forward can still be recomputed: gradient checkpointing keeps it until backward is done.
+    """
 
     layout: Layout
     implementation: str

@@ -28,26 +28,12 @@ from datasets import Dataset, load_dataset
 from . import __version__
 from .decoder import remove_padding
 from .layout import padding_free_layout, prefix_sharing_layout
-from .tiny import build_qwen2, train_tokenizer
+from .tiny import SHAPES, build_qwen2, train_tokenizer
 
 
-__all__ = ["SHAPES", "BenchSettings", "VariantResult", "equal_length_pairs", "load_pairs", "run"]
+__all__ = ["BenchSettings", "VariantResult", "equal_length_pairs", "load_pairs", "run"]
 
 VARIANTS = ("trl", "padding_free", "prefix_sharing")
-
-
-def _shape(*sizes: int) -> dict[str, int]:
-    names = ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size", "vocab_size")
-    return dict(zip(names, sizes, strict=True))
-
-
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": _shape(2, 64, 4, 2, 176, 1024),
-    "small": _shape(6, 512, 8, 2, 1408, 8192),
-    "0.5b": _shape(24, 896, 14, 2, 4864, 151936),
-    "7b": _shape(28, 3584, 28, 4, 18944, 152064),
-}
-"""Qwen2 shapes: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference of loss and gradient norm between variants."""

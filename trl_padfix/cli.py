@@ -43,9 +43,10 @@ def bench(
 ) -> None:
     """Time TRL's DPO step padded, padding-free and with prefix sharing, side by side; their losses must agree."""
     from . import bench as b
+    from .tiny import SHAPES
 
-    if shape not in b.SHAPES:
-        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(b.SHAPES)}.", param_hint="--shape")
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(SHAPES)}.", param_hint="--shape")
     settings = b.BenchSettings(
         pairs=pairs, steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype, attn=attn,
         max_length=max_length, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, seed=seed,

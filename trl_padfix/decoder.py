@@ -11,7 +11,7 @@ layer with the layout of its own forward.
 
 from __future__ import annotations
 
-import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import LAYOUT, PaddingRemovalError, refuse_implementation, uses_attention_interface
+from .attention import LAYOUT, PackedCall, PaddingRemovalError, uses_attention_interface
 from .forwards import AttentionPatch, DecoderPatch, ForwardPatch, LMHeadPatch
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
+from .rules import refusal
 
 
 __all__ = ["PaddingRemoval", "PaddingStats", "find_decoder", "find_pretrained", "remove_padding"]
@@ -80,6 +81,7 @@ class PaddingRemoval:
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
         self.enabled, self.is_running = True, False
+        self._removed, self._recomputable = False, 0
         self._patches: list[ForwardPatch] = [DecoderPatch(decoder, self)]
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
         # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
@@ -93,11 +95,29 @@ class PaddingRemoval:
         self.remove()
 
     def remove(self) -> None:
-        """Detach: the model computes as it did before. Removing twice does no harm."""
-        self.enabled = False
+        """
+        Detach: the model computes as it did before. Removing twice does no harm.
+
+        Where gradient checkpointing has yet to recompute a packed forward, the attention modules stay able to do so,
+        and are restored when its graph is gone.
+        """
+        self.enabled, self._removed = False, True
+        needed = [patch for patch in self._patches if self._recomputable and isinstance(patch, AttentionPatch)]
         for patch in reversed(self._patches):
-            patch.undo()
-        self._patches = []
+            if patch not in needed:
+                patch.undo()
+        self._patches = needed
+
+    def remember(self, call: PackedCall) -> PackedCall:
+        """Keep track of a packed forward for as long as it can be recomputed."""
+        self._recomputable += 1
+        weakref.finalize(call, self._forget).atexit = False
+        return call
+
+    def _forget(self) -> None:
+        self._recomputable -= 1
+        if self._removed:
+            self.remove()
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -205,7 +225,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`."
         )
-    reason = _refusal(pretrained, decoder)
+    reason = refusal(model, pretrained, decoder)
     if reason is not None:
         raise PaddingRemovalError(f"Padding cannot be removed from {type(pretrained).__name__}: {reason}.")
     return PaddingRemoval(pretrained, decoder, prefix_sharing)
@@ -240,45 +260,6 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
     return found[0]
 
 
-def _refusal(model: PreTrainedModel, decoder: nn.Module) -> str | None:
-    """Why the decoder cannot be packed with exact results, or `None`."""
-    config = getattr(decoder, "config", model.config)
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
-    attentions = {m for m in decoder.modules() if uses_attention_interface(m)}
-    if not attentions:
-        return "its layers do not attend through transformers' attention interface, so they cannot be told the layout"
-    for name, blocks in decoder.named_modules():
-        if isinstance(blocks, nn.ModuleList) and any(attentions & set(block.modules()) for block in blocks):
-            for i, block in enumerate(blocks):
-                if reason := _layer_refusal(block, attentions):
-                    return f"layer `{name}.{i}` ({type(block).__name__}) {reason}"
-    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if unknown:
-        return f"its layers of type {sorted(unknown)} mix tokens in a way that a packed batch does not keep apart"
-    if getattr(config, "attention_chunk_size", None):
-        return "`attention_chunk_size` makes who sees whom depend on the place in the padded row"
-    if getattr(config, "use_bidirectional_attention", None):
-        return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
-    return refuse_implementation(config._attn_implementation)
-
-
-def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
-    own = [m for m in block.modules() if m in attentions]
-    if not own:
-        return "has no attention that goes through transformers' attention interface"
-    if any(getattr(m, "is_cross_attention", False) for m in own):
-        return "has cross-attention, whose keys come from another sequence"
-    if any(not getattr(m, "is_causal", True) for m in own):
-        return "attends in both directions, and a packed batch is attended causally"
-    for module in block.modules():
-        if isinstance(module, nn.Conv1d):
-            return f"has a convolution over the sequence (`{type(module).__name__}`), which would mix packed rows"
-    return None
-
-
 def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], build: Any) -> Layout:
     """
     The layout of a batch, kept on the batch itself: the reference forward finds what the policy forward built.
@@ -288,8 +269,9 @@ def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], bui
     if any(p is not None and p.is_inference() for p in parts):
         return build()  # inference tensors do not count their writes
     key = tuple((id(p), p._version) if p is not None else None for p in parts)
-    kept = getattr(owner, "_padding_layouts", {})
-    if key not in kept:
-        # The parts are kept with the layout, so that their ids stay theirs.
-        kept = owner._padding_layouts = {key: (build(), parts)}
-    return kept[key][0]
+    kept_key, layout, _ = getattr(owner, "_padding_layout", (None, None, None))
+    if layout is None or kept_key != key:
+        layout = build()
+        # The other parts are kept too, so that their ids stay theirs; the owner is not, it would keep itself.
+        owner._padding_layout = (key, layout, [p for p in parts if p is not owner])
+    return layout

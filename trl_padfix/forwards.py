@@ -51,19 +51,21 @@ class ForwardPatch:
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.attachment.enabled:
-            kwargs.pop(SCORED, None)
-            return self.wrapped(*args, **kwargs)
-        return self.packed(*args, **kwargs)
+        return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         """The forward while padding removal is on."""
         raise NotImplementedError
 
     def undo(self) -> None:
-        if self.module.__dict__.get("forward") is not self:
-            return  # somebody wrapped this patch: it stays below theirs, and passes every call on
-        if self.below is None:
+        above, current = None, self.module.__dict__.get("forward")
+        while isinstance(current, ForwardPatch) and current is not self:
+            above, current = current, current.below
+        if current is not self:
+            return  # somebody else wrapped this patch: it stays below theirs, and passes every call on
+        if above is not None:
+            above.below = self.below
+        elif self.below is None:
             del self.module.forward
         else:
             self.module.forward = self.below
@@ -85,7 +87,7 @@ class DecoderPatch(ForwardPatch):
         else:
             config = self.module.config
             call = _pack_arguments(call, layout)
-            call[LAYOUT] = PackedCall(layout, config._attn_implementation)
+            call[LAYOUT] = self.attachment.remember(PackedCall(layout, config._attn_implementation))
             with self.attachment.running(), packed_dispatch(config):
                 output = self.wrapped(**call)
         return _unpack_output(output, layout, scored)
@@ -94,7 +96,8 @@ class DecoderPatch(ForwardPatch):
 class AttentionPatch(ForwardPatch):
     """Lets an attention module find our attention function, in its forward and in the recomputation of it."""
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The recomputation of a packed forward is packed, whatever was switched off in between.
         if LAYOUT not in kwargs and not self.attachment.is_running:
             return self.wrapped(*args, **kwargs)
         with packed_dispatch(self.module.config):

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
-__all__ = ["CHAT_TEMPLATE", "build_qwen2", "train_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "SHAPES", "build_qwen2", "train_tokenizer"]
 
 PAD, EOS, START = "<|pad|>", "<|end|>", "<|start|>"
 
@@ -20,6 +20,20 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
+
+
+def _shape(*sizes: int) -> dict[str, int]:
+    names = ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size", "vocab_size")
+    return dict(zip(names, sizes, strict=True))
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": _shape(2, 128, 4, 2, 352, 2048),
+    "small": _shape(6, 512, 8, 2, 1408, 8192),
+    "0.5b": _shape(24, 896, 14, 2, 4864, 151936),
+    "7b": _shape(28, 3584, 28, 4, 18944, 152064),
+}
+"""Qwen2 shapes: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

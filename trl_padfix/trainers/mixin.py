@@ -1,7 +1,7 @@
 """
-TRL's trainers without padding: one mixin over TRL's classes.
+The mixin that removes padding from a TRL trainer.
 
-The mixin attaches `remove_padding` to the policy and the reference, lets the default collator honour the padding side,
+It attaches `remove_padding` to the policy and the reference, lets the default collator honour the padding side,
 runs the parity check on the first batches and counts tokens. Losses, metrics and the loop are TRL's.
 """
 
@@ -16,18 +16,15 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import trl
-import trl.trainer.dpo_trainer as trl_dpo
-from datasets import Dataset
 from transformers import ProcessorMixin
 
-from .attention import PaddingRemovalError
-from .collators import DataCollatorForPreference, check_padding_side, check_pair
-from .decoder import PaddingRemoval, remove_padding
-from .parity import check_parity
+from ..attention import PaddingRemovalError
+from ..collators import check_padding_side
+from ..decoder import PaddingRemoval, remove_padding
+from ..parity import check_parity
 
 
-__all__ = ["DPOTrainer"]
+__all__ = ["PaddingRemovalMixin", "TokenMeter"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +127,10 @@ class PaddingRemovalMixin:
                 sharing = bool(getattr(self.args, "prefix_sharing", False))
                 self._handles.append(remove_padding(model, prefix_sharing=sharing))
         except Exception:
-            self.remove_padding_removal()
+            self.restore_padding()
             raise
 
-    def remove_padding_removal(self) -> None:
+    def restore_padding(self) -> None:
         """Detach from the models: they compute padded batches again, in this trainer too."""
         for handle in self._handles:
             handle.remove()
@@ -180,75 +177,6 @@ class PaddingRemovalMixin:
         for name, value in self._meters[mode].report(self._removes_padding).items():
             self._metrics[mode][name] = [value]
         super().log(logs, *args, **kwargs)
-
-
-class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
-    """
-    TRL's [`~trl.DPOTrainer`] without padding.
-
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
-    real tokens only, with `prefix_sharing=True` also no prompt twice; batches are padded on the tokenizer's side, or
-    on `padding_side`. Losses, metrics and gradients are those of the padded computation.
-
-    Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
-    batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
-    rows) beside TRL's metrics.
-
-    Args:
-        *args, **kwargs:
-            As [`~trl.DPOTrainer`]. `args` may be this package's [`DPOConfig`] or TRL's.
-
-    Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
-        ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
-    """
-
-    _collators = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        columns = set(dataset.column_names or next(iter(dataset)))
-        missing = sorted({"chosen", "rejected"} - columns)
-        if missing and "chosen_ids" not in columns:
-            raise ValueError(
-                f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
-                f"{sorted(columns)}. DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it): "
-                "rename its columns, or map it to them."
-            )
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if isinstance(prepared, Dataset):
-            _report_pairs(prepared, len(dataset), args.max_length, dataset_name)
-        return prepared
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL computes these inside its `__init__`, before ours has attached.
-        self._set_up_padding()
-        return super()._precompute_ref_logps(*args, **kwargs)
-
-
-def _report_pairs(prepared: Dataset, given: int, max_length: int | None, name: str) -> None:
-    """Stop at pairs that cannot be scored; say how many teach nothing or were left out."""
-    if len(prepared) == 0:
-        raise ValueError(
-            f"No pair of the {name} dataset is left: all {given} prompts fill `max_length={max_length}` by "
-            "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
-        )
-    equal, index = 0, 0
-    for batch in prepared.select_columns(["chosen_ids", "rejected_ids"]).iter(1000):
-        for pair in (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)):
-            check_pair(pair, f"pair {index} of the {name} dataset")
-            equal += pair["chosen_ids"] == pair["rejected_ids"]
-            index += 1
-    if equal:
-        logger.warning(
-            f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing and "
-            "cost a step's time. Drop them."
-        )
-    if len(prepared) < given:
-        logger.warning(
-            f"{given - len(prepared)} of {given} pairs of the {name} dataset were left out by TRL: their prompts fill "
-            f"`max_length={max_length}` by themselves. Raise `max_length` to train on them."
-        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""The recipes, as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trl_padfix
+
+
+ROOT = Path(__file__).parent.parent
+HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "recipes/dpo.py", *arguments]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("dpo_tiny")
+    result = launch(
+        "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4", "--eval_steps", "2",
+        "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return output, result
+
+
+def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
+    output, result = tiny_run
+    for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
+        assert row in result.stdout
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "it/s" in result.stderr  # the progress bar
+    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
+    assert any("eval_padfix/shared_fraction" in entry for entry in history)
+
+
+def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_run, tmp_path):
+    output, _ = tiny_run
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert "padfix" not in (output / "config.json").read_text()
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
+    arguments = trl.DPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[])
+    trainer = trl.DPOTrainer(str(output), args=arguments, train_dataset=pairs, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert model.config.model_type == "qwen2"
+
+
+def test_an_unknown_key_stops_the_recipe(tmp_path):
+    config = yaml.safe_load((ROOT / "recipes/dpo_tiny.yaml").read_text()) | {"paddingfree": True}
+    path = tmp_path / "typo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = launch("--config", str(path))
+    assert result.returncode != 0
+    assert "paddingfree" in result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
+def test_every_recipe_parses(name):
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        from dpo import RecipeArguments
+    finally:
+        sys.path.pop(0)
+    parser = trl.TrlParser((RecipeArguments, trl_padfix.DPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    script, training, _, mixture = parser.parse_args_and_config(
+        ["--config", str(ROOT / "recipes" / name)], fail_with_unknown_args=True
+    )
+    assert training.padding_free
+    assert bool(script.dataset_name) != bool(mixture.datasets)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(side, tmp_path):
+    config = yaml.safe_load((ROOT / "recipes/dpo_hh_rlhf.yaml").read_text())
+    config["datasets"] = [{"path": "json", "data_files": HH_RLHF}]
+    config |= {"tiny_model": "tiny", "max_steps": 5, "eval_strategy": "no", "eval_on_start": False}
+    config |= {"padding_side": side, "output_dir": str(tmp_path / "run"), "logging_steps": 5}
+    path = tmp_path / "hh.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = launch("--config", str(path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "repeated prefix not computed" in result.stdout

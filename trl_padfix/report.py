@@ -1,0 +1,89 @@
+"""What a training run ends with: a table of where it came out, and a picture of its curves."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+__all__ = ["curves", "plot_curves", "summary_table"]
+
+_ROWS = (
+    ("loss", "loss", "{:.4f}"),
+    ("reward accuracy", "rewards/accuracies", "{:.3f}"),
+    ("reward margin", "rewards/margins", "{:.3f}"),
+)
+_MEANS = (
+    ("padding not computed", "padfix/pad_fraction", "{:.1%} of the padded batch"),
+    ("repeated prefix not computed", "padfix/shared_fraction", "{:.1%} of the real tokens"),
+    ("speed", "perf/tokens_per_second", "{:,.0f} real tokens/s"),
+)
+
+
+def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric in a trainer's `state.log_history`."""
+    points = [(entry["step"], entry[name]) for entry in history if name in entry]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def summary_table(history: list[dict[str, Any]]) -> Table:
+    """
+    Where a run began and ended, and what it did not compute.
+
+    Args:
+        history (`list[dict]`):
+            A trainer's `state.log_history`.
+
+    Returns:
+        [`rich.table.Table`]; evaluation figures where there were evaluations.
+    """
+    table = Table(title="Run")
+    for column in ("", "first", "last"):
+        table.add_column(column, justify="right" if column else "left")
+    for split, prefix in (("training", ""), ("held-out", "eval_")):
+        for label, name, form in _ROWS:
+            _, values = curves(history, prefix + name)
+            if values:
+                table.add_row(f"{split} {label}", form.format(values[0]), form.format(values[-1]))
+    table.add_section()
+    for label, name, form in _MEANS:
+        _, values = curves(history, name)
+        if values:
+            table.add_row(label, "", form.format(statistics.mean(values)))
+    return table
+
+
+def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
+    """
+    Draw loss, reward accuracy and tokens per second over the steps of a run.
+
+    Args:
+        history (`list[dict]`):
+            A trainer's `state.log_history`.
+        path (`str` or `Path`):
+            PNG file to write.
+    """
+    # A figure of its own, not pyplot's: no display is needed and no state stays behind.
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("loss", ("loss", "eval_loss"), None),
+        ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"), 0.5),
+        ("real tokens/s", ("perf/tokens_per_second",), None),
+    )
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    for axes, (title, names, chance) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for name in names:
+            steps, values = curves(history, name)
+            held_out = name.startswith("eval_")
+            axes.plot(steps, values, "o-" if held_out else "-", label="held-out" if held_out else "training")
+        if chance is not None:
+            axes.axhline(chance, color="grey", linestyle=":", label="chance")
+        axes.set(title=title, xlabel="step")
+        axes.legend()
+    path = Path(path)
+    figure.savefig(path, dpi=120)
+    return path

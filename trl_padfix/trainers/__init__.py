@@ -1,0 +1,6 @@
+"""TRL's trainers without padding: one mixin over TRL's classes, a module for each trainer."""
+
+from .dpo import DPOTrainer
+
+
+__all__ = ["DPOTrainer"]
