@@ -24,29 +24,56 @@ __all__ = ["NotBuilt", "build", "family_types"]
 VOCAB, WINDOW, UNUSED_TOKEN = 64, 4, 60
 
 _SIZES: list[tuple[int, str]] = [
-    (32, "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim"),
-    (48, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size "
-    "dense_intermediate_size block_ffn_dim intermediate_size_mlp prefix_dense_intermediate_size "
-    "shared_intermediate_size mlp_hidden_size"),
-    (24, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size "
-    "moe_shared_expert_intermediate_size"),
-    (4, "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
-    "num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads "
-    "linear_num_value_heads mamba_n_heads mamba_num_heads linear_num_heads num_ln_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts q_lora_rank o_lora_rank"),
-    (2, "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads "
-    "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts index_n_heads"),
-    (8, "head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank dim_head d_kv swa_head_dim "
-    "swa_v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim global_head_dim "
-    "mamba_d_state ssm_state_size state_size mamba_head_dim mamba_d_head attention_head_dim rotary_dim d_rel "
-    "time_step_rank mamba_dt_rank"),
+    (
+        32,
+        "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim",
+    ),
+    (
+        48,
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size "
+        "dense_intermediate_size block_ffn_dim intermediate_size_mlp prefix_dense_intermediate_size "
+        "shared_intermediate_size mlp_hidden_size",
+    ),
+    (
+        24,
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size "
+        "moe_shared_expert_intermediate_size",
+    ),
+    (
+        4,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+        "num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads "
+        "linear_num_value_heads mamba_n_heads mamba_num_heads linear_num_heads num_ln_heads "
+        "num_experts num_local_experts n_routed_experts moe_num_experts q_lora_rank o_lora_rank",
+    ),
+    (
+        2,
+        "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads "
+        "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts index_n_heads",
+    ),
+    (
+        8,
+        "head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank dim_head d_kv swa_head_dim "
+        "swa_v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim global_head_dim "
+        "mamba_d_state ssm_state_size state_size mamba_head_dim mamba_d_head attention_head_dim rotary_dim d_rel "
+        "time_step_rank mamba_dt_rank",
+    ),
     (16, "qk_head_dim laurel_rank hidden_size_per_layer_input"),
-    (VOCAB, "vocab_size vocab_size_per_layer_input decoder_vocab_size max_position_embeddings n_positions n_ctx "
-    "max_seq_len model_max_length max_target_positions max_source_positions original_max_position_embeddings"),
-    (WINDOW, "sliding_window attention_chunk_size window_size sliding_window_size attention_window_size local_attention "
-    "index_topk chunk_size mamba_chunk_size rel_extent keep_window_size block_size floor_scale index_block_size"),
-    (1, "n_group topk_group n_groups mamba_n_groups num_expert_group n_shared_experts num_nextn_predict_layers "
-    "num_shared_experts moe_num_shared_experts"),
+    (
+        VOCAB,
+        "vocab_size vocab_size_per_layer_input decoder_vocab_size max_position_embeddings n_positions n_ctx "
+        "max_seq_len model_max_length max_target_positions max_source_positions original_max_position_embeddings",
+    ),
+    (
+        WINDOW,
+        "sliding_window attention_chunk_size window_size sliding_window_size attention_window_size local_attention "
+        "index_topk chunk_size mamba_chunk_size rel_extent keep_window_size block_size floor_scale index_block_size",
+    ),
+    (
+        1,
+        "n_group topk_group n_groups mamba_n_groups num_expert_group n_shared_experts num_nextn_predict_layers "
+        "num_shared_experts moe_num_shared_experts",
+    ),
 ]
 _SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
 _LAYERS = (
@@ -55,9 +82,12 @@ _LAYERS = (
 _DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "dropout_p", "dropout_prob")
 
 _SSD = {"mamba_n_heads": 8, "mamba_d_ssm": 64}  # heads * head size = expand * hidden size
+_TEMPERATURE = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5} | {
+    "original_max_position_embeddings": WINDOW
+}
 _SHARED = {"num_hidden_layers": 3, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "bart": {"encoder_layers": 1},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -84,8 +114,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {"index_topk_blocks": 2},
+    "ministral3": {"rope_parameters": _TEMPERATURE},
+    "mistral4": {"rope_parameters": _TEMPERATURE},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -172,9 +206,7 @@ def _small(name: str, value: Any, fields: dict[str, Any], kept: list[int]) -> An
         return _small_rope(value)
     if name == "per_layer_config":
         given = {int(i): layer for i, layer in (value or {}).items()}
-        return {
-            new: {k: _resize(k, v) for k, v in given[old].items()} for new, old in enumerate(kept) if old in given
-        }
+        return {new: {k: _resize(k, v) for k, v in given[old].items()} for new, old in enumerate(kept) if old in given}
     if value is None:
         return {"sliding_window": WINDOW, "head_dim": 8, "num_key_value_heads": 4}.get(name)
     if isinstance(value, bool):

@@ -6,12 +6,11 @@ Rules are about what a layer does, not about names of models. What no rule knows
 
 from __future__ import annotations
 
-import inspect
-
 from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import refuse_implementation, uses_attention_interface
+from .positions import position_embeddings, takes_positions
 
 
 __all__ = ["refusal"]
@@ -51,27 +50,34 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             for i, block in enumerate(blocks):
                 if reason := _layer_refusal(block, attentions):
                     return f"layer `{name}.{i}` ({type(block).__name__}) {reason}"
-    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    unknown = set(getattr(config, "layer_types", None) or []) - {
+        "full_attention",
+        "sliding_attention",
+        "chunked_attention",
+    }
     if unknown:
         return f"its layers of type {sorted(unknown)} mix tokens in a way that a packed batch does not keep apart"
-    if getattr(config, "attention_chunk_size", None):
-        return "`attention_chunk_size` makes who sees whom depend on the place in the padded row"
-    if getattr(config, "use_bidirectional_attention", None):
+    # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    if not takes_positions(decoder) and not position_embeddings(decoder):
         return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
     return refuse_implementation(config._attn_implementation)
 
 
 def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
-    own = [m for m in block.modules() if m in attentions]
-    if not own:
-        return "has no attention that goes through transformers' attention interface"
-    if any(getattr(m, "is_cross_attention", False) for m in own):
-        return "has cross-attention, whose keys come from another sequence"
-    if any(not getattr(m, "is_causal", True) for m in own):
-        return "attends in both directions, and a packed batch is attended causally"
     for module in block.modules():
         if isinstance(module, nn.Conv1d):
             return f"has a convolution over the sequence (`{type(module).__name__}`), which would mix packed rows"
+        if hasattr(module, "indexer"):
+            return "selects the keys of a token with an indexer, among those of all packed rows"
+    own = [m for m in block.modules() if m in attentions]
+    if not own:
+        return (
+            "has no attention that goes through transformers' attention interface: it mixes tokens in a way of its own "
+            "(a recurrent state, linear attention, attention written out), which cannot be told where rows begin"
+        )
+    # Cross-attention is not run, unless a call brings the states of an encoder; that call is refused.
+    if all(getattr(m, "is_cross_attention", False) or not getattr(m, "is_causal", True) for m in own):
+        return "attends in both directions or to another sequence, and a packed batch is attended causally"
     return None
