@@ -16,40 +16,41 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-__all__ = ["NotBuilt", "build", "family_types"]
+__all__ = ["VARIANTS", "NotBuiltError", "build", "families"]
 
 VOCAB, WINDOW, UNUSED_TOKEN = 64, 4, 60
 
 _SIZES: list[tuple[int, str]] = [
     (
         32,
-        "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim",
+        "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim "
+        "emb_dim hidden_size_global",
     ),
     (
         48,
-        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size "
-        "dense_intermediate_size block_ffn_dim intermediate_size_mlp prefix_dense_intermediate_size "
-        "shared_intermediate_size mlp_hidden_size",
+        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size block_ffn_dim "
+        "dense_intermediate_size intermediate_size_mlp prefix_dense_intermediate_size shared_intermediate_size "
+        "mlp_hidden_size",
     ),
     (
         24,
-        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_experts_intermediate_size "
-        "moe_shared_expert_intermediate_size",
+        "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
+        "expert_ffn_hidden_size moe_shared_expert_intermediate_size",
     ),
     (
         4,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
-        "num_decoder_attention_heads num_encoder_attention_heads attention_heads swa_num_attention_heads "
-        "linear_num_value_heads mamba_n_heads mamba_num_heads linear_num_heads num_ln_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts q_lora_rank o_lora_rank",
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
+        "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads "
+        "mamba_n_heads mamba_num_heads linear_num_heads num_experts num_local_experts n_routed_experts "
+        "moe_num_experts q_lora_rank o_lora_rank",
     ),
     (
         2,
-        "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads "
-        "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts index_n_heads",
+        "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts index_n_heads",
     ),
     (
         8,
@@ -61,7 +62,7 @@ _SIZES: list[tuple[int, str]] = [
     (16, "qk_head_dim laurel_rank hidden_size_per_layer_input"),
     (
         VOCAB,
-        "vocab_size vocab_size_per_layer_input decoder_vocab_size max_position_embeddings n_positions n_ctx "
+        "vocab_size vocab_size_per_layer_input decoder_vocab_size n_words max_position_embeddings n_positions n_ctx "
         "max_seq_len model_max_length max_target_positions max_source_positions original_max_position_embeddings",
     ),
     (
@@ -77,8 +78,15 @@ _SIZES: list[tuple[int, str]] = [
 ]
 _SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
 _LAYERS = (
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers"
-).split()
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+)
 _DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "dropout_p", "dropout_prob")
 
 _SSD = {"mamba_n_heads": 8, "mamba_d_ssm": 64}  # heads * head size = expand * hidden size
@@ -148,31 +156,41 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """What the recipe cannot know, by model type: fields of the config, set before anything is derived from them."""
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4_text, attn_temperature_tuning=False": ("llama4_text", {"attn_temperature_tuning": False}),
+    "gpt2, scale_attn_by_inverse_layer_idx": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gemma3_text, use_bidirectional_attention": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "bert, is_decoder=False": ("bert", {"is_decoder": False}),
+    "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["attention", "attention"]}),
+}
+"""Settings that change what a layer does: name, model type, and fields of its config."""
 
-class NotBuilt(Exception):
+
+class NotBuiltError(Exception):
     """A model of this type cannot be built here; the message says why."""
 
 
-def family_types() -> list[str]:
-    """Every model type with a causal language model in transformers' auto mapping."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def families() -> list[str]:
+    """Every model type with a causal language model in transformers' auto mapping, and the variants."""
+    return sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS])
 
 
-def build(model_type: str, attn_implementation: str | None = None, seed: int = 0) -> PreTrainedModel:
+def build(family: str, attn_implementation: str | None = None) -> PreTrainedModel:
     """
-    A tiny random model of a type, in evaluation mode.
+    A tiny random model of a family (a model type, or one of `VARIANTS`), in evaluation mode.
 
     Raises:
-        NotBuilt: If it cannot be built offline; with the reason.
+        NotBuiltError: If it cannot be built offline; with the reason.
     """
+    model_type, given = VARIANTS.get(family, (family, {}))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = tiny_config(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
-            torch.manual_seed(seed)
+            config = tiny_config(CONFIG_MAPPING[model_type], {**OVERRIDES.get(model_type, {}), **given})
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     except Exception as error:
-        raise NotBuilt(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}") from error
+        raise NotBuiltError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}") from error
     _redraw(model)
     return model.float().eval()
 
@@ -207,7 +225,7 @@ def _small(name: str, value: Any, fields: dict[str, Any], kept: list[int]) -> An
     if name == "per_layer_config":
         given = {int(i): layer for i, layer in (value or {}).items()}
         return {new: {k: _resize(k, v) for k, v in given[old].items()} for new, old in enumerate(kept) if old in given}
-    if value is None:
+    if value is None or (name == "sliding_window" and value == 0):
         return {"sliding_window": WINDOW, "head_dim": 8, "num_key_value_heads": 4}.get(name)
     if isinstance(value, bool):
         return value
@@ -223,10 +241,13 @@ def _small(name: str, value: Any, fields: dict[str, Any], kept: list[int]) -> An
 
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2}
-_DERIVED = set(
-    "id2label label2id return_dict output_attentions output_hidden_states problem_type transformers_version "
-    "model_type architectures _name_or_path dtype".split()
-)
+_DERIVED = {"id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type"} | {
+    "transformers_version",
+    "model_type",
+    "architectures",
+    "_name_or_path",
+    "dtype",
+}
 
 
 def _resize(name: str, value: Any) -> Any:

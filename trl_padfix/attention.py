@@ -102,6 +102,11 @@ def uses_attention_interface(module: nn.Module) -> bool:
     return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
 
 
+def counts_columns(module: nn.Module) -> bool:
+    """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
+    return "arange" in _forward_code(type(module)).co_names
+
+
 def refuse_implementation(implementation: str) -> str | None:
     """Why `implementation` cannot attend over a layout, or `None` if it can."""
     if implementation in ("eager", "sdpa") or _is_flash(implementation):

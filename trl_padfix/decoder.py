@@ -153,8 +153,8 @@ class PaddingRemoval:
             return None  # packed already
         if call.get("encoder_hidden_states") is not None:
             raise PaddingRemovalError(
-                "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence for "
-                "each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
+                "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence "
+                "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
             )
         batch = ids if ids is not None else embeds
         if batch is None:

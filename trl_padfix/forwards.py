@@ -2,7 +2,8 @@
 What runs in place of a module's forward while padding is removed.
 
 [`DecoderPatch`] packs at the decoder's door and unpacks at its exit; [`AttentionPatch`] leads the attention modules to
-our attention function; [`PositionPatch`] numbers tokens for decoders that do it themselves; [`LMHeadPatch`] runs a fused LM head on labelled positions only.
+our attention function; [`PositionPatch`] numbers the tokens of decoders that do it themselves; [`LMHeadPatch`] runs a
+fused LM head on labelled positions only.
 """
 
 from __future__ import annotations

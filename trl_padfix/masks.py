@@ -61,6 +61,7 @@ def describing_masks(implementation: str) -> Iterator[None]:
 
 def _describe(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:
     """A mask function of transformers' interface: windows and chunks both come as `local_size`."""
+    is_empty = local_size is not None and local_size < 1
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
     return PackedMask(
@@ -68,5 +69,5 @@ def _describe(*args: Any, config: Any = None, local_size: int | None = None, **k
         window=local_size if not is_chunk else None,
         chunk=local_size if is_chunk else None,
         # Conditions that a model adds are evaluated with vmap; a size that is window and chunk alike says neither.
-        custom=bool(kwargs.get("use_vmap")) or (is_chunk and is_window),
+        custom=bool(kwargs.get("use_vmap")) or is_empty or (is_chunk and is_window),
     )

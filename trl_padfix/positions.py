@@ -2,8 +2,8 @@
 Positions of packed tokens, for decoders that number their tokens themselves.
 
 Most decoders take `position_ids`. Two kinds do not, or take them in another numbering: those whose positional
-embedding counts the columns of the batch (BART and its kin), and those that count the tokens that are not padding, from
-`padding_idx + 1` on (RoBERTa and its kin).
+embedding counts the columns of the batch (BART and its kin), and those that count the tokens that are not padding,
+from `padding_idx + 1` on (RoBERTa and its kin).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import refuse_implementation, uses_attention_interface
+from .attention import counts_columns, refuse_implementation, uses_attention_interface
 from .positions import position_embeddings, takes_positions
 
 
@@ -74,10 +74,16 @@ def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
     own = [m for m in block.modules() if m in attentions]
     if not own:
         return (
-            "has no attention that goes through transformers' attention interface: it mixes tokens in a way of its own "
-            "(a recurrent state, linear attention, attention written out), which cannot be told where rows begin"
+            "has no attention that goes through transformers' attention interface: it mixes tokens in a way of its "
+            "own (a recurrent state, linear attention, attention written out), which cannot be told where rows begin"
         )
     # Cross-attention is not run, unless a call brings the states of an encoder; that call is refused.
     if all(getattr(m, "is_cross_attention", False) or not getattr(m, "is_causal", True) for m in own):
         return "attends in both directions or to another sequence, and a packed batch is attended causally"
+    for module in own:
+        if counts_columns(module) and getattr(module, "attn_temperature_tuning", True):
+            return (
+                f"numbers its tokens by their place in the packed row (`{type(module).__name__}`, for the temperature "
+                "of its attention); set `attn_temperature_tuning=False` if the model was trained without it"
+            )
     return None
