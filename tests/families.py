@@ -73,7 +73,7 @@ _SIZES: list[tuple[int, str]] = [
     (
         1,
         "n_group topk_group n_groups mamba_n_groups num_expert_group n_shared_experts num_nextn_predict_layers "
-        "num_shared_experts moe_num_shared_experts",
+        "num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index",
     ),
 ]
 _SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
@@ -97,6 +97,7 @@ _SHARED = {"num_hidden_layers": 3, "attention_hidden_size": 64, "attention_head_
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "bart": {"encoder_layers": 1},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
@@ -113,6 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": _SSD,
+    "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4,
