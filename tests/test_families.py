@@ -30,6 +30,21 @@ RECORD = Path(__file__).with_name("families.json")
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
 
+INTRODUCTION = """\
+# Families
+
+What becomes of every causal language model type of transformers 5.23 (and of a few settings that change what a layer
+does) under `remove_padding`: **exact**, or **refused** with the reason. Tiny random models, float32, ragged rows
+longer than every window and chunk, padded on the left and on the right, with common prefixes, with the type's default
+attention and the eager one. Exact: log-probabilities within 1e-4 and gradients within 1e-4 (relative) of each row
+computed alone; the largest difference found is in the table. Mixtures of experts also: router logits, auxiliary loss
+and its gradients as in the padded computation.
+
+*Own padding* is how far transformers' own padded computation is from the rows computed alone, on the worse side, in
+nats; where it is large (learned positions, left padding), packing also repairs it.
+
+Made by `python tests/test_families.py --write` from `tests/families.json`; do not edit."""
+
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.23.0", reason="the record is that of transformers 5.23.0"
 )
@@ -55,24 +70,7 @@ def verdict(outcomes: dict[str, Any]) -> Any:
 def table(recorded: dict[str, Any]) -> str:
     """The support table, in Markdown."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
-    lines = [
-        "# Families",
-        "",
-        "What becomes of every causal language model type of transformers 5.23 (and of a few settings that change what",
-        "a layer does) under `remove_padding`: **exact**, or **refused** with the reason. Tiny random models, float32,",
-        "ragged rows longer than every window and chunk, padded on the left and on the right, with common prefixes,",
-        "with the type's default attention and the eager one. Exact: log-probabilities within 1e-4 and gradients within",
-        "1e-4 (relative) of each row computed alone; the largest difference found is in the table. Mixtures of experts",
-        "also: router logits, auxiliary loss and its gradients as in the padded computation.",
-        "",
-        "*Own padding* is how far transformers' own padded computation is from the rows computed alone, on the worse",
-        "side, in nats; where it is large (learned positions, left padding), packing also repairs it.",
-        "",
-        "Made by `python tests/test_families.py --write` from `tests/families.json`; do not edit.",
-        "",
-        "| | exact | refused | not built |",
-        "|---|---|---|---|",
-    ]
+    lines = [*INTRODUCTION.splitlines(), "", "| | exact | refused | not built |", "|---|---|---|---|"]
     for mode, count in counts.items():
         assert not count["wrong"], "a wrong family cannot be documented"
         lines.append(f"| {mode.replace('_', ' ')} | {count['exact']} | {count['refused']} | {count['not built']} |")

@@ -161,15 +161,17 @@ def packed_attention(
     asked = _asked(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
+    if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
+        kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
     # From here on the module is what it was before, for functions that ask it for its implementation.
     with attending_with(module.config, call.implementation):
         attend = _own_function(module, call.implementation)
         if _is_flash(call.implementation):
             return _flash(attend, module, query, key, value, call.layout, kwargs), None
-        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, asked, call.layout, kwargs):
-            return _torch_varlen(query, key, value, call.layout, asked.window, kwargs.get("scaling")), None
-        return _by_segment(attend, module, query, key, value, call.layout, asked, kwargs), None
+        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, kwargs):
+            return _torch_varlen(query, key, value, call.layout, kwargs), None
+        return _by_segment(attend, module, query, key, value, call.layout, kwargs), None
 
 
 def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -194,11 +196,9 @@ def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> No
 def _asked(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
     """What `module` is to leave out within a row: as its mask says, or without one what it hands over."""
     span = max(call.layout.spans)
-    if mask is None:
-        chunk = getattr(module.config, "attention_chunk_size", None)
-        asked = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
-    else:
-        asked = mask
+    chunk = getattr(module.config, "attention_chunk_size", None)
+    unknown = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
+    asked = unknown if mask is None else mask
     if not isinstance(asked, PackedMask) or asked.custom:
         raise PaddingRemovalError(
             f"{name} attends with a mask of its own making, which a layout does not say how to pack. Padding cannot "
@@ -257,18 +257,20 @@ def _by_segment(
     key: torch.Tensor,
     value: torch.Tensor,
     layout: Layout,
-    asked: PackedMask,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """The model's `sdpa` or `eager` function on one block of one segment at a time."""
+    window: int | None = kwargs.get("sliding_window")
+    chunk: int | None = kwargs.get("attention_chunk_size")
     is_eager = attend is _eager_function(module)
     key, value = _gather_keys(key, layout), _gather_keys(value, layout)
     positions_k = layout.positions if layout.key_index is None else layout.positions[layout.key_index]
     outputs, first_q, first_k = [], 0, 0
     for queries, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True):
-        windowed = asked.window if asked.window is not None and asked.window < span else None
+        windowed = window if window is not None and window < span else None
+        chunked = chunk if chunk is not None and chunk < span else None
         # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and not asked.cuts(span)
+        whole = not is_eager and queries == keys and windowed is None and chunked is None
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
@@ -281,9 +283,8 @@ def _by_segment(
                 mask = (distance >= 0)[None, None]
                 if windowed is not None:
                     mask = mask & (distance < windowed)
-                if asked.chunk is not None:
-                    place, place_k = layout.positions[q, None], positions_k[None, k]
-                    mask = mask & (place // asked.chunk == place_k // asked.chunk)
+                if chunked is not None:
+                    mask = mask & (layout.positions[q, None] // chunked == positions_k[None, k] // chunked)
                 if is_eager:  # eager functions add their mask
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             outputs.append(attend(module, query[:, :, q], key[:, :, k], value[:, :, k], mask, **kwargs)[0])
@@ -292,16 +293,12 @@ def _by_segment(
 
 
 def _torch_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    window: int | None,
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
     from torch.nn.attention.varlen import varlen_attn
 
+    window = kwargs.get("sliding_window")
     output = varlen_attn(
         query[0].transpose(0, 1),
         _gather_keys(key, layout)[0].transpose(0, 1),
@@ -310,16 +307,14 @@ def _torch_varlen(
         layout.cu_seqlens_k,
         max(layout.query_lengths),
         max(layout.key_lengths),
-        scale=scaling,
+        scale=kwargs.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.unsqueeze(0)
 
 
-def _torch_varlen_applies(
-    query: torch.Tensor, value: torch.Tensor, asked: PackedMask, layout: Layout, kwargs: dict[str, Any]
-) -> bool:
+def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -328,7 +323,7 @@ def _torch_varlen_applies(
         and not kwargs.get("dropout")
         and kwargs.get("softcap") is None
         and kwargs.get("s_aux") is None
-        and (asked.chunk is None or asked.chunk >= max(layout.spans))
+        and kwargs.get("attention_chunk_size") is None
         and _torch_varlen_is_complete()
     )
 

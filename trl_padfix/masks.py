@@ -34,10 +34,6 @@ class PackedMask:
     chunk: int | None = None
     custom: bool = False
 
-    def cuts(self, span: int) -> bool:
-        """Whether a token in a row of `span` places is kept from seeing some of the earlier ones."""
-        return (self.window is not None and self.window < span) or (self.chunk is not None and self.chunk < span)
-
 
 @contextmanager
 def describing_masks(implementation: str) -> Iterator[None]:
