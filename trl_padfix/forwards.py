@@ -2,7 +2,8 @@
 What runs in place of a module's forward while padding is removed.
 
 [`DecoderPatch`] packs at the decoder's door and unpacks at its exit; [`AttentionPatch`] leads the attention modules to
-our attention function; [`LMHeadPatch`] runs a fused LM head on labelled positions only.
+our attention function; [`PositionPatch`] numbers the tokens of decoders that do it themselves; [`LMHeadPatch`] runs a
+fused LM head on labelled positions only.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from transformers.utils import ModelOutput
 
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
 from .layout import Layout, pack, unpack
+from .positions import numbering, packed_positions
 
 
 if TYPE_CHECKING:
     from .decoder import PaddingRemoval
 
-__all__ = ["AttentionPatch", "DecoderPatch", "ForwardPatch", "LMHeadPatch", "bind"]
+__all__ = ["AttentionPatch", "DecoderPatch", "ForwardPatch", "LMHeadPatch", "PositionPatch", "bind"]
 
 SCORED = "padding_scored_index"
 """Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
@@ -74,6 +76,10 @@ class ForwardPatch:
 class DecoderPatch(ForwardPatch):
     """Packs at the decoder's door, unpacks at its exit."""
 
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+        super().__init__(module, attachment)
+        self.numbers = numbering(module)
+
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         scored = kwargs.pop(SCORED, None)
         call = bind(self.wrapped, args, kwargs)
@@ -86,9 +92,9 @@ class DecoderPatch(ForwardPatch):
             output = self.wrapped(**call)
         else:
             config = self.module.config
-            call = _pack_arguments(call, layout)
+            call = _pack_arguments(call, layout, self.numbers)
             call[LAYOUT] = self.attachment.remember(PackedCall(layout, config._attn_implementation))
-            with self.attachment.running(), packed_dispatch(config):
+            with self.attachment.running(layout), packed_dispatch(config):
                 output = self.wrapped(**call)
         return _unpack_output(output, layout, scored)
 
@@ -102,6 +108,19 @@ class AttentionPatch(ForwardPatch):
             return self.wrapped(*args, **kwargs)
         with packed_dispatch(self.module.config):
             return self.wrapped(*args, **kwargs)
+
+
+class PositionPatch(ForwardPatch):
+    """Gives a positional embedding the places of the packed tokens in their rows, for those in the packed row."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        layout = self.attachment.layout
+        if layout is None:
+            return self.wrapped(*args, **kwargs)
+        call = bind(self.wrapped, args, kwargs)
+        given = call.get("position_ids")
+        call["position_ids"] = layout.positions if given is None else layout.positions.view_as(given)
+        return self.wrapped(**call)
 
 
 class LMHeadPatch(ForwardPatch):
@@ -149,7 +168,7 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(bound)
 
 
-def _pack_arguments(call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | None) -> dict[str, Any]:
     positions = call.get("position_ids")
     packed = {}
     for name, value in call.items():
@@ -158,7 +177,7 @@ def _pack_arguments(call: dict[str, Any], layout: Layout) -> dict[str, Any]:
         packed[name] = value
     packed["attention_mask"] = None
     if positions is None:
-        packed["position_ids"] = layout.positions.unsqueeze(0)
+        packed["position_ids"] = packed_positions(numbers, call, layout).unsqueeze(0)
     else:
         rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
         rows = torch.cat([pack(row, layout) for row in rows])
