@@ -11,6 +11,7 @@ import inspect
 from torch import nn
 from transformers import PreTrainedModel
 
+from . import compat
 from .attention import refuse_implementation, uses_attention_interface
 
 
@@ -60,7 +61,7 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
-    return refuse_implementation(config._attn_implementation)
+    return refuse_implementation(config._attn_implementation) or compat.refusal(decoder, config._attn_implementation)
 
 
 def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
