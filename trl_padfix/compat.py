@@ -27,14 +27,13 @@ __all__ = ["BOUNDS", "TESTED", "Stack", "require"]
 
 
 class Stack(NamedTuple):
-    """Versions that run the parity suite together; without TRL, or with one before 1.0, the core alone."""
+    """Versions that run the parity suite together; with a TRL before 1.0 that is `remove_padding` alone."""
 
     transformers: str
-    trl: str | None
+    trl: str
 
 
 TESTED = (
-    Stack("4.52.4", None),
     Stack("4.52.4", "0.17.0"),
     Stack("4.57.6", "1.0.0"),
     Stack("5.0.0", "1.9.2"),

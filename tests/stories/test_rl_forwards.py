@@ -30,7 +30,7 @@ RESPONSES = [[13, 14, 15], [16, 17, 18, 19], [20]]
 raises = pytest.raises(ValueError, match="batched generation with padding_side='right'")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def flash():
     with flash_attention_stand_in():
         yield

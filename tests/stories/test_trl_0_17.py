@@ -41,7 +41,7 @@ WORDS = {"<bos>": 0, "<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2,
 raises = pytest.raises(ValueError, match="batched generation with padding_side='right'")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def flash():
     with flash_attention_stand_in():
         yield

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.stacks
 REAL, DISTINCT = 29, 20  # tokens of `ROWS`
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def flash():
     with flash_attention_stand_in():
         yield
