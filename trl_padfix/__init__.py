@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import compat
+
 
 __version__ = "0.1.0.dev0"
 
@@ -19,6 +21,7 @@ _MODULES = {
     "config": ["DPOConfig"],
     "trainers": ["DPOTrainer"],
 }
+_NEEDS_TRL = {"collators", "config", "trainers"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])
@@ -36,6 +39,10 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _HOME[name] != "layout":
+        compat.require("transformers")
+    if _HOME[name] in _NEEDS_TRL:
+        compat.require("trl")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 

@@ -29,6 +29,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .compat import flash_arguments
 from .layout import Layout
 from .masks import PackedMask, describing_masks
 
@@ -237,6 +238,7 @@ def _flash(
             cu_seq_lens_k=layout.cu_seqlens_k,
             max_length_q=max(layout.query_lengths),
             max_length_k=max(layout.key_lengths),
+            **flash_arguments(layout),
             **kwargs,
         )
     except (RuntimeError, AssertionError, NotImplementedError) as error:

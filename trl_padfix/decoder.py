@@ -22,7 +22,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, uses_attention_interface
-from .forwards import AttentionPatch, DecoderPatch, ForwardPatch, LMHeadPatch, PositionPatch
+from .compat import decoder_of
+from .forwards import (
+    AttentionPatch,
+    DecoderPatch,
+    ForwardPatch,
+    LMHeadPatch,
+    PoolingPatch,
+    PositionPatch,
+    pools_by_token_id,
+)
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
 from .positions import position_embeddings
 from .rules import refusal
@@ -81,7 +90,7 @@ class PaddingRemoval:
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, prefix_sharing: bool):
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
-        self.enabled = True
+        self.enabled, self.is_pooling = True, False
         self.layout: Layout | None = None  # of the packed forward that is running
         self._removed, self._recomputable = False, 0
         self._patches: list[ForwardPatch] = [DecoderPatch(decoder, self)]
@@ -90,6 +99,8 @@ class PaddingRemoval:
         # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
         if decoder in model.children() and model.get_output_embeddings() is not None:
             self._patches.append(LMHeadPatch(model, self))
+        if pools_by_token_id(model):
+            self._patches.append(PoolingPatch(model, self))
 
     def __enter__(self) -> PaddingRemoval:
         return self
@@ -144,6 +155,14 @@ class PaddingRemoval:
         """Whether a packed forward is running."""
         return self.layout is not None
 
+    @contextmanager
+    def pooling(self) -> Iterator[None]:
+        saved, self.is_pooling = self.is_pooling, True
+        try:
+            yield
+        finally:
+            self.is_pooling = saved
+
     def layout_of(self, call: dict[str, Any]) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is."""
         mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
@@ -196,8 +215,9 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
 
     Every call of the model with a two-dimensional `attention_mask` then runs packed, in training and evaluation, on
     either padding side, with any attention implementation, and returns what it returned before (padding positions are
-    zero). Generation, calls with a cache and calls that are packed already are not touched. Nothing is stored in the
-    model's config or checkpoints.
+    zero). A sequence classifier scores the last token of each row's attention mask, whatever its id. Generation, calls
+    with a cache and calls that are packed already are not touched. Nothing is stored in the model's config or
+    checkpoints.
 
     Args:
         model (`torch.nn.Module`):
@@ -246,7 +266,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The text decoder of a model: the module between the embeddings and the head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    decoder = decoder_of(model)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is not None:
         # Some models call their output layer `decoder`, some find themselves.
         inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]

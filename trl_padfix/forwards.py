@@ -3,12 +3,15 @@ What runs in place of a module's forward while padding is removed.
 
 [`DecoderPatch`] packs at the decoder's door and unpacks at its exit; [`AttentionPatch`] leads the attention modules to
 our attention function; [`PositionPatch`] numbers the tokens of decoders that do it themselves; [`LMHeadPatch`] runs a
-fused LM head on labelled positions only.
+fused LM head on labelled positions only; [`PoolingPatch`] lets a sequence classifier pool the last token of the
+attention mask.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +19,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
+from .compat import packed_forward
 from .layout import Layout, pack, unpack
 from .positions import numbering, packed_positions
 
@@ -23,7 +27,16 @@ from .positions import numbering, packed_positions
 if TYPE_CHECKING:
     from .decoder import PaddingRemoval
 
-__all__ = ["AttentionPatch", "DecoderPatch", "ForwardPatch", "LMHeadPatch", "PositionPatch", "bind"]
+__all__ = [
+    "AttentionPatch",
+    "DecoderPatch",
+    "ForwardPatch",
+    "LMHeadPatch",
+    "PoolingPatch",
+    "PositionPatch",
+    "bind",
+    "pools_by_token_id",
+]
 
 SCORED = "padding_scored_index"
 """Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
@@ -94,9 +107,12 @@ class DecoderPatch(ForwardPatch):
             config = self.module.config
             call = _pack_arguments(call, layout, self.numbers)
             call[LAYOUT] = self.attachment.remember(PackedCall(layout, config._attn_implementation))
-            with self.attachment.running(layout), packed_dispatch(config):
+            older = packed_forward(self.module, {LAYOUT: call[LAYOUT]})
+            with self.attachment.running(layout), packed_dispatch(config), older:
                 output = self.wrapped(**call)
-        return _unpack_output(output, layout, scored)
+        if self.attachment.is_pooling:
+            return _unpack_output(output, layout, _last_everywhere)
+        return _unpack_output(output, layout, None if scored is None else partial(_select, index=scored))
 
 
 class AttentionPatch(ForwardPatch):
@@ -159,6 +175,33 @@ class LMHeadPatch(ForwardPatch):
         return output
 
 
+class PoolingPatch(ForwardPatch):
+    """
+    Lets a sequence classifier pool the last token of the attention mask.
+
+    transformers pools the last token whose id is not the pad token's. Where the pad token is the EOS token and a
+    sequence ends in it, that is the token before: the state that is scored has not seen the end. Here the decoder
+    answers with the state of a row's last real token in every column, so whichever the model picks is the right one;
+    pooling, labels and loss stay the model's.
+    """
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.pooling():
+            return self.wrapped(*args, **kwargs)
+
+
+def pools_by_token_id(model: nn.Module) -> bool:
+    """Whether the forward of `model` looks for the pad token's id and scores one state of each row."""
+    for cls in type(model).__mro__:
+        if "forward" in vars(cls):
+            code = inspect.unwrap(vars(cls)["forward"]).__code__
+            if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
+                return True
+            if "__class__" not in code.co_freevars:
+                return False  # it does not call `super().forward`
+    return False
+
+
 def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, those of `**kwargs` included."""
     bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
@@ -186,25 +229,30 @@ def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | N
     return packed
 
 
-def _unpack_output(output: Any, layout: Layout, scored: torch.Tensor | None) -> Any:
-    """Lay the decoder's output out over the batch; of the last hidden state only the `scored` places, if given."""
+def _unpack_output(output: Any, layout: Layout, choose: Callable[[torch.Tensor, Layout], torch.Tensor] | None) -> Any:
+    """Lay the decoder's output out over the batch; of the last hidden state what `choose` makes of it, if given."""
+    choose = choose or _unpack_value
     if isinstance(output, ModelOutput):
         last = output.last_hidden_state
         for name, value in output.items():
-            output[name] = last if value is last and scored is not None else _unpack_value(value, layout)
-        if scored is not None:
-            output["last_hidden_state"] = _select(last, layout, scored)
+            if name != "last_hidden_state":
+                output[name] = _unpack_value(value, layout)
+        output["last_hidden_state"] = choose(last, layout)
         return output
     if isinstance(output, tuple):
-        rest = tuple(_unpack_value(value, layout) for value in output[1:])
-        first = _unpack_value(output[0], layout) if scored is None else _select(output[0], layout, scored)
-        return (first, *rest)
+        return (choose(output[0], layout), *(_unpack_value(value, layout) for value in output[1:]))
     raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
 
 
-def _select(hidden: torch.Tensor, layout: Layout, scored: torch.Tensor) -> torch.Tensor:
-    index = scored if layout.is_trivial else layout.packed_positions_of(scored)
+def _select(hidden: torch.Tensor, layout: Layout, index: torch.Tensor) -> torch.Tensor:
+    """The states of the tokens at `index` in the flattened batch, as one row."""
+    index = index if layout.is_trivial else layout.packed_positions_of(index)
     return hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
+
+
+def _last_everywhere(hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`(B, L, H)` with the state of a row's last real token in all its columns."""
+    return _select(hidden, layout, layout.last_index).transpose(0, 1).expand(-1, layout.batch_shape[1], -1)
 
 
 def _unpack_value(value: Any, layout: Layout) -> Any:

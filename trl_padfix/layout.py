@@ -81,6 +81,13 @@ class Layout:
         return self.packed_index.numel()
 
     @property
+    def last_index(self) -> torch.Tensor:
+        """Where the last real token of each row stands in the flattened batch, `(B,)`."""
+        B, L = self.batch_shape
+        ends = torch.arange(1, B + 1, device=self.real_index.device) * L
+        return self.real_index[torch.searchsorted(self.real_index, ends) - 1]
+
+    @property
     def is_trivial(self) -> bool:
         """Whether there is nothing to remove and nothing to share: the padded computation is the packed one."""
         return self.packed_tokens == self.padded_tokens

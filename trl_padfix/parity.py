@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .decoder import PaddingRemoval, find_decoder, find_pretrained, remove_padding
-from .forwards import DecoderPatch
+from .forwards import DecoderPatch, pools_by_token_id
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -140,7 +140,8 @@ def check_parity(
     ids, mask = short_slices(batch["input_ids"], batch["attention_mask"])
     positions = (torch.arange(ids.shape[1], device=ids.device) - mask.argmax(1, keepdim=True)).clamp(min=0)
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    decoder = find_decoder(find_pretrained(model))
+    pretrained = find_pretrained(model)
+    decoder = find_decoder(pretrained)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
@@ -155,7 +156,13 @@ def check_parity(
         vars(handle.stats).update(counted)  # the comparison is not the user's work
         with handle.disabled():
             # Positions are given, so that models with absolute ones are compared with what is meant by them.
-            padded = _scores(model(**inputs, position_ids=positions), ids, mask)
+            inputs["position_ids"] = positions
+            if pools_by_token_id(pretrained):
+                # Padded left and with no id that means padding, a classifier pools the last column: the right one.
+                column = (torch.arange(ids.shape[1], device=ids.device) + mask.sum(1, keepdim=True)) % ids.shape[1]
+                inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
+                stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
+            padded = _scores(model(**inputs), ids, mask)
         difference = (packed - padded).abs()
         dtype = dtype or _precision(decoder, ids.device)
         mean_tolerance, maximum_tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
@@ -208,7 +215,7 @@ def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
 def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the real tokens after the first, or what a head on pooled states returned."""
     logits = (output.logits if hasattr(output, "logits") else output[0]).float()
-    if logits.shape[:2] != ids.shape:
+    if logits.dim() == 2 or logits.shape[:2] != ids.shape:
         return logits.flatten()
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     return logps[mask[:, 1:].bool()]
@@ -232,3 +239,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _pad_token_id(config: Any, value: int) -> Iterator[None]:
+    saved, config.pad_token_id = config.pad_token_id, value
+    try:
+        yield
+    finally:
+        config.pad_token_id = saved

@@ -1,0 +1,57 @@
+"""
+Every pair of transformers and TRL that the package is tested with, each in an environment of its own.
+
+    nox                      the parity suite on every pair, and the failure stories
+    nox --tags oldest        the oldest pair of the core and the oldest of the trainers, and the stories
+    nox -s "stacks(trl-1.9.2)"
+
+`TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
+for. More arguments go to pytest: `nox -- -x`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from trl_padfix.compat import BOUNDS, TESTED, Stack  # noqa: E402
+
+
+nox.options.default_venv_backend = "venv"
+
+TESTS = ("pytest>=8", "hypothesis>=6")
+# PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
+PEFT = {"0.17.0": "peft<0.18"}
+
+OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
+
+
+def install(session: nox.Session, stack: Stack) -> None:
+    torch = os.environ.get("TRL_PADFIX_TORCH")
+    if torch:
+        session.install(torch)
+    versions = [f"{name}=={version}" for name, version in stack._asdict().items()]
+    session.install("-e", str(ROOT), *versions, PEFT.get(stack.trl, "peft"), *TESTS)
+    session.run("pip", "list")
+
+
+@nox.session
+@nox.parametrize("stack", [nox.param(s, id=f"trl-{s.trl}", tags=["oldest"] if s in OLDEST else []) for s in TESTED])
+def stacks(session: nox.Session, stack: Stack) -> None:
+    """The parity suite on one pair of versions."""
+    install(session, stack)
+    session.run("pytest", "-m", "stacks", "tests/stacks", *session.posargs)
+
+
+@nox.session(tags=["oldest"])
+def stories(session: nox.Session) -> None:
+    """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
+    install(session, TESTED[0])
+    session.run("pytest", "tests/stories", *session.posargs)
