@@ -137,10 +137,13 @@ def check_parity(
     (True, 8, 5)
     ```
     """
-    ids, mask = short_slices(batch["input_ids"], batch["attention_mask"])
+    pretrained = find_pretrained(model)
+    # Heads on pooled states find the last token by the pad token's id.
+    pad_token_id = getattr(pretrained.config.get_text_config(), "pad_token_id", None) or 0
+    ids, mask = short_slices(batch["input_ids"], batch["attention_mask"], pad_token_id)
     positions = (torch.arange(ids.shape[1], device=ids.device) - mask.argmax(1, keepdim=True)).clamp(min=0)
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    decoder = find_decoder(find_pretrained(model))
+    decoder = find_decoder(pretrained)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
@@ -173,13 +176,15 @@ def check_parity(
         )
 
 
-def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def short_slices(ids: torch.Tensor, mask: torch.Tensor, pad_token_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Two short rows and the row that each shares most with, cut to at most `SLICE` tokens around where they part.
 
     Args:
         ids, mask (`torch.Tensor` of shape `(B, L)`):
             Token ids and attention mask.
+        pad_token_id (`int`, *optional*, defaults to `0`):
+            Token ID to pad the slices with.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
@@ -197,7 +202,7 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
         chosen[0] = chosen[0][: -max(1, len(chosen[0]) // 4)]
     pad = torch.nn.utils.rnn.pad_sequence
     kept = pad([torch.ones_like(row) for row in chosen], batch_first=True)
-    return pad(chosen, batch_first=True).to(ids.device), kept.to(mask.device)
+    return pad(chosen, batch_first=True, padding_value=pad_token_id).to(ids.device), kept.to(mask.device)
 
 
 def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
