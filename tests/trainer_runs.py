@@ -110,7 +110,8 @@ class Run:
 
     def trajectory(self, *names: str) -> torch.Tensor:
         """Loss, gradient norm (0 in evaluation) and the metrics `names`, of each step and of the evaluation."""
-        steps = [[log[n] for n in ("loss", "grad_norm", *names)] for log in self.logs if "loss" in log]
+        assert all(any(name in log for log in self.logs) for name in names)
+        steps = [[log.get(n, 0.0) for n in ("loss", "grad_norm", *names)] for log in self.logs if "loss" in log]
         ends = [[log["eval_loss"], 0.0, *(log[f"eval_{n}"] for n in names)] for log in self.logs if "eval_loss" in log]
         return torch.tensor(steps + ends, dtype=torch.float64)
 
@@ -159,9 +160,9 @@ def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
     return Run(trainer, trainer.state.log_history, sum(entered), batches)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-6) -> None:
     assert ours.abs().max() > 1e-3
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 
 
 def assert_mode_ran(run: Run, mode: str) -> None:
