@@ -43,6 +43,8 @@ CASES = {
     "temperature and multiples of 8": (SHORT | {"temperature": 0.7, "pad_to_multiple_of": 8}, dict),
     "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
     "generation without a cache": (SHORT | {"generation_kwargs": {"use_cache": False}}, dict),
+    "continuous batching": (SHORT | {"use_transformers_continuous_batching": True}, dict),
+    "head in full precision": (SHORT | {"cast_lm_head_to_fp32": True}, dict),
     "weights by micro-batch": (SHORT | SCATTERED | {"loss_type": "bnpo"}, dict),
     "quantiles by micro-batch": (SHORT | SCATTERED | {"top_entropy_quantile": 0.5}, dict),
     "entropy bonus by micro-batch": (SHORT | SCATTERED | {"entropy_coef": 0.1}, dict),
