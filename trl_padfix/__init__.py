@@ -17,9 +17,9 @@ _MODULES = {
     "attention": ["PaddingRemovalError"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
-    "collators": ["DataCollatorForPreference"],
-    "config": ["DPOConfig"],
-    "trainers": ["DPOTrainer"],
+    "collators": ["DataCollatorForPreference", "DataCollatorForReward", "DataCollatorForUnpairedPreference"],
+    "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"],
+    "trainers": ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"],
 }
 _NEEDS_TRL = {"collators", "config", "trainers"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -28,12 +28,12 @@ __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
     from .attention import PaddingRemovalError
-    from .collators import DataCollatorForPreference
-    from .config import DPOConfig
+    from .collators import DataCollatorForPreference, DataCollatorForReward, DataCollatorForUnpairedPreference
+    from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
     from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
-    from .trainers import DPOTrainer
+    from .trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
 
 
 def __getattr__(name: str) -> Any:
