@@ -9,7 +9,6 @@ from `padding_idx + 1` on (RoBERTa and its kin).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def numbering(decoder: nn.Module) -> nn.Module | None:
     return next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
 
 
-def packed_positions(numbers: nn.Module | None, call: dict[str, Any], layout: Layout) -> torch.Tensor:
+def packed_positions(numbers: Any, call: dict[str, Any], layout: Layout) -> torch.Tensor:
     """
     Positions of the packed tokens where the caller gave none.
 
@@ -62,5 +61,4 @@ def packed_positions(numbers: nn.Module | None, call: dict[str, Any], layout: La
         return layout.positions + padding_idx + 1
     if mask is not None:  # what stands before a row is padding to the numbering too, whatever its id
         ids = ids.masked_fill(mask.cumsum(1) == 0, padding_idx)
-    number: Callable = numbers.create_position_ids_from_input_ids
-    return pack(number(ids, padding_idx), layout)[0]
+    return pack(numbers.create_position_ids_from_input_ids(ids, padding_idx), layout)[0]
