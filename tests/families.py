@@ -27,7 +27,7 @@ _SIZES: list[tuple[int, str]] = [
     (
         32,
         "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim "
-        "emb_dim hidden_size_global",
+        "emb_dim hidden_size_global adapter_in_dim adapter_input_size",
     ),
     (
         48,
@@ -192,7 +192,7 @@ def build(family: str, attn_implementation: str | None = None) -> PreTrainedMode
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     except Exception as error:
-        raise NotBuiltError(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}") from error
+        raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     _redraw(model)
     return model.float().eval()
 

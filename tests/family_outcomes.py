@@ -93,7 +93,7 @@ def alone(model: PreTrainedModel) -> Reference:
         logits = model(row[None], use_cache=False).logits[0].float()
         logps.append(logits[:-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1))
     logps = torch.cat(logps)
-    return logps.detach(), _gradients(model, _weighted(logps))
+    return logps.detach(), gradients_of(model, weighted(logps))
 
 
 def batched(model: PreTrainedModel, side: str) -> torch.Tensor:
@@ -162,9 +162,9 @@ def _packed_difference(model: PreTrainedModel, reference: Reference, sharing: bo
     logps, gradients = reference
     with remove_padding(model, prefix_sharing=sharing) as handle:
         packed = batched(model, side)
-        packed_gradients = _gradients(model, _weighted(packed))
+        packed_gradients = gradients_of(model, weighted(packed))
         assert handle.stats.packed_tokens == TOKENS[sharing], "the mode did not run"
-    return _difference(packed.detach(), logps), _gradient_difference(packed_gradients, gradients)
+    return _difference(packed.detach(), logps), gradient_difference(packed_gradients, gradients)
 
 
 def _router_difference(model: PreTrainedModel, sharing: bool, side: str) -> dict[str, float]:
@@ -177,10 +177,10 @@ def _router_difference(model: PreTrainedModel, sharing: bool, side: str) -> dict
     own = model(**inputs, position_ids=positions)
     if not getattr(own, "router_logits", None):
         return {}
-    expected = _gradients(model, own.aux_loss) if own.aux_loss is not None else {}
+    expected = gradients_of(model, own.aux_loss) if own.aux_loss is not None else {}
     with remove_padding(model, prefix_sharing=sharing):
         packed = model(**inputs)
-        gradients = _gradients(model, packed.aux_loss) if own.aux_loss is not None else {}
+        gradients = gradients_of(model, packed.aux_loss) if own.aux_loss is not None else {}
     keep = mask.flatten().bool()
     pairs = [
         (packed_layer.view(len(keep), -1)[keep], layer.view(len(keep), -1)[keep])
@@ -189,7 +189,7 @@ def _router_difference(model: PreTrainedModel, sharing: bool, side: str) -> dict
     found = {"router_logits": max(_difference(*pair) for pair in pairs)}
     if own.aux_loss is not None:
         found["aux_loss"] = _difference(packed.aux_loss, own.aux_loss)
-        found["aux_gradients"] = _gradient_difference(gradients, expected)
+        found["aux_gradients"] = gradient_difference(gradients, expected)
     return found
 
 
@@ -203,17 +203,17 @@ def _merged(before: dict[str, Any] | None, now: dict[str, Any]) -> dict[str, Any
     return max(before, now, key=lambda outcome: rank.index(outcome["outcome"]))
 
 
-def _weighted(logps: torch.Tensor) -> torch.Tensor:
+def weighted(logps: torch.Tensor) -> torch.Tensor:
     return (logps * torch.randn(logps.shape, generator=torch.Generator().manual_seed(2))).sum()
 
 
-def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _gradient_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def gradient_difference(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Relative to the largest gradient of a parameter, or to a hundredth of the largest of all (some are zero)."""
     assert gradients.keys() == expected.keys(), "not the same parameters got a gradient"
     floor = max((g.abs().max().item() for g in expected.values()), default=0.0) / 100

@@ -28,6 +28,7 @@ from family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_lay
 
 RECORD = Path(__file__).with_name("families.json")
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
+README = TABLE.parent.parent / "README.md"
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
 
 INTRODUCTION = """\
@@ -134,11 +135,20 @@ def test_the_table_is_that_of_the_record():
     assert TABLE.read_text() == table(record())
 
 
+def test_the_readme_has_the_counts_of_the_record():
+    types = [outcomes for family, outcomes in record().items() if "," not in family]
+    counts = [sum(o.get(mode, {}).get("outcome") == "exact" for o in types) for mode in MODES]
+    line = next(line for line in README.read_text().splitlines() if "docs/families.md" in line)
+    assert f"({len(types)})" in line
+    assert [int(n) for n in re.findall(r"\| (\d+) exact", line)] == counts
+
+
 @pytest.mark.families
 @pytest.mark.parametrize("family", families())
 def test_a_family_is_exact_or_refused_as_recorded(family):
-    outcomes = family_outcomes(family)
-    assert verdict(outcomes) == verdict(record()[family])
+    outcomes, recorded = family_outcomes(family), record()[family]
+    if "not_built" not in recorded:  # what is not built here may be where more packages are installed (timm)
+        assert verdict(outcomes) == verdict(recorded)
     for mode in MODES:
         outcome = outcomes.get(mode, {})
         assert outcome.get("outcome") != "wrong", outcome

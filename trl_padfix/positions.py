@@ -38,7 +38,7 @@ def numbering(decoder: nn.Module) -> nn.Module | None:
     return next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
 
 
-def packed_positions(numbers: nn.Module | None, call: dict[str, Any], layout: Layout) -> torch.Tensor:
+def packed_positions(numbers: Any, call: dict[str, Any], layout: Layout) -> torch.Tensor:
     """
     Positions of the packed tokens where the caller gave none.
 
@@ -56,10 +56,9 @@ def packed_positions(numbers: nn.Module | None, call: dict[str, Any], layout: La
     if numbers is None:
         return layout.positions
     ids, mask = call.get("input_ids"), call.get("attention_mask")
-    padding_idx: Any = numbers.padding_idx
+    padding_idx: int = numbers.padding_idx
     if ids is None:
         return layout.positions + padding_idx + 1
     if mask is not None:  # what stands before a row is padding to the numbering too, whatever its id
         ids = ids.masked_fill(mask.cumsum(1) == 0, padding_idx)
-    number: Any = numbers.create_position_ids_from_input_ids
-    return pack(number(ids, padding_idx), layout)[0]
+    return pack(numbers.create_position_ids_from_input_ids(ids, padding_idx), layout)[0]
