@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat import flash_arguments
 from .layout import Layout
+from .masks import PackedMask, describing_masks
 
 
 __all__ = ["PaddingRemovalError", "packed_attention"]
@@ -81,14 +82,14 @@ def packed_dispatch(config: PretrainedConfig) -> Iterator[None]:
     """
     Send the attention of the modules that share `config` to [`packed_attention`], until the block ends.
 
-    The name is not in transformers' mask interface, so a decoder called inside the block builds no mask. It is
-    registered for the block only.
+    A decoder called inside the block builds no mask, only a description of it. The name is registered for the block
+    only.
     """
     outermost = PACKED not in ALL_ATTENTION_FUNCTIONS
     if outermost:
         ALL_ATTENTION_FUNCTIONS[PACKED] = packed_attention
     try:
-        with attending_with(config, PACKED):
+        with attending_with(config, PACKED), describing_masks(PACKED):
             yield
     finally:
         if outermost:
@@ -97,7 +98,14 @@ def packed_dispatch(config: PretrainedConfig) -> Iterator[None]:
 
 def uses_attention_interface(module: nn.Module) -> bool:
     """Whether `module` is an attention module that looks its function up in transformers' attention interface."""
-    return "ALL_ATTENTION_FUNCTIONS" in _forward_code(type(module)).co_names
+    forward = inspect.unwrap(type(module).forward)
+    name = "ALL_ATTENTION_FUNCTIONS"  # some models keep an interface of their own under the same name
+    return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+
+
+def counts_columns(module: nn.Module) -> bool:
+    """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
+    return "arange" in _forward_code(type(module)).co_names
 
 
 def refuse_implementation(implementation: str) -> str | None:
@@ -120,7 +128,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: PackedMask | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
@@ -131,8 +139,8 @@ def packed_attention(
             The attention module.
         query (`torch.Tensor` of shape `(1, N, T, D)`), key, value (`torch.Tensor` of shape `(1, K, T, D)`):
             States of the packed tokens.
-        attention_mask (`torch.Tensor`, *optional*):
-            Ignored: the layout says who sees whom.
+        attention_mask ([`PackedMask`], *optional*):
+            What the decoder asked of its mask: windows and chunks within the rows that the layout keeps apart.
         **kwargs:
             What the module hands to its attention function (`scaling`, `dropout`, `sliding_window`, `softcap`,
             `s_aux`), and the layout.
@@ -151,8 +159,11 @@ def packed_attention(
             "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
         )
     _check_arguments(name, module, kwargs)
+    asked = _asked(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
+    if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
+        kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
     # From here on the module is what it was before, for functions that ask it for its implementation.
     with attending_with(module.config, call.implementation):
@@ -181,6 +192,30 @@ def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> No
             f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that. Padding "
             "cannot be removed from this model; train it with `padding_free=False`."
         )
+
+
+def _asked(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
+    """What `module` is to leave out within a row: as its mask says, or without one what it hands over."""
+    span = max(call.layout.spans)
+    chunk = getattr(module.config, "attention_chunk_size", None)
+    unknown = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
+    asked = unknown if mask is None else mask
+    if not isinstance(asked, PackedMask) or asked.custom:
+        raise PaddingRemovalError(
+            f"{name} attends with a mask of its own making, which a layout does not say how to pack. Padding cannot "
+            "be removed from this model; train it with `padding_free=False`."
+        )
+    if not asked.causal:
+        raise PaddingRemovalError(
+            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
+            "from causal decoders; use `padding_free=False`."
+        )
+    if _is_flash(call.implementation) and asked.chunk is not None and asked.chunk < span:
+        raise PaddingRemovalError(
+            f"{name} attends in chunks of {asked.chunk} tokens and a row of the batch spans {span}; FlashAttention "
+            "cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
+        )
+    return asked
 
 
 def _flash(
@@ -228,14 +263,16 @@ def _by_segment(
 ) -> torch.Tensor:
     """The model's `sdpa` or `eager` function on one block of one segment at a time."""
     window: int | None = kwargs.get("sliding_window")
+    chunk: int | None = kwargs.get("attention_chunk_size")
     is_eager = attend is _eager_function(module)
     key, value = _gather_keys(key, layout), _gather_keys(value, layout)
     positions_k = layout.positions if layout.key_index is None else layout.positions[layout.key_index]
     outputs, first_q, first_k = [], 0, 0
     for queries, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True):
         windowed = window if window is not None and window < span else None
+        chunked = chunk if chunk is not None and chunk < span else None
         # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and windowed is None
+        whole = not is_eager and queries == keys and windowed is None and chunked is None
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
@@ -248,6 +285,8 @@ def _by_segment(
                 mask = (distance >= 0)[None, None]
                 if windowed is not None:
                     mask = mask & (distance < windowed)
+                if chunked is not None:
+                    mask = mask & (layout.positions[q, None] // chunked == positions_k[None, k] // chunked)
                 if is_eager:  # eager functions add their mask
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             outputs.append(attend(module, query[:, :, q], key[:, :, k], value[:, :, k], mask, **kwargs)[0])
@@ -286,6 +325,7 @@ def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, kwargs: dict
         and not kwargs.get("dropout")
         and kwargs.get("softcap") is None
         and kwargs.get("s_aux") is None
+        and kwargs.get("attention_chunk_size") is None
         and _torch_varlen_is_complete()
     )
 

@@ -23,8 +23,17 @@ from transformers import PreTrainedModel
 
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, uses_attention_interface
 from .compat import decoder_of
-from .forwards import AttentionPatch, DecoderPatch, ForwardPatch, LMHeadPatch, PoolingPatch, pools_by_token_id
+from .forwards import (
+    AttentionPatch,
+    DecoderPatch,
+    ForwardPatch,
+    LMHeadPatch,
+    PoolingPatch,
+    PositionPatch,
+    pools_by_token_id,
+)
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
+from .positions import position_embeddings
 from .rules import refusal
 
 
@@ -81,10 +90,12 @@ class PaddingRemoval:
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, prefix_sharing: bool):
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
-        self.enabled, self.is_running, self.is_pooling = True, False, False
+        self.enabled, self.is_pooling = True, False
+        self.layout: Layout | None = None  # of the packed forward that is running
         self._removed, self._recomputable = False, 0
         self._patches: list[ForwardPatch] = [DecoderPatch(decoder, self)]
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
+        self._patches += [PositionPatch(m, self) for m in position_embeddings(decoder)]
         # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
         if decoder in model.children() and model.get_output_embeddings() is not None:
             self._patches.append(LMHeadPatch(model, self))
@@ -132,12 +143,17 @@ class PaddingRemoval:
             self.enabled = saved
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        saved, self.is_running = self.is_running, True
+    def running(self, layout: Layout) -> Iterator[None]:
+        saved, self.layout = self.layout, layout
         try:
             yield
         finally:
-            self.is_running = saved
+            self.layout = saved
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a packed forward is running."""
+        return self.layout is not None
 
     @contextmanager
     def pooling(self) -> Iterator[None]:
@@ -154,6 +170,11 @@ class PaddingRemoval:
             return None  # cached: generation, or a caller that asked for the cache
         if call.get("cu_seq_lens_q") is not None or LAYOUT in call:
             return None  # packed already
+        if call.get("encoder_hidden_states") is not None:
+            raise PaddingRemovalError(
+                "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence "
+                "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
+            )
         batch = ids if ids is not None else embeds
         if batch is None:
             return None
@@ -245,7 +266,12 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The text decoder of a model: the module between the embeddings and the head."""
-    return decoder_of(model)
+    decoder = decoder_of(model)
+    if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is not None:
+        # Some models call their output layer `decoder`, some find themselves.
+        inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
+        decoder = inner[0] if len(inner) == 1 else decoder
+    return decoder
 
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:

@@ -2,8 +2,9 @@
 What runs in place of a module's forward while padding is removed.
 
 [`DecoderPatch`] packs at the decoder's door and unpacks at its exit; [`AttentionPatch`] leads the attention modules to
-our attention function; [`LMHeadPatch`] runs a fused LM head on labelled positions only; [`PoolingPatch`] lets a
-sequence classifier pool the last token of the attention mask.
+our attention function; [`PositionPatch`] numbers the tokens of decoders that do it themselves; [`LMHeadPatch`] runs a
+fused LM head on labelled positions only; [`PoolingPatch`] lets a sequence classifier pool the last token of the
+attention mask.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from transformers.utils import ModelOutput
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
 from .compat import packed_forward
 from .layout import Layout, pack, unpack
+from .positions import numbering, packed_positions
 
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = [
     "ForwardPatch",
     "LMHeadPatch",
     "PoolingPatch",
+    "PositionPatch",
     "bind",
     "pools_by_token_id",
 ]
@@ -86,6 +89,10 @@ class ForwardPatch:
 class DecoderPatch(ForwardPatch):
     """Packs at the decoder's door, unpacks at its exit."""
 
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+        super().__init__(module, attachment)
+        self.numbers = numbering(module)
+
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         scored = kwargs.pop(SCORED, None)
         call = bind(self.wrapped, args, kwargs)
@@ -98,10 +105,10 @@ class DecoderPatch(ForwardPatch):
             output = self.wrapped(**call)
         else:
             config = self.module.config
-            call = _pack_arguments(call, layout)
+            call = _pack_arguments(call, layout, self.numbers)
             call[LAYOUT] = self.attachment.remember(PackedCall(layout, config._attn_implementation))
             older = packed_forward(self.module, {LAYOUT: call[LAYOUT]})
-            with self.attachment.running(), packed_dispatch(config), older:
+            with self.attachment.running(layout), packed_dispatch(config), older:
                 output = self.wrapped(**call)
         if self.attachment.is_pooling:
             return _unpack_output(output, layout, _last_everywhere)
@@ -117,6 +124,19 @@ class AttentionPatch(ForwardPatch):
             return self.wrapped(*args, **kwargs)
         with packed_dispatch(self.module.config):
             return self.wrapped(*args, **kwargs)
+
+
+class PositionPatch(ForwardPatch):
+    """Gives a positional embedding the places of the packed tokens in their rows, for those in the packed row."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        layout = self.attachment.layout
+        if layout is None:
+            return self.wrapped(*args, **kwargs)
+        call = bind(self.wrapped, args, kwargs)
+        given = call.get("position_ids")
+        call["position_ids"] = layout.positions if given is None else layout.positions.view_as(given)
+        return self.wrapped(**call)
 
 
 class LMHeadPatch(ForwardPatch):
@@ -191,7 +211,7 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(bound)
 
 
-def _pack_arguments(call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | None) -> dict[str, Any]:
     positions = call.get("position_ids")
     packed = {}
     for name, value in call.items():
@@ -200,7 +220,7 @@ def _pack_arguments(call: dict[str, Any], layout: Layout) -> dict[str, Any]:
         packed[name] = value
     packed["attention_mask"] = None
     if positions is None:
-        packed["position_ids"] = layout.positions.unsqueeze(0)
+        packed["position_ids"] = packed_positions(numbers, call, layout).unsqueeze(0)
     else:
         rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
         rows = torch.cat([pack(row, layout) for row in rows])

@@ -40,7 +40,8 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
     Returns:
         [`rich.table.Table`]; evaluation figures where there were evaluations.
     """
-    table = Table(title="Run")
+    # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
+    table = Table(title="Run", caption="reward accuracy before training: all ties, counted as wrong")
     for column in ("", "first", "last"):
         table.add_column(column, justify="right" if column else "left")
     for split, prefix in (("training", ""), ("held-out", "eval_")):
