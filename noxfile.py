@@ -1,9 +1,10 @@
 """
 Every pair of transformers and TRL that the package is tested with, each in an environment of its own.
 
-    nox                      the parity suite on every pair, and the failure stories
-    nox --tags oldest        the oldest pair of the core and the oldest of the trainers, and the stories
+    nox                      the parity suite on every pair; on the oldest the failure stories too
+    nox --tags oldest        the oldest pair of the core and the oldest of the trainers
     nox -s "stacks(trl-1.9.2)"
+    nox -s stories           the failure stories alone
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
 for. More arguments go to pytest: `nox -- -x`.
@@ -25,6 +26,7 @@ from trl_padfix.compat import BOUNDS, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"
+nox.options.sessions = ["stacks"]
 
 TESTS = ("pytest>=8", "hypothesis>=6")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
@@ -48,9 +50,11 @@ def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions."""
     install(session, stack)
     session.run("pytest", "-m", "stacks", "tests/stacks", *session.posargs)
+    if stack == TESTED[0]:
+        session.run("pytest", "tests/stories", *session.posargs)
 
 
-@nox.session(tags=["oldest"])
+@nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
     install(session, TESTED[0])

@@ -158,6 +158,8 @@ def packed_attention(
             f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
             "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
         )
+    if attention_mask is not None or query.shape[2] == 1:
+        kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     _check_arguments(name, module, kwargs)
     asked = _asked(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
