@@ -212,7 +212,7 @@ def _trainer(data: Dataset, settings: BenchSettings) -> tuple[trl.DPOTrainer, li
         )
         for seed in (settings.seed, settings.seed + 1)
     )
-    trainer = trl.DPOTrainer(
+    trainer = _GivenTokens(
         model=policy,
         ref_model=reference,
         args=trl.DPOConfig(
@@ -233,6 +233,13 @@ def _trainer(data: Dataset, settings: BenchSettings) -> tuple[trl.DPOTrainer, li
     if len(batches) < total:
         raise ValueError(f"The data gives {len(batches)} batches of {settings.pairs} pairs, and {total} are needed.")
     return trainer, batches
+
+
+class _GivenTokens(trl.DPOTrainer):
+    """DPO on pairs that are tokenized already, where they are."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
 
 
 class _GivenCompletions(trl.GRPOTrainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -46,13 +47,18 @@ def bench(
     json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
 ) -> None:
     """Time TRL's step padded, padding-free and with prefix sharing, side by side; losses must agree."""
+    import torch
+
     from . import bench as b
+    from .attention import refuse_implementation
     from .tiny import SHAPES
 
-    if shape not in SHAPES:
-        raise typer.BadParameter(f"{shape!r} is not one of {', '.join(SHAPES)}.", param_hint="--shape")
-    if trainer not in b.TRAINERS:
-        raise typer.BadParameter(f"{trainer!r} is not one of {', '.join(b.TRAINERS)}.", param_hint="--trainer")
+    _one_of("--shape", shape, SHAPES)
+    _one_of("--trainer", trainer, b.TRAINERS)
+    _one_of("--dtype", dtype, [str(known).removeprefix("torch.") for known in b.TOLERANCE])
+    _one_of("--device", device, ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    if reason := refuse_implementation(attn):
+        raise typer.BadParameter(reason, param_hint="--attn")
     settings = b.BenchSettings(
         trainer=trainer, pairs=pairs, generations=generations, prompt_length=prompt_length,
         completion_length=completion_length, steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype,
@@ -63,7 +69,10 @@ def bench(
         dataset, name = None, "random"
         what = f"GRPO step without generation, {pairs} x {generations} completions"
     else:
-        dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
+        try:
+            dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
+        except (FileNotFoundError, ValueError) as error:
+            raise typer.BadParameter(str(error), param_hint="--data") from error
         name, what = "equal" if data == "equal" else Path(data).name, f"DPO step, {pairs} pairs"
     results = b.run(dataset, settings)
     about = b.describe(settings, name)
@@ -85,3 +94,8 @@ def bench(
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if json is not None:
         json.write_text(b.to_json(results, about) + "\n")
+
+
+def _one_of(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=option)

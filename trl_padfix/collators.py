@@ -14,15 +14,14 @@ import trl.trainer.reward_trainer as trl_reward
 __all__ = ["DataCollatorForPreference", "DataCollatorForReward", "DataCollatorForUnpairedPreference"]
 
 
-def check_padding_side(padding_side: str | None) -> None:
+def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
     """
     Raises:
-        ValueError: If `padding_side` is neither `"left"`, `"right"` nor `None`.
+        ValueError: If `padding_side` is neither `"left"` nor `"right"`, nor, where it is `optional`, `None`.
     """
-    if padding_side not in ("left", "right", None):
-        raise ValueError(
-            f"`padding_side` must be 'left', 'right' or None (the tokenizer's own), got {padding_side!r}."
-        )
+    if padding_side not in ("left", "right") and not (optional and padding_side is None):
+        sides = "'left', 'right' or None (the tokenizer's own)" if optional else "'left' or 'right'"
+        raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
 
 
 def check_pair(example: dict[str, Any], where: str) -> None:
@@ -72,6 +71,7 @@ class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
     >>> batch["completion_mask"]
     tensor([[0, 0, 1, 1],
             [0, 0, 0, 1]])
+
     ```
     """
 
@@ -115,6 +115,7 @@ class DataCollatorForReward(trl_reward.DataCollatorForPreference):
     >>> collator([{"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}])["input_ids"]
     tensor([[1, 2, 3],
             [0, 1, 4]])
+
     ```
     """
 
@@ -167,6 +168,7 @@ class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreferenc
     >>> batch["input_ids"]
     tensor([[1, 2, 3, 4],
             [0, 0, 5, 6]])
+
     ```
     """
 

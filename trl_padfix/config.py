@@ -61,7 +61,7 @@ class PaddingConfig(PackingConfig):
     )
 
     def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
+        check_padding_side(self.padding_side, optional=True)
         super().__post_init__()
 
 

@@ -24,16 +24,17 @@ from transformers import PreTrainedModel
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, uses_attention_interface
 from .compat import decoder_of
 from .forwards import (
+    Attachment,
     AttentionPatch,
     DecoderPatch,
-    ForwardPatch,
     LMHeadPatch,
+    NumberingPatch,
     PoolingPatch,
     PositionPatch,
     pools_by_token_id,
 )
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
-from .positions import position_embeddings
+from .positions import numbering, position_embeddings, takes_positions
 from .rules import refusal
 
 
@@ -74,7 +75,7 @@ class PaddingStats:
         self.padded_tokens = self.real_tokens = self.packed_tokens = 0
 
 
-class PaddingRemoval:
+class PaddingRemoval(Attachment):
     """
     Handle of an attachment made by [`remove_padding`]; a context manager that detaches at its end.
 
@@ -88,12 +89,13 @@ class PaddingRemoval:
     """
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, prefix_sharing: bool):
+        super().__init__()
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
-        self.enabled, self.is_pooling = True, False
+        self.is_pooling, self.is_trainers = False, False
         self.layout: Layout | None = None  # of the packed forward that is running
         self._removed, self._recomputable = False, 0
-        self._patches: list[ForwardPatch] = [DecoderPatch(decoder, self)]
+        self._patches.append(DecoderPatch(decoder, self))
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
         self._patches += [PositionPatch(m, self) for m in position_embeddings(decoder)]
         # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
@@ -101,12 +103,6 @@ class PaddingRemoval:
             self._patches.append(LMHeadPatch(model, self))
         if pools_by_token_id(model):
             self._patches.append(PoolingPatch(model, self))
-
-    def __enter__(self) -> PaddingRemoval:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
 
     def remove(self) -> None:
         """
@@ -122,6 +118,7 @@ class PaddingRemoval:
                 patch.undo()
         self._patches = needed
 
+    @torch.compiler.disable
     def remember(self, call: PackedCall) -> PackedCall:
         """Keep track of a packed forward for as long as it can be recomputed."""
         self._recomputable += 1
@@ -132,15 +129,6 @@ class PaddingRemoval:
         self._recomputable -= 1
         if self._removed:
             self.remove()
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Compute padded until the block ends."""
-        saved, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = saved
 
     @contextmanager
     def running(self, layout: Layout) -> Iterator[None]:
@@ -249,6 +237,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
     ...     logits = model(ids, attention_mask=torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])).logits
     >>> logits.shape, handle.stats.packed_tokens
     (torch.Size([2, 4, 32]), 6)
+
     ```
     """
     pretrained = find_pretrained(model)
@@ -260,8 +249,34 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
         )
     reason = refusal(model, pretrained, decoder)
     if reason is not None:
-        raise PaddingRemovalError(f"Padding cannot be removed from {type(pretrained).__name__}: {reason}.")
+        raise PaddingRemovalError(
+            f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
+            "`padding_free=False` in a trainer's configuration."
+        )
     return PaddingRemoval(pretrained, decoder, prefix_sharing)
+
+
+def number_padded_rows(model: nn.Module) -> Attachment | None:
+    """
+    Let the decoder of `model` number the tokens of each padded row from its first real one.
+
+    Left padding then gives the numbers of right padding in models with absolute positions too.
+
+    Returns:
+        [`Attachment`], *optional*: `None` if the decoder takes no positions, or numbers its tokens itself.
+    """
+    decoder = find_decoder(find_pretrained(model))
+    if not takes_positions(decoder) or numbering(decoder) is not None:
+        return None
+    attachment = Attachment()
+    attachment._patches.append(NumberingPatch(decoder, attachment))
+    return attachment
+
+
+def attachment_of(model: nn.Module) -> PaddingRemoval | None:
+    """The handle of the padding removal that is attached to `model`, if any."""
+    patch = find_decoder(find_pretrained(model)).__dict__.get("forward")
+    return patch.attachment if isinstance(patch, DecoderPatch) else None
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:

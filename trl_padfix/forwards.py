@@ -10,7 +10,8 @@ attention mask.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,17 @@ from .positions import numbering, packed_positions
 
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .decoder import PaddingRemoval
 
 __all__ = [
+    "Attachment",
     "AttentionPatch",
     "DecoderPatch",
     "ForwardPatch",
     "LMHeadPatch",
+    "NumberingPatch",
     "PoolingPatch",
     "PositionPatch",
     "bind",
@@ -40,6 +45,36 @@ __all__ = [
 
 SCORED = "padding_scored_index"
 """Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
+
+
+class Attachment:
+    """Patches on a model that go on and off together; a context manager that detaches at its end."""
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self._patches: list[ForwardPatch] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Detach: the model computes as it did before. Removing twice does no harm."""
+        self.enabled = False
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._patches = []
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute as before attachment until the block ends."""
+        saved, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = saved
 
 
 class ForwardPatch:
@@ -51,7 +86,7 @@ class ForwardPatch:
     somebody else put on top is left in place when this one goes.
     """
 
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+    def __init__(self, module: nn.Module, attachment: Any):
         self.module, self.attachment = module, attachment
         self.below = module.__dict__.get("forward")
         module.forward = self
@@ -136,6 +171,20 @@ class PositionPatch(ForwardPatch):
         call = bind(self.wrapped, args, kwargs)
         given = call.get("position_ids")
         call["position_ids"] = layout.positions if given is None else layout.positions.view_as(given)
+        return self.wrapped(**call)
+
+
+class NumberingPatch(ForwardPatch):
+    """Numbers the tokens of each padded row from its first real one, where the caller gave no positions."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.wrapped, args, kwargs)
+        mask = call.get("attention_mask")
+        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+        if cached or call.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return self.wrapped(*args, **kwargs)
+        column = torch.arange(mask.shape[1], device=mask.device)
+        call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
         return self.wrapped(**call)
 
 

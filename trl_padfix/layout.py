@@ -141,6 +141,7 @@ def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
     tensor([[5, 6, 5, 6, 7]])
     >>> layout.positions
     tensor([0, 1, 0, 1, 2])
+
     ```
     """
     return _build(attention_mask, [])
@@ -181,6 +182,7 @@ def prefix_sharing_layout(
     tensor([[1, 2, 3, 4, 5]])
     >>> layout.query_lengths, layout.key_lengths
     ((4, 1), (4, 3))
+
     ```
     """
     keys = [input_ids]

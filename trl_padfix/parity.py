@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .decoder import PaddingRemoval, find_decoder, find_pretrained, remove_padding
-from .forwards import DecoderPatch, pools_by_token_id
+from .decoder import attachment_of, find_decoder, find_pretrained, remove_padding
+from .forwards import pools_by_token_id
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -134,7 +134,8 @@ def check_parity(
     ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
     >>> report = check_parity(Qwen2ForCausalLM(config), batch, prefix_sharing=True)
     >>> report.ok, report.padded_tokens, report.packed_tokens
-    (True, 8, 5)
+    (True, 16, 5)
+
     ```
     """
     ids, mask = short_slices(batch["input_ids"], batch["attention_mask"])
@@ -145,10 +146,8 @@ def check_parity(
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
-        patch = decoder.__dict__.get("forward")
-        if isinstance(patch, DecoderPatch):
-            handle: PaddingRemoval = patch.attachment
-        else:
+        handle = attachment_of(model)
+        if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         counted = dict(vars(handle.stats))
         packed = _scores(model(**inputs), ids, mask)
@@ -163,7 +162,7 @@ def check_parity(
                 inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
                 stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
             padded = _scores(model(**inputs), ids, mask)
-        difference = (packed - padded).abs()
+        difference = (packed - padded).abs() if packed.numel() else packed.new_zeros(1)
         dtype = dtype or _precision(decoder, ids.device)
         mean_tolerance, maximum_tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
         return ParityReport(
@@ -171,7 +170,7 @@ def check_parity(
             maximum=difference.max().item(),
             mean_tolerance=mean_tolerance,
             maximum_tolerance=maximum_tolerance,
-            compared=difference.numel(),
+            compared=packed.numel(),
             padded_tokens=ids.numel(),
             packed_tokens=packed_tokens,
             dtype=dtype,
@@ -192,6 +191,7 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
     """
     rows = [row[keep.bool()] for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
     chosen: list[torch.Tensor] = []
     for i in sorted(range(len(rows)), key=lambda i: len(rows[i]))[:2]:
         others = [j for j in range(len(rows)) if j != i]

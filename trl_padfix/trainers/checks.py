@@ -2,12 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
+from transformers import ProcessorMixin
+
 from ..attention import PaddingRemovalError
+from ..collators import check_padding_side
 
 
-__all__ = ["check_model", "column_names", "refuse_images", "require_columns"]
+__all__ = [
+    "check_model",
+    "check_settings",
+    "check_tokenizer",
+    "column_names",
+    "explain_missing_flash_attention",
+    "refuse_images",
+    "require_columns",
+    "require_eos",
+    "require_rows",
+]
+
+
+def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> None:
+    """
+    Check our fields of a configuration, also where they were set after it was made.
+
+    Args:
+        config ([`DPOConfig`] or another, *optional*):
+            Configuration given to a trainer.
+        collator (`Callable`, *optional*):
+            Collator given to it.
+        collators (`dict[type, type]`):
+            TRL's collators and those that honour the padding side.
+
+    Raises:
+        ValueError: For another `padding_side`, one that the user's own collator would not see, and for
+            `prefix_sharing` without `padding_free`.
+        PaddingRemovalError: For NEFTune with `padding_free`.
+    """
+    side = getattr(config, "padding_side", None)
+    check_padding_side(side, optional=True)
+    if side is not None and collator is not None and type(collator) not in {*collators, *collators.values()}:
+        raise ValueError(
+            f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
+            f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
+        )
+    if getattr(config, "prefix_sharing", False) and not config.padding_free:
+        raise ValueError("`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row.")
+    if getattr(config, "padding_free", False) and getattr(config, "neftune_noise_alpha", None):
+        raise PaddingRemovalError(
+            "`neftune_noise_alpha` scales its noise by the length of the padded row, which a packed batch does not "
+            "have. Set one of `neftune_noise_alpha` and `padding_free`."
+        )
+
+
+def check_tokenizer(processing_class: Any) -> None:
+    """
+    Raises:
+        ValueError: If a tokenizer or processor is given that has neither a pad token nor an EOS token.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
+            "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
+        )
+
+
+def require_rows(dataset: Any) -> None:
+    """
+    Raises:
+        ValueError: If the training dataset is known to be empty.
+    """
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise ValueError("The train dataset is empty: there is nothing to train on. Check its split or filter.")
+
+
+def explain_missing_flash_attention(error: ImportError) -> None:
+    """
+    Raises:
+        ImportError: If `error` says that FlashAttention cannot be used, with what to do about it.
+    """
+    if "flash" in str(error).lower():
+        raise ImportError(
+            f"{error} Install it with `pip install flash-attn --no-build-isolation`, or leave it out: with "
+            "`attn_implementation='sdpa'` packed batches run on torch's own variable-length FlashAttention on a GPU."
+        ) from error
 
 
 def check_model(model: Any, removes_padding: bool) -> None:
@@ -64,6 +145,19 @@ def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]
         raise ValueError(
             f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
             f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
+        )
+
+
+def require_eos(dataset: Any, processing_class: Any) -> None:
+    """
+    Raises:
+        ValueError: If plain-text completions are to be ended with an EOS token and the tokenizer has none.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if tokenizer.eos_token is None and isinstance(next(iter(dataset))["chosen"], str):
+        raise ValueError(
+            "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
+            "`tokenizer.eos_token`, or give the pairs as chat messages."
         )
 
 

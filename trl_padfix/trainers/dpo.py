@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
+from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
-from .checks import require_columns
+from .checks import require_columns, require_eos
 from .mixin import PaddingRemovalMixin
 
 
 __all__ = ["DPOTrainer"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
@@ -47,9 +47,10 @@ class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
         require_columns(
             dataset,
             dataset_name,
-            [{"chosen", "rejected"}, {"chosen_ids"}],
+            [{"chosen", "rejected"}],
             "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
         )
+        require_eos(dataset, processing_class)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset):
             _report_pairs(prepared, len(dataset), args.max_length, dataset_name)

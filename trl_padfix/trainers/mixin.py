@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import ProcessorMixin
+from accelerate.logging import get_logger
 
 from ..attention import PaddingRemovalError
-from ..collators import check_padding_side
-from ..decoder import PaddingRemoval, remove_padding
+from ..decoder import PaddingRemoval, attachment_of, number_padded_rows, remove_padding
+from ..forwards import Attachment
 from ..parity import check_parity
-from .checks import check_model, refuse_images
+from .checks import (
+    check_model,
+    check_settings,
+    check_tokenizer,
+    explain_missing_flash_attention,
+    refuse_images,
+    require_rows,
+)
 
 
 __all__ = ["PaddingRemovalMixin", "TokenMeter"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TokenMeter:
@@ -81,46 +87,46 @@ class PaddingRemovalMixin:
     """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        config = bound.get("args")
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        config = given.get("args")
         self._handles: list[PaddingRemoval] = []
+        self._numberings: list[Attachment] = []
         self._parity_pending = {"train", "eval"}
         self._meters = {"train": TokenMeter(), "eval": TokenMeter()}
         self._removes_padding = bool(getattr(config, "padding_free", False))
-        self._check_before(config, bound)
-        # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-        with _field(config, "padding_free", False):
-            super().__init__(*args, **kwargs)
-        self.padding_free = self._removes_padding
-        self._set_up_padding()
+        self._check_before(config, given)
+        try:
+            # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
+            with _field(config, "padding_free", False):
+                super().__init__(*args, **kwargs)
+            self.padding_free = self._removes_padding
+            self._set_up_padding()
+        except BaseException as error:
+            self.restore_padding()
+            if isinstance(error, ImportError):
+                explain_missing_flash_attention(error)
+            raise
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
-        check_padding_side(getattr(config, "padding_side", None))
+        check_settings(config, given.get("data_collator"), self._collators)
         check_model(given.get("model"), self._removes_padding)
+        check_tokenizer(given.get("processing_class"))
+        require_rows(given.get("train_dataset"))
         if self._removes_padding and not self._takes_images:
             refuse_images(given.get("train_dataset"))
-        processing_class = given.get("processing_class")
-        tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-        if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
-            raise ValueError(
-                "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
-                "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
-            )
-        if self._removes_padding and getattr(config, "neftune_noise_alpha", None):
-            raise PaddingRemovalError(
-                "`neftune_noise_alpha` scales its noise by the length of the padded row, which a packed batch does "
-                "not have. Set one of `neftune_noise_alpha` and `padding_free`."
-            )
 
     def _set_up_padding(self) -> None:
         """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
+        models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
         wanted = self._collators.get(type(self.data_collator))
         if wanted is not None:
             tokenizer = getattr(self, "_tokenizer", self.processing_class)
             side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
             given = {f.name: getattr(self.data_collator, f.name) for f in fields(self.data_collator)}
             self.data_collator = wanted(**given, padding_side=side)
+            if side == "left" and not self._removes_padding:
+                self._numberings += [n for n in map(number_padded_rows, models) if n is not None]
         if not self._removes_padding or self._handles:
             return
         parallelism = self.accelerator.parallelism_config
@@ -130,29 +136,29 @@ class PaddingRemovalMixin:
                     f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
                     "`padding_free=False`, or train without context and sequence parallelism."
                 )
-        models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
-        try:
-            for model in models:
-                sharing = bool(getattr(self.args, "prefix_sharing", False))
-                self._handles.append(remove_padding(model, prefix_sharing=sharing))
-        except Exception:
-            self.restore_padding()
-            raise
+        for model in models:
+            # A trainer before this one may have left its own on the model, as training in stages does.
+            left = attachment_of(model)
+            if left is not None and left.is_trainers:
+                left.remove()
+            sharing = bool(getattr(self.args, "prefix_sharing", False))
+            self._handles.append(remove_padding(model, prefix_sharing=sharing))
+            self._handles[-1].is_trainers = True
 
     def restore_padding(self) -> None:
         """Detach from the models: they compute padded batches again, in this trainer too."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._removes_padding = [], False
+        for attachment in (*self._handles, *self._numberings):
+            attachment.remove()
+        self._handles, self._numberings, self._removes_padding = [], [], False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
-        self._meters[mode].start()
-        self._count_tokens(mode, inputs)
         if mode in self._parity_pending and self._removes_padding and getattr(self.args, "parity_check", True):
             self._parity_pending.discard(mode)
             for batch in self._padded_batches(inputs):
                 self._check_parity(model, batch)
+        self._meters[mode].start()
+        self._count_tokens(mode, inputs)
         return super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
 
     def _called_by_loss(self, model: Any) -> Any:
@@ -182,11 +188,13 @@ class PaddingRemovalMixin:
 
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        target = model if sharded else self.accelerator.unwrap_model(model)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        report = check_parity(target, inputs, dtype=dtype)
-        report.raise_if_failed()
-        logger.info("%s", report)
+        for target in (model, getattr(self, "ref_model", None)):
+            if target is None:
+                continue
+            report = check_parity(target if sharded else self.accelerator.unwrap_model(target), inputs, dtype=dtype)
+            report.raise_if_failed()
+            logger.info(str(report))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._meters["train"].pause()

@@ -118,6 +118,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in group_prompts(batches, window=2)]
     [[[1], [1]], [[2], [2]]]
+
     ```
     """
     grouped: list[dict[str, Any]] = []

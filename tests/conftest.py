@@ -1,0 +1,23 @@
+"""What every test runs under: no chatter, one thread, and no test that this machine or this run is not for."""
+
+import hypothesis
+import pytest
+import torch
+import transformers
+
+
+torch.set_num_threads(1)  # the tensors are tiny, and threads would change the order of sums
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+hypothesis.settings.register_profile("trl_padfix", deadline=None)
+hypothesis.settings.load_profile("trl_padfix")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where there is no GPU, and tests that take minutes unless `-m` names their marker."""
+    reasons = {m: f"select it with `-m {m}`" for m in ("slow", "families") if m not in config.option.markexpr}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA GPU"
+    for item in items:
+        for marker in reasons.keys() & item.keywords.keys():
+            item.add_marker(pytest.mark.skip(reason=reasons[marker]))

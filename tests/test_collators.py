@@ -1,0 +1,144 @@
+"""`DataCollatorForPreference`: TRL's batches, on the side that was asked for."""
+
+import pytest
+import torch
+import trl.trainer.dpo_trainer as trl_dpo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_padfix import DataCollatorForPreference
+
+
+PAIRS = [
+    {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
+    {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
+]
+
+
+def collate(pairs, **settings):
+    return DataCollatorForPreference(pad_token_id=0, **settings)([dict(pair) for pair in pairs])
+
+
+def literals(batch):
+    return {name: tensor.tolist() for name, tensor in batch.items()}
+
+
+def test_right_padding_ends_the_rows():
+    assert literals(collate(PAIRS, padding_side="right")) == {
+        "input_ids": [[1, 2, 3, 4, 5], [7, 8, 9, 0, 0], [1, 2, 3, 6, 0], [7, 8, 10, 11, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0]],
+        "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 1, 1, 0]],
+    }
+
+
+def test_left_padding_begins_the_rows():
+    assert literals(collate(PAIRS, padding_side="left")) == {
+        "input_ids": [[1, 2, 3, 4, 5], [0, 0, 7, 8, 9], [0, 1, 2, 3, 6], [0, 7, 8, 10, 11]],
+        "attention_mask": [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 1, 1, 1]],
+        "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 1], [0, 0, 0, 1, 1]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "side", "ids", "completions"),
+    [
+        (
+            "keep_start",
+            "left",
+            [[1, 2, 3, 4], [0, 7, 8, 9], [1, 2, 3, 6], [7, 8, 10, 11]],
+            [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1]],
+        ),
+        (
+            "keep_start",
+            "right",
+            [[1, 2, 3, 4], [7, 8, 9, 0], [1, 2, 3, 6], [7, 8, 10, 11]],
+            [[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 1]],
+        ),
+        (
+            "keep_end",
+            "left",
+            [[2, 3, 4, 5], [0, 7, 8, 9], [1, 2, 3, 6], [7, 8, 10, 11]],
+            [[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 1, 1]],
+        ),
+        (
+            "keep_end",
+            "right",
+            [[2, 3, 4, 5], [7, 8, 9, 0], [1, 2, 3, 6], [7, 8, 10, 11]],
+            [[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 1]],
+        ),
+    ],
+)
+def test_rows_are_truncated_before_they_are_padded(mode, side, ids, completions):
+    batch = literals(collate(PAIRS, max_length=4, truncation_mode=mode, padding_side=side))
+    assert batch["input_ids"] == ids
+    assert batch["completion_mask"] == completions
+
+
+@pytest.mark.parametrize(
+    ("side", "first", "mask"),
+    [
+        ("right", [1, 2, 3, 4, 5, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]),
+        ("left", [0, 0, 0, 1, 2, 3, 4, 5], [0, 0, 0, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_length_is_padded_to_a_multiple(side, first, mask):
+    batch = literals(collate(PAIRS, pad_to_multiple_of=8, padding_side=side))
+    assert batch["input_ids"][0] == first
+    assert batch["attention_mask"][0] == mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_reference_log_probabilities_are_kept_in_the_order_of_the_pairs(side):
+    pairs = [pair | {"ref_chosen_logps": -1.5 - i, "ref_rejected_logps": -2.5 - i} for i, pair in enumerate(PAIRS)]
+    batch = literals(collate(pairs, padding_side=side))
+    assert batch["ref_chosen_logps"] == [-1.5, -2.5]
+    assert batch["ref_rejected_logps"] == [-2.5, -3.5]
+
+
+ids = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+pairs = st.lists(st.fixed_dictionaries({"prompt_ids": ids, "chosen_ids": ids, "rejected_ids": ids}), min_size=1)
+options = {"max_length": st.none() | st.integers(7, 12), "pad_to_multiple_of": st.none() | st.integers(1, 8)}
+
+
+@settings(max_examples=60)
+@given(pairs=pairs, truncation_mode=st.sampled_from(["keep_start", "keep_end"]), **options)
+def test_right_padding_is_trls_and_left_padding_holds_the_same_rows(pairs, **settings):
+    theirs = trl_dpo.DataCollatorForPreference(pad_token_id=0, **settings)([dict(pair) for pair in pairs])
+    right, left = collate(pairs, **settings), collate(pairs, padding_side="left", **settings)
+    assert literals(right) == literals(theirs)
+    keep_left, keep_right = left["attention_mask"].bool(), right["attention_mask"].bool()
+    assert torch.equal(keep_left, keep_right.flip(1))
+    for name in ("input_ids", "completion_mask"):
+        assert left[name].dtype == right[name].dtype
+        assert torch.equal(left[name][keep_left], right[name][keep_right])
+        assert not left[name][~keep_left].any()
+
+
+@pytest.mark.parametrize("side", ["middle", "Left", ""])
+def test_another_padding_side_is_an_error(side):
+    with pytest.raises(ValueError, match=f"`padding_side` must be 'left' or 'right', got '{side}'"):
+        DataCollatorForPreference(pad_token_id=0, padding_side=side)
+
+
+def test_no_padding_side_is_an_error():
+    with pytest.raises(ValueError, match="`padding_side` must be"):
+        DataCollatorForPreference(pad_token_id=0, padding_side=None)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("empty", ["chosen", "rejected"])
+def test_an_empty_completion_is_an_error_that_names_the_pair(empty, side):
+    broken = [PAIRS[0], PAIRS[1] | {f"{empty}_ids": []}]
+    with pytest.raises(ValueError, match=f"The {empty} completion of pair 1 of the batch has no token.*Drop the pair"):
+        collate(broken, padding_side=side)
+
+
+def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row():
+    promptless = [PAIRS[0], {"prompt_ids": [], "chosen_ids": [4, 5, 6, 7, 8], "rejected_ids": [6]}]
+    with pytest.raises(ValueError, match=r"Rows \[3\] .* no prompt token .* Give every pair a prompt"):
+        collate(promptless, padding_side="left")
+
+
+def test_a_right_padded_row_without_a_prompt_token_is_trls():
+    promptless = [{"prompt_ids": [], "chosen_ids": [4, 5], "rejected_ids": [6]}]
+    assert literals(collate(promptless))["input_ids"] == [[4, 5], [6, 0]]
