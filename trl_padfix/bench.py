@@ -1,5 +1,5 @@
 """
-TRL's DPO step, padded and packed, side by side.
+A training step of TRL's, padded and packed, side by side: DPO's, or GRPO's on completions that are given.
 
 One TRL trainer, one policy, one reference, the same batches: what changes between variants is only what
 `remove_padding` attaches. Steps are interleaved batch by batch, so that a machine that drifts drifts for all of them;
@@ -33,6 +33,8 @@ from .tiny import SHAPES, build_qwen2, train_tokenizer
 
 __all__ = ["BenchSettings", "VariantResult", "equal_length_pairs", "load_pairs", "run"]
 
+TRAINERS = ("dpo", "grpo")
+
 VARIANTS = ("trl", "padding_free", "prefix_sharing")
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -43,7 +45,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 class BenchSettings:
     """What is measured; every field is an option of `trl-padfix bench`."""
 
+    trainer: str = "dpo"
     pairs: int = 8
+    generations: int = 8
+    prompt_length: int = 512
+    completion_length: int = 64
     steps: int = 10
     warmup: int = 2
     shape: str = "small"
@@ -113,13 +119,13 @@ def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt_ids": a[:1], "chosen_ids": a[1:], "rejected_ids": b[1:]} for a, b in rows])
 
 
-def run(data: Dataset, settings: BenchSettings) -> list[VariantResult]:
+def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
     Time all variants on the same random batches.
 
     Args:
-        data ([`~datasets.Dataset`]):
-            Preference pairs, as text or tokenized.
+        data ([`~datasets.Dataset`], *optional*):
+            Preference pairs, as text or tokenized. GRPO takes none: its completions are random.
         settings ([`BenchSettings`]):
             What to measure.
 
@@ -129,7 +135,7 @@ def run(data: Dataset, settings: BenchSettings) -> list[VariantResult]:
     Raises:
         RuntimeError: If losses or gradient norms of the variants differ.
     """
-    trainer, batches = _trainer(data, settings)
+    trainer, batches = _online_trainer(settings) if settings.trainer == "grpo" else _trainer(data, settings)
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for step, batch in enumerate(batches):
         # Each variant is first, second and third equally often.
@@ -140,14 +146,12 @@ def run(data: Dataset, settings: BenchSettings) -> list[VariantResult]:
                 measured[name].append(figures)
     _check_equal(measured, TOLERANCE[getattr(torch, settings.dtype)])
     counted = batches[settings.warmup :]
-    padded = sum(b["input_ids"].numel() for b in counted)
-    real = sum(int(b["attention_mask"].sum()) for b in counted)
+    masks = [_rows(b)["attention_mask"] for b in counted]
+    padded, real = sum(m.numel() for m in masks), sum(int(m.sum()) for m in masks)
     tokens = {
         "trl": padded,
-        "padding_free": sum(padding_free_layout(b["attention_mask"]).packed_tokens for b in counted),
-        "prefix_sharing": sum(
-            prefix_sharing_layout(b["input_ids"], b["attention_mask"]).packed_tokens for b in counted
-        ),
+        "padding_free": sum(padding_free_layout(m).packed_tokens for m in masks),
+        "prefix_sharing": sum(prefix_sharing_layout(**_rows(b)).packed_tokens for b in counted),
     }
     results = []
     for name, figures in measured.items():
@@ -224,29 +228,98 @@ def _trainer(data: Dataset, settings: BenchSettings) -> tuple[trl.DPOTrainer, li
         train_dataset=data,
         processing_class=tokenizer,
     )
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1  # set by the training loop, which is not run here
-    trainer.optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0)  # weights stay equal
+    _without_a_loop(trainer)
     batches = [trainer._prepare_inputs(b) for b in itertools.islice(trainer.get_train_dataloader(), total)]
     if len(batches) < total:
         raise ValueError(f"The data gives {len(batches)} batches of {settings.pairs} pairs, and {total} are needed.")
     return trainer, batches
 
 
+class _GivenCompletions(trl.GRPOTrainer):
+    """GRPO's step on completions that are there already: log-probabilities, loss and backward, no generation."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return generation_batch
+
+
+def _online_trainer(settings: BenchSettings) -> tuple[trl.GRPOTrainer, list[dict[str, torch.Tensor]]]:
+    """GRPO on `pairs` random prompts with `generations` random completions each, of about the lengths asked for."""
+    shape = SHAPES[settings.shape]
+    tokenizer = train_tokenizer([""], 1024)
+    dtype = getattr(torch, settings.dtype)
+    policy = build_qwen2(tokenizer, **shape, seed=settings.seed, attn_implementation=settings.attn, dtype=dtype)
+    trainer = _GivenCompletions(
+        model=policy.to(settings.device, dtype),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            per_device_train_batch_size=settings.pairs * settings.generations,
+            num_generations=settings.generations,
+            max_completion_length=2 * settings.completion_length,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            bf16=False,
+            use_cpu=settings.device == "cpu",
+            report_to=[],
+            seed=settings.seed,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        processing_class=tokenizer,
+    )
+    _without_a_loop(trainer)
+    draw = torch.Generator().manual_seed(settings.seed)
+    batches = [_completions(settings, shape["vocab_size"], draw) for _ in range(settings.warmup + settings.steps)]
+    return trainer, [{k: v.to(settings.device) for k, v in batch.items()} for batch in batches]
+
+
+def _completions(settings: BenchSettings, vocab_size: int, draw: torch.Generator) -> dict[str, torch.Tensor]:
+    rows = settings.pairs * settings.generations
+
+    def ragged(count: int, about: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = torch.randint(max(1, about * 3 // 4), about * 5 // 4 + 1, (count, 1), generator=draw)
+        ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
+        return ids, (torch.arange(ids.shape[1]) < lengths).long()
+
+    prompts, prompt_mask = (
+        x.flip(1).repeat_interleave(settings.generations, 0) for x in ragged(settings.pairs, settings.prompt_length)
+    )
+    completions, completion_mask = ragged(rows, settings.completion_length)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completions,
+        "completion_mask": completion_mask,
+        "advantages": torch.rand(rows, generator=draw) + 0.5,
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def _without_a_loop(trainer: trl.DPOTrainer | trl.GRPOTrainer) -> None:
+    """Set what the training loop would have set."""
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.0, weight_decay=0.0)  # weights stay equal
+
+
+def _rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Ids and mask that a batch puts through the decoder."""
+    if "input_ids" in batch:
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return {
+        "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    }
+
+
 @contextlib.contextmanager
-def _variant(trainer: trl.DPOTrainer, name: str) -> Iterator[None]:
-    if name == "trl":
-        yield
-        return
-    sharing = name == "prefix_sharing"
-    with (
-        remove_padding(trainer.model, prefix_sharing=sharing),
-        remove_padding(trainer.ref_model, prefix_sharing=sharing),
-    ):
+def _variant(trainer: Any, name: str) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if name != "trl":
+            for model in filter(None, (trainer.model, trainer.ref_model)):
+                stack.enter_context(remove_padding(model, prefix_sharing=name == "prefix_sharing"))
         yield
 
 
-def _timed_step(trainer: trl.DPOTrainer, batch: dict[str, torch.Tensor], settings: BenchSettings) -> dict[str, float]:
+def _timed_step(trainer: Any, batch: dict[str, torch.Tensor], settings: BenchSettings) -> dict[str, float]:
     cuda = settings.device == "cuda"
     # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
     batch = {k: v.clone() for k, v in batch.items()}
@@ -254,7 +327,7 @@ def _timed_step(trainer: trl.DPOTrainer, batch: dict[str, torch.Tensor], setting
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    loss = trainer.training_step(trainer.model, batch)
+    loss = trainer.training_step(trainer.model, batch, None)
     if settings.optimizer:
         trainer.optimizer.step()
     if cuda:

@@ -28,7 +28,11 @@ def bench(
     data: Annotated[str, typer.Option(help="Local file of preference pairs, Hub id, or 'equal'.")] = (
         "Anthropic/hh-rlhf"
     ),
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch.")] = 8,
+    trainer: Annotated[str, typer.Option(help="dpo, or grpo: its step on random completions, without data.")] = "dpo",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with grpo, prompts.")] = 8,
+    generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
+    prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a prompt, about.")] = 512,
+    completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
@@ -41,20 +45,29 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
 ) -> None:
-    """Time TRL's DPO step padded, padding-free and with prefix sharing, side by side; their losses must agree."""
+    """Time TRL's step padded, padding-free and with prefix sharing, side by side; losses must agree."""
     from . import bench as b
     from .tiny import SHAPES
 
     if shape not in SHAPES:
         raise typer.BadParameter(f"{shape!r} is not one of {', '.join(SHAPES)}.", param_hint="--shape")
+    if trainer not in b.TRAINERS:
+        raise typer.BadParameter(f"{trainer!r} is not one of {', '.join(b.TRAINERS)}.", param_hint="--trainer")
     settings = b.BenchSettings(
-        pairs=pairs, steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype, attn=attn,
-        max_length=max_length, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, seed=seed,
+        trainer=trainer, pairs=pairs, generations=generations, prompt_length=prompt_length,
+        completion_length=completion_length, steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype,
+        attn=attn, max_length=max_length, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer,
+        seed=seed,
     )  # fmt: skip
-    dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
+    if trainer == "grpo":
+        dataset, name = None, "random"
+        what = f"GRPO step without generation, {pairs} x {generations} completions"
+    else:
+        dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
+        name, what = "equal" if data == "equal" else Path(data).name, f"DPO step, {pairs} pairs"
     results = b.run(dataset, settings)
-    about = b.describe(settings, "equal" if data == "equal" else Path(data).name)
-    table = Table(title=f"DPO step, {pairs} pairs, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}")
+    about = b.describe(settings, name)
+    table = Table(title=f"{what}, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}")
     for column in ("variant", "median s", "min-max s", "x TRL", "token limit", "of limit", "real tok/s", "peak GiB"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     for r in results:

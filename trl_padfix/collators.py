@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
+import trl.trainer.reward_trainer as trl_reward
 
 
-__all__ = ["DataCollatorForPreference"]
+__all__ = ["DataCollatorForPreference", "DataCollatorForReward"]
 
 
 def check_padding_side(padding_side: str | None) -> None:
@@ -83,20 +84,69 @@ class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
             check_pair(example, f"pair {i} of the batch")
         batch = super().torch_call(examples)
         if self.padding_side == "left":
-            batch = _pad_left(batch)
-            first = batch["attention_mask"].argmax(1)
-            unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
-            if unseen.any():
-                raise ValueError(
-                    f"Rows {unseen.nonzero().flatten().tolist()} of the batch begin with a completion token: no "
-                    "prompt token is left to predict it from, and left padding would score it from padding. Give "
-                    "every pair a prompt (a BOS token is enough), truncate with `truncation_mode='keep_start'`, or "
-                    "pad right."
-                )
+            batch = pad_left(batch)
+            check_prompts(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
         return batch
 
 
-def _pad_left(batch: dict[str, Any]) -> dict[str, Any]:
+@dataclass
+class DataCollatorForReward(trl_reward.DataCollatorForPreference):
+    """
+    TRL's collator for pairs of whole sequences, as a reward model scores them, padding on the side you choose.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to pad with.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the length of the batch to a multiple of this.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`.
+
+    Raises:
+        ValueError: For another `padding_side`, and for a pair with an empty sequence.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DataCollatorForReward
+
+    >>> collator = DataCollatorForReward(pad_token_id=0, padding_side="left")
+    >>> collator([{"chosen_ids": [1, 2, 3], "rejected_ids": [1, 4]}])["input_ids"]
+    tensor([[1, 2, 3],
+            [0, 1, 4]])
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        for i, example in enumerate(examples):
+            for side in ("chosen", "rejected"):
+                if len(example[f"{side}_ids"]) == 0:
+                    raise ValueError(
+                        f"The {side} sequence of pair {i} of the batch has no token, so there is nothing to take a "
+                        "reward from. Drop the pair."
+                    )
+        batch = super().torch_call(examples)
+        return pad_left(batch) if self.padding_side == "left" else batch
+
+
+def check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
+    """Refuse left-padded rows whose first real token is scored."""
+    first = batch["attention_mask"].argmax(1)
+    unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
+    if unseen.any():
+        raise ValueError(
+            f"Rows {unseen.nonzero().flatten().tolist()} of the batch begin with a completion token: no prompt token "
+            f"is left to predict it from, and left padding would score it from padding. Give {every} a prompt (a BOS "
+            f"token is enough),{remedy} or pad right."
+        )
+
+
+def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
     """Move the padding of right-padded `(B, L)` tensors to the left."""
     mask = batch["attention_mask"]
     column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))

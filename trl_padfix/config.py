@@ -9,11 +9,11 @@ import trl
 from .collators import check_padding_side
 
 
-__all__ = ["DPOConfig"]
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"]
 
 
 @dataclass
-class PaddingConfig:
+class PackingConfig:
     """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
 
     padding_free: bool = field(
@@ -31,13 +31,6 @@ class PaddingConfig:
             "system prompt of many. Needs `padding_free`."
         },
     )
-    padding_side: str | None = field(
-        default=None,
-        metadata={
-            "help": "Side on which the collator pads. By default the tokenizer's `padding_side`.",
-            "choices": ["left", "right"],
-        },
-    )
     parity_check: bool = field(
         default=True,
         metadata={
@@ -47,13 +40,29 @@ class PaddingConfig:
     )
 
     def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
         if self.prefix_sharing and not self.padding_free:
             raise ValueError(
                 "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
                 "it there is none. Set both, or neither."
             )
         super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class PaddingConfig(PackingConfig):
+    """The same, for trainers with a collator."""
+
+    padding_side: str | None = field(
+        default=None,
+        metadata={
+            "help": "Side on which the collator pads. By default the tokenizer's `padding_side`.",
+            "choices": ["left", "right"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+        super().__post_init__()
 
 
 @dataclass
@@ -75,4 +84,92 @@ class DPOConfig(PaddingConfig, trl.DPOConfig):
 
     Raises:
         ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class RewardConfig(PaddingConfig, trl.RewardConfig):
+    """
+    TRL's [`~trl.RewardConfig`] with padding removal.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        padding_side (`str`, *optional*):
+            `"left"` or `"right"`; by default the tokenizer's.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.RewardConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class KTOConfig(PaddingConfig, trl.KTOConfig):
+    """
+    TRL's [`~trl.KTOConfig`] with padding removal.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        padding_side (`str`, *optional*):
+            `"left"` or `"right"`; by default the tokenizer's.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.KTOConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class GRPOConfig(PackingConfig, trl.GRPOConfig):
+    """
+    TRL's [`~trl.GRPOConfig`] with padding removal.
+
+    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding where log-probabilities are taken.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.GRPOConfig`].
+
+    Raises:
+        ValueError: For `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class RLOOConfig(PackingConfig, trl.RLOOConfig):
+    """
+    TRL's [`~trl.RLOOConfig`] with padding removal.
+
+    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding where log-probabilities are taken.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.RLOOConfig`].
+
+    Raises:
+        ValueError: For `prefix_sharing` without `padding_free`.
     """

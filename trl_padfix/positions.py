@@ -9,7 +9,6 @@ from `padding_idx + 1` on (RoBERTa and its kin).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,10 +56,10 @@ def packed_positions(numbers: nn.Module | None, call: dict[str, Any], layout: La
     if numbers is None:
         return layout.positions
     ids, mask = call.get("input_ids"), call.get("attention_mask")
-    padding_idx: int = numbers.padding_idx
+    padding_idx: Any = numbers.padding_idx
     if ids is None:
         return layout.positions + padding_idx + 1
     if mask is not None:  # what stands before a row is padding to the numbering too, whatever its id
         ids = ids.masked_fill(mask.cumsum(1) == 0, padding_idx)
-    number: Callable = numbers.create_position_ids_from_input_ids
+    number: Any = numbers.create_position_ids_from_input_ids
     return pack(number(ids, padding_idx), layout)[0]

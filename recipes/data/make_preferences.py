@@ -25,12 +25,13 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+
 HERE = Path(__file__).resolve().parent
 SEED = 98
 SIZES = {"train": 360, "test": 60}
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-VERBS = "check clean measure paint photograph inspect decorate cover label mend".split()
-TONES = "evasive rude vague rambling stalling".split()
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+VERBS = ["check", "clean", "measure", "paint", "photograph", "inspect", "decorate", "cover", "label", "mend"]
+TONES = ["evasive", "rude", "vague", "rambling", "stalling"]
 STRETCH = 0.5, 0.7, 0.9, 1, 1.3, 1.6  # the length of a rejected reply, relative to the chosen
 
 INI = configparser.ConfigParser(delimiters="=", interpolation=None)
@@ -89,14 +90,18 @@ class Writer(random.Random):
 
     def say(self, text, **slots):
         """Choose one of the alternatives of `text` and draw what its slots stand for."""
+
         def draw(match):
             return slots.get(match[1]) or self.say(self.choice(GRAMMAR[match[1]]), **slots)
+
         return re.sub(r"<(\w+)>", draw, self.choice(text.split("|")).strip())
 
     def scene(self, name, **slots):
         """The scene of that name in phrases.ini, filled in with `slots`."""
+
         def fill(text):
             return re.sub(" // ?", "\n", text.format(**slots))
+
         texts = {fill(key): [*map(fill, parts)] for key, parts in section(name, "--").items()}
         document, system = (self.say(texts.pop(key, [""])[0]) for key in ("document", "system"))
         return Scene([QA(key, *parts) for key, parts in texts.items()], document, system)
@@ -108,10 +113,28 @@ def sums(w):
     total, price, each, more = n * k, w.randint(2, 20) * 20, n // k, n + w.randint(2, 9)
     paid, saved = (total // 10 + w.randint(1, 3)) * 10, price * off // 100
     return w.scene(
-        w.choice(["shopping", "sharing", "sale", "yard"]), who=who, goods=goods, ware=ware,
-        yard=yard, n=n, k=k, total=total, paid=paid, change=paid - total, more=more, cost=more * k,
-        each=each, dealt=each * k, left=n % k, lack=k - n % k, price=price, off=off, saved=saved,
-        now=price - saved, around=2 * (n + k))
+        w.choice(["shopping", "sharing", "sale", "yard"]),
+        who=who,
+        goods=goods,
+        ware=ware,
+        yard=yard,
+        n=n,
+        k=k,
+        total=total,
+        paid=paid,
+        change=paid - total,
+        more=more,
+        cost=more * k,
+        each=each,
+        dealt=each * k,
+        left=n % k,
+        lack=k - n % k,
+        price=price,
+        off=off,
+        saved=saved,
+        now=price - saved,
+        around=2 * (n + k),
+    )
 
 
 def facts(w):
@@ -125,17 +148,34 @@ def guides(w):
         steps, topic = text.split("; "), task.split(" ", 1)[1]
         items = "\n".join(f"{i}. {step}." for i, step in enumerate(steps, 1))
         questions += [
-            QA(f"How do I {task}?|Can you tell me how to {task}?|What are the steps to {task}?",
-               f"{'. '.join(steps)}.|{items}", f"Keep in mind: {care}.", topic),
-            QA(f"What should I watch out for when I {task}?|Any advice before I {task}?",
-               f"{care}.", f"Also take your time with this step: {steps[1]}.", topic)]
+            QA(
+                f"How do I {task}?|Can you tell me how to {task}?|What are the steps to {task}?",
+                f"{'. '.join(steps)}.|{items}",
+                f"Keep in mind: {care}.",
+                topic,
+            ),
+            QA(
+                f"What should I watch out for when I {task}?|Any advice before I {task}?",
+                f"{care}.",
+                f"Also take your time with this step: {steps[1]}.",
+                topic,
+            ),
+        ]
     return Scene(questions)
 
 
 def letters(w):
     who, me = w.some("people", 2)
-    return w.scene("letters", who=who, me=me, day=w.choice(DAYS), place=w.pick("places"),
-                   event=w.pick("events"), ware=w.pick("wares"), gift=w.pick("gifts"))
+    return w.scene(
+        "letters",
+        who=who,
+        me=me,
+        day=w.choice(DAYS),
+        place=w.pick("places"),
+        event=w.pick("events"),
+        ware=w.pick("wares"),
+        gift=w.pick("gifts"),
+    )
 
 
 def stock(w):
@@ -143,44 +183,87 @@ def stock(w):
     counts = dict(zip(goods, w.sample(range(2, 90), len(goods))))
     lines = [f"- {counts[item]} {item}" for item in goods]
     (a, b), top = w.sample(goods, 2), max(goods, key=counts.get)
-    return w.scene("stock", place=w.pick("places"), lines="\n".join(lines), a=a, b=b, top=top,
-                   na=counts[a], nb=counts[b], both=counts[a] + counts[b], most=counts[top],
-                   at=goods.index(a) + 1, inline=", ".join(sorted(goods)),
-                   sorted="\n".join(sorted(lines, key=lambda line: line.split()[-1])))
+    return w.scene(
+        "stock",
+        place=w.pick("places"),
+        lines="\n".join(lines),
+        a=a,
+        b=b,
+        top=top,
+        na=counts[a],
+        nb=counts[b],
+        both=counts[a] + counts[b],
+        most=counts[top],
+        at=goods.index(a) + 1,
+        inline=", ".join(sorted(goods)),
+        sorted="\n".join(sorted(lines, key=lambda line: line.split()[-1])),
+    )
 
 
 def notes(w):
     team, place, euros = w.some("people", w.randint(3, 6)), w.pick("places"), w.randint(4, 60) * 5
     (day, today), hour, other = w.sample(DAYS, 2), w.randint(9, 20), w.pick("people")
-    jobs = [(w.choice(team), f"{w.choice(VERBS)} the {thing}", w.choice(DAYS), thing)
-            for thing in w.some("objects", w.tail(2, 15))]
+    jobs = [
+        (w.choice(team), f"{w.choice(VERBS)} the {thing}", w.choice(DAYS), thing)
+        for thing in w.some("objects", w.tail(2, 15))
+    ]
     who, job, due, thing = w.choice(jobs)
     plan = [f"{who} will {job} by {due}." for who, job, due, _ in jobs]
-    lines = [*plan, f"There are {euros} euros in the cash box.",
-             f"Next meeting: {day} at {hour}:00, {place}.",
-             *map(w.say, w.sample(GRAMMAR["remark"], w.tail(0, 14)))]
+    lines = [
+        *plan,
+        f"There are {euros} euros in the cash box.",
+        f"Next meeting: {day} at {hour}:00, {place}.",
+        *map(w.say, w.sample(GRAMMAR["remark"], w.tail(0, 14))),
+    ]
     return w.scene(
-        "notes", group=w.pick("groups"), today=today, present=", ".join(team), place=place,
-        lines="\n".join(f"- {line}" for line in w.sample(lines, len(lines))), plan=" ".join(plan),
-        table="\n".join(f"- {who}: {job} ({due})" for who, job, due, _ in jobs), euros=euros,
-        who=who, job=job, due=due, thing=thing, day=day, hour=hour, other=other,
-        was_there=f"Yes, {other} was there." if other in team else f"No, {other} is not listed.")
+        "notes",
+        group=w.pick("groups"),
+        today=today,
+        present=", ".join(team),
+        place=place,
+        lines="\n".join(f"- {line}" for line in w.sample(lines, len(lines))),
+        plan=" ".join(plan),
+        table="\n".join(f"- {who}: {job} ({due})" for who, job, due, _ in jobs),
+        euros=euros,
+        who=who,
+        job=job,
+        due=due,
+        thing=thing,
+        day=day,
+        hour=hour,
+        other=other,
+        was_there=f"Yes, {other} was there." if other in team else f"No, {other} is not listed.",
+    )
 
 
 def calls(w):
     (a, b), (day, other), event = w.some("people", 2), w.sample(DAYS, 2), w.pick("events")
     hour, place, goods, n = w.randint(8, 20), w.pick("places"), w.pick("goods"), w.randint(5, 60)
     parts = [
-        [f"{a}: Does {other} suit you for the {event}?", f"{b}: Not really. Could we say {day}?",
-         f"{a}: {day} is fine."],
+        [
+            f"{a}: Does {other} suit you for the {event}?",
+            f"{b}: Not really. Could we say {day}?",
+            f"{a}: {day} is fine.",
+        ],
         [f"{b}: And where do we meet?", f"{a}: At the {place}, they have room for all of us."],
         [f"{a}: What time is best?", f"{b}: Let us say {hour}:00, then nobody has to rush."],
-        [f"{b}: Who brings the {goods}?", f"{a}: I will. How many?", f"{b}: {n} should do."]]
+        [f"{b}: Who brings the {goods}?", f"{a}: I will. How many?", f"{b}: {n} should do."],
+    ]
     for chat in w.sample(GRAMMAR["chat"], w.tail(0, 13)):
         said, replied = w.say(chat).split(" / ")
         parts.insert(w.randrange(len(parts) + 1), [f"{a}: {said}", f"{b}: {replied}"])
-    return w.scene("calls", lines="\n".join(sum(parts, [])), a=a, b=b, day=day, other=other,
-                   hour=hour, place=place, goods=goods, n=n)
+    return w.scene(
+        "calls",
+        lines="\n".join(sum(parts, [])),
+        a=a,
+        b=b,
+        day=day,
+        other=other,
+        hour=hour,
+        place=place,
+        goods=goods,
+        n=n,
+    )
 
 
 def houses(w):
@@ -189,13 +272,25 @@ def houses(w):
     price, dogs = its.randint(2, 9) * 2, its.random() < 0.5
     adults, kids = w.randint(2, 5), w.randint(2, 6)
     return w.scene(
-        "houses", house=house, street=its.choice(w.part(POOLS["streets"])), price=price,
-        number=its.randint(2, 90), opens=its.randint(8, 10), closes=its.randint(16, 20),
-        closed=its.choice(DAYS), tour=its.randint(11, 14), half=price // 2, adults=adults,
-        kids=kids, total=adults * price + kids * price // 2, goods=w.pick("goods"),
+        "houses",
+        house=house,
+        street=its.choice(w.part(POOLS["streets"])),
+        price=price,
+        number=its.randint(2, 90),
+        opens=its.randint(8, 10),
+        closes=its.randint(16, 20),
+        closed=its.choice(DAYS),
+        tour=its.randint(11, 14),
+        half=price // 2,
+        adults=adults,
+        kids=kids,
+        total=adults * price + kids * price // 2,
+        goods=w.pick("goods"),
         dogs="Dogs are welcome on a lead." if dogs else "No dogs but guide dogs.",
-        may_dogs="Yes, on a lead.|Yes, please keep it on a lead." if dogs
-        else "No, sorry, no dogs.|Dogs have to stay outside.")
+        may_dogs="Yes, on a lead.|Yes, please keep it on a lead."
+        if dogs
+        else "No, sorry, no dogs.|Dogs have to stay outside.",
+    )
 
 
 KINDS = {sums: 9, facts: 5, guides: 6, letters: 5, stock: 7, notes: 10, calls: 7, houses: 11}
@@ -275,10 +370,17 @@ def write_split(split):
             if w.random() < 0.6:
                 scene = kind(w)
     w.shuffle(rows)
-    return "".join(json.dumps({
-        "prompt": prompt, "chosen": [{"role": "assistant", "content": chosen}],
-        "rejected": [{"role": "assistant", "content": rejected}]}) + "\n"
-        for prompt, chosen, rejected in rows)
+    return "".join(
+        json.dumps(
+            {
+                "prompt": prompt,
+                "chosen": [{"role": "assistant", "content": chosen}],
+                "rejected": [{"role": "assistant", "content": rejected}],
+            }
+        )
+        + "\n"
+        for prompt, chosen, rejected in rows
+    )
 
 
 def main():

@@ -10,6 +10,7 @@ import trl.trainer.dpo_trainer as trl_dpo
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
+from .checks import require_columns
 from .mixin import PaddingRemovalMixin
 
 
@@ -43,14 +44,12 @@ class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
     _collators = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        columns = set(dataset.column_names or next(iter(dataset)))
-        missing = sorted({"chosen", "rejected"} - columns)
-        if missing and "chosen_ids" not in columns:
-            raise ValueError(
-                f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
-                f"{sorted(columns)}. DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it): "
-                "rename its columns, or map it to them."
-            )
+        require_columns(
+            dataset,
+            dataset_name,
+            [{"chosen", "rejected"}, {"chosen_ids"}],
+            "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
+        )
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset):
             _report_pairs(prepared, len(dataset), args.max_length, dataset_name)

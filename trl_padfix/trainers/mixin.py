@@ -22,6 +22,7 @@ from ..attention import PaddingRemovalError
 from ..collators import check_padding_side
 from ..decoder import PaddingRemoval, remove_padding
 from ..parity import check_parity
+from .checks import check_model, refuse_images
 
 
 __all__ = ["PaddingRemovalMixin", "TokenMeter"]
@@ -76,6 +77,9 @@ class PaddingRemovalMixin:
     _collators: dict[type, type] = {}
     """Default collators of TRL's and what they become."""
 
+    _takes_images = True
+    """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         config = bound.get("args")
@@ -83,16 +87,20 @@ class PaddingRemovalMixin:
         self._parity_pending = {"train", "eval"}
         self._meters = {"train": TokenMeter(), "eval": TokenMeter()}
         self._removes_padding = bool(getattr(config, "padding_free", False))
-        self._check_before(config, bound.get("processing_class"))
+        self._check_before(config, bound)
         # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
         with _field(config, "padding_free", False):
             super().__init__(*args, **kwargs)
         self.padding_free = self._removes_padding
         self._set_up_padding()
 
-    def _check_before(self, config: Any, processing_class: Any) -> None:
-        """Errors that are better raised before a model is loaded."""
+    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
+        """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
         check_padding_side(getattr(config, "padding_side", None))
+        check_model(given.get("model"), self._removes_padding)
+        if self._removes_padding and not self._takes_images:
+            refuse_images(given.get("train_dataset"))
+        processing_class = given.get("processing_class")
         tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
         if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
             raise ValueError(
@@ -109,7 +117,8 @@ class PaddingRemovalMixin:
         """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
         wanted = self._collators.get(type(self.data_collator))
         if wanted is not None:
-            side = getattr(self.args, "padding_side", None) or self._tokenizer.padding_side
+            tokenizer = getattr(self, "_tokenizer", self.processing_class)
+            side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
             given = {f.name: getattr(self.data_collator, f.name) for f in fields(self.data_collator)}
             self.data_collator = wanted(**given, padding_side=side)
         if not self._removes_padding or self._handles:
@@ -142,18 +151,31 @@ class PaddingRemovalMixin:
         self._count_tokens(mode, inputs)
         if mode in self._parity_pending and self._removes_padding and getattr(self.args, "parity_check", True):
             self._parity_pending.discard(mode)
-            self._check_parity(model, inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+            for batch in self._padded_batches(inputs):
+                self._check_parity(model, batch)
+        return super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
+
+    def _called_by_loss(self, model: Any) -> Any:
+        """What TRL's loss is to call for the model."""
+        return model
+
+    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Ids and mask of each forward of the policy that a step on `inputs` takes."""
+        return [{name: inputs[name] for name in ("input_ids", "attention_mask")}]
 
     def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
-        layout = None
-        if self._handles:
-            layout = self._handles[0].layout_of({k: inputs.get(k) for k in ("input_ids", "attention_mask")})
-        if layout is not None:
-            counts = (layout.padded_tokens, layout.real_tokens, layout.packed_tokens)
-        else:
-            padded, real = inputs["attention_mask"].numel(), int(inputs["attention_mask"].sum())
-            counts = (padded, real, padded)
+        counts = [0, 0, 0]
+        for batch in self._padded_batches(inputs):
+            layout = self._handles[0].layout_of(batch) if self._handles else None
+            if layout is not None:
+                found = (layout.padded_tokens, layout.real_tokens, layout.packed_tokens)
+            else:
+                padded, real = batch["attention_mask"].numel(), int(batch["attention_mask"].sum())
+                found = (padded, real, padded)
+            counts = [a + b for a, b in zip(counts, found, strict=True)]
+        self._add_tokens(mode, counts)
+
+    def _add_tokens(self, mode: str, counts: list[int]) -> None:
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device)).tolist()
         self._meters[mode].add(*counts)

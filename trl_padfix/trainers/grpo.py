@@ -1,0 +1,42 @@
+"""GRPO without padding."""
+
+from __future__ import annotations
+
+import trl
+
+from .online import OnlineMixin
+
+
+__all__ = ["GRPOTrainer"]
+
+
+class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
+    """
+    TRL's [`~trl.GRPOTrainer`] without padding.
+
+    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
+    real tokens only wherever log-probabilities are taken; with `prefix_sharing=True` the prompt of a group is computed
+    once for all its completions. Generation is TRL's, and so are losses, rewards and gradients.
+
+    With `prefix_sharing=True`, gradient accumulation and a loss that is a sum over completions (every `loss_type` but
+    `"bnpo"`, no entropy bonus, `top_entropy_quantile=1`), the completions of a group are brought together in one
+    micro-batch of their optimizer step, where TRL scatters them. The step is the same; metrics that are means over
+    micro-batches are means over other micro-batches.
+
+    Logs `perf/tokens_per_second` (real tokens of the policy's forwards per second, generation included),
+    `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics.
+
+    Args:
+        *args, **kwargs:
+            As [`~trl.GRPOTrainer`]. `args` may be this package's [`GRPOConfig`] or TRL's.
+
+    Raises:
+        PaddingRemovalError: If padding cannot be removed from the model with exact results, and for image data.
+        ParityError: On the first batch, if the packed and the padded forward differ.
+        ValueError: For a missing `prompt` column, and for prompts without a token.
+    """
+
+    def _sums_over_rows(self) -> bool:
+        return (
+            self.loss_type != "bnpo" and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0
+        )  # fmt: skip

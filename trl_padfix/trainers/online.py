@@ -1,0 +1,143 @@
+"""
+What GRPO and RLOO have in common: completions are generated in groups, and then scored together with their prompt.
+
+The forwards that score them are packed. Generation is not touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .checks import column_names, require_columns
+from .mixin import PaddingRemovalMixin
+
+
+__all__ = ["OnlineMixin"]
+
+
+class OnlineMixin(PaddingRemovalMixin):
+    """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
+
+    _takes_images = False
+
+    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
+        super()._check_before(config, given)
+        dataset = given.get("train_dataset")
+        if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
+            require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        tokenized = super()._tokenize_prompts(prompts)
+        empty = [i for i, ids in enumerate(tokenized[0]) if len(ids) == 0]
+        if empty:
+            raise ValueError(
+                f"Prompts {empty} of the batch have no token: the first token of their completions would be sampled "
+                "and scored from padding. Drop them, or give every prompt at least a BOS token."
+            )
+        return tokenized
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        # Cached calls would pass through; this leaves generation without a cache and paged generation alone too.
+        with contextlib.ExitStack() as stack:
+            for handle in self._handles:
+                stack.enter_context(handle.disabled())
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        self._meters["train" if self.model.training else "eval"].start()
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._buffered_inputs is not before and self._may_group():
+            window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
+            self._buffered_inputs = group_prompts(self._buffered_inputs, window)
+            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
+        return inputs
+
+    def _may_group(self) -> bool:
+        """
+        Whether rows may change places between the micro-batches of one optimizer step.
+
+        TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. An
+        optimizer step is the same whichever of its micro-batches a row is in, as long as its loss is a sum over rows
+        with weights that do not depend on their micro-batch, and the micro-batches of a generation fill whole steps.
+        """
+        steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        whole = steps % accumulated == 0 or accumulated % steps == 0
+        sharing = self._removes_padding and getattr(self.args, "prefix_sharing", False)
+        return bool(sharing and whole and self._sums_over_rows() and not self.aux_loss_enabled)
+
+    def _sums_over_rows(self) -> bool:
+        """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
+        raise NotImplementedError
+
+    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return [{"input_ids": ids, "attention_mask": mask}]
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._handles:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        # TRL makes the tensors of the forward anew, so a layout that was found here would not be found again there:
+        # the forward's own counts are taken instead.
+        stats = self._handles[0].stats
+        before = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        after = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens)
+        mode = "train" if self.model.training else "eval"
+        self._add_tokens(mode, [b - a for a, b in zip(before, after, strict=True)])
+        return loss
+
+    def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
+        if not self._handles:
+            super()._count_tokens(mode, inputs)
+
+
+def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
+    """
+    Bring rows with one prompt together within each `window` of micro-batches.
+
+    Args:
+        batches (`list[dict]`):
+            Micro-batches with `prompt_ids` of shape `(B, P)`; every value that is no scalar has `B` rows.
+        window (`int`):
+            Micro-batches of one optimizer step; divides their number.
+
+    Returns:
+        `list[dict]`: as many micro-batches of the same sizes.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix.trainers.online import group_prompts
+
+    >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
+    >>> [batch["prompt_ids"].tolist() for batch in group_prompts(batches, window=2)]
+    [[[1], [1]], [[2], [2]]]
+    ```
+    """
+    grouped: list[dict[str, Any]] = []
+    for begin in range(0, len(batches), window):
+        step = batches[begin : begin + window]
+        order = torch.cat([b["prompt_ids"] for b in step]).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+        rows = [len(b["prompt_ids"]) for b in step]
+        columns = {}
+        for name, value in step[0].items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                columns[name] = torch.cat([b[name] for b in step])[order].split(rows)
+            elif isinstance(value, list):
+                joined = [v for b in step for v in b[name]]
+                columns[name] = _split([joined[i] for i in order.tolist()], rows)
+            else:
+                columns[name] = [b[name] for b in step]
+        grouped += [{name: values[i] for name, values in columns.items()} for i in range(len(step))]
+    return grouped
+
+
+def _split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
+    iterator = iter(values)
+    return [[next(iterator) for _ in range(size)] for size in sizes]

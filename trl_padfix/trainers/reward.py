@@ -1,0 +1,63 @@
+"""Reward models without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import trl
+import trl.trainer.reward_trainer as trl_reward
+
+from ..collators import DataCollatorForReward
+from .checks import require_columns
+from .mixin import PaddingRemovalMixin
+
+
+__all__ = ["RewardTrainer"]
+
+
+class RewardTrainer(PaddingRemovalMixin, trl.RewardTrainer):
+    """
+    TRL's [`~trl.RewardTrainer`] without padding.
+
+    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, with
+    `prefix_sharing=True` the prompt of a pair once; batches are padded on the tokenizer's side, or on `padding_side`.
+    Rewards, losses, metrics and gradients are those of the padded computation.
+
+    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
+    [`DPOTrainer`] does.
+
+    Args:
+        *args, **kwargs:
+            As [`~trl.RewardTrainer`]. `args` may be this package's [`RewardConfig`] or TRL's.
+
+    Raises:
+        PaddingRemovalError: If padding cannot be removed from the model with exact results.
+        ParityError: On the first batch, if the packed and the padded forward differ.
+        ValueError: For missing columns, empty rows, and a model with a language-modelling head.
+    """
+
+    _collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
+    _takes_images = False
+
+    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
+        super()._check_before(config, given)
+        model = given.get("model")
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            raise ValueError(
+                f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
+                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
+            )
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        require_columns(
+            dataset,
+            dataset_name,
+            [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}],
+            "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
+        )
+        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+
+    def _called_by_loss(self, model: Any) -> Any:
+        # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
+        return lambda margin=None, **inputs: model(**inputs)

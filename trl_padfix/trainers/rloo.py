@@ -1,0 +1,35 @@
+"""RLOO without padding."""
+
+from __future__ import annotations
+
+import trl
+
+from .online import OnlineMixin
+
+
+__all__ = ["RLOOTrainer"]
+
+
+class RLOOTrainer(OnlineMixin, trl.RLOOTrainer):
+    """
+    TRL's [`~trl.RLOOTrainer`] without padding.
+
+    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
+    real tokens only wherever log-probabilities are taken; with `prefix_sharing=True` the prompt of a group is computed
+    once for all its completions, which gradient accumulation does not scatter over micro-batches then. Generation is
+    TRL's, and so are losses, rewards and gradients.
+
+    Logs what [`GRPOTrainer`] logs.
+
+    Args:
+        *args, **kwargs:
+            As [`~trl.RLOOTrainer`]. `args` may be this package's [`RLOOConfig`] or TRL's.
+
+    Raises:
+        PaddingRemovalError: If padding cannot be removed from the model with exact results, and for image data.
+        ParityError: On the first batch, if the packed and the padded forward differ.
+        ValueError: For a missing `prompt` column, and for prompts without a token.
+    """
+
+    def _sums_over_rows(self) -> bool:
+        return True
