@@ -28,7 +28,7 @@ from trl_padfix.compat import BOUNDS, TESTED, Stack  # noqa: E402
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["stacks"]
 
-TESTS = ("pytest>=8", "hypothesis>=6")
+TESTS = ("pytest>=8", "hypothesis>=6", "requests")  # TRL's GRPO trainer imports `requests`, which TRL does not ask for
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 

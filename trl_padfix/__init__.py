@@ -17,9 +17,13 @@ _MODULES = {
     "attention": ["PaddingRemovalError"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
-    "collators": ["DataCollatorForPreference", "DataCollatorForReward", "DataCollatorForUnpairedPreference"],
+    "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
     "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"],
-    "trainers": ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"],
+    "trainers.dpo": ["DPOTrainer"],
+    "trainers.grpo": ["GRPOTrainer"],
+    "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
+    "trainers.reward": ["RewardTrainer"],
+    "trainers.rloo": ["RLOOTrainer"],
 }
 _NEEDS_TRL = {"collators", "config", "trainers"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -28,21 +32,25 @@ __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
     from .attention import PaddingRemovalError
-    from .collators import DataCollatorForPreference, DataCollatorForReward, DataCollatorForUnpairedPreference
+    from .collators import DataCollatorForPreference, DataCollatorForReward
     from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
     from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
-    from .trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
+    from .trainers.dpo import DPOTrainer
+    from .trainers.grpo import GRPOTrainer
+    from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
+    from .trainers.reward import RewardTrainer
+    from .trainers.rloo import RLOOTrainer
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _HOME[name] != "layout":
-        compat.require("transformers")
-    if _HOME[name] in _NEEDS_TRL:
-        compat.require("trl")
+        compat.require("transformers", name)
+    if _HOME[name].split(".")[0] in _NEEDS_TRL:
+        compat.require("trl", name)
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 

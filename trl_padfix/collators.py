@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
-import trl.trainer.kto_trainer as trl_kto
 import trl.trainer.reward_trainer as trl_reward
 
 
-__all__ = ["DataCollatorForPreference", "DataCollatorForReward", "DataCollatorForUnpairedPreference"]
+__all__ = ["DataCollatorForPreference", "DataCollatorForReward"]
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
@@ -85,8 +84,8 @@ class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
             check_pair(example, f"pair {i} of the batch")
         batch = super().torch_call(examples)
         if self.padding_side == "left":
-            batch = _pad_left(batch)
-            _check_prompts(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
+            batch = pad_left(batch)
+            check_prompts(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
         return batch
 
 
@@ -133,70 +132,10 @@ class DataCollatorForReward(trl_reward.DataCollatorForPreference):
                         "reward from. Drop the pair."
                     )
         batch = super().torch_call(examples)
-        return _pad_left(batch) if self.padding_side == "left" else batch
+        return pad_left(batch) if self.padding_side == "left" else batch
 
 
-@dataclass
-class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreference):
-    """
-    TRL's collator for unpaired preferences, padding on the side you choose.
-
-    Args:
-        pad_token_id (`int`):
-            Token ID to pad with.
-        max_length (`int`, *optional*):
-            Longest sequence; longer ones are truncated before padding.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the length of the batch to a multiple of this.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`, also of the mismatched completions of the KL term.
-
-    Raises:
-        ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt
-            token (its first token would be scored from padding).
-
-    Example:
-
-    ```python
-    >>> from trl_padfix import DataCollatorForUnpairedPreference
-
-    >>> collator = DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")
-    >>> batch = collator([
-    ...     {"prompt_ids": [1, 2], "completion_ids": [3, 4], "label": True},
-    ...     {"prompt_ids": [5], "completion_ids": [6], "label": False},
-    ... ])
-    >>> batch["input_ids"]
-    tensor([[1, 2, 3, 4],
-            [0, 0, 5, 6]])
-
-    ```
-    """
-
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        for i, example in enumerate(examples):
-            if len(example["completion_ids"]) == 0:
-                raise ValueError(
-                    f"The completion of example {i} of the batch has no token: its log-probability would be 0 "
-                    "whatever the model does. Drop the example, or end completions with an EOS token."
-                )
-        batch = super().torch_call(examples)
-        if self.padding_side == "left":
-            for prefix in ("", "KL_"):
-                names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
-                if names[0] in batch:
-                    # The two batches may have one shape, so each is moved by its own mask.
-                    moved = _pad_left({name.removeprefix(prefix): batch[name] for name in names})
-                    _check_prompts(moved, "every example", "")
-                    batch |= {f"{prefix}{name}": value for name, value in moved.items()}
-        return batch
-
-
-def _check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
+def check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
     """Refuse left-padded rows whose first real token is scored."""
     first = batch["attention_mask"].argmax(1)
     unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
@@ -208,7 +147,7 @@ def _check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
         )
 
 
-def _pad_left(batch: dict[str, Any]) -> dict[str, Any]:
+def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
     """Move the padding of right-padded `(B, L)` tensors to the left."""
     mask = batch["attention_mask"]
     column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
+from .masks import PackedMask
+
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from .layout import Layout
 
-__all__ = ["BOUNDS", "TESTED", "Stack", "require"]
+__all__ = ["BOUNDS", "NEWER", "TESTED", "Stack", "require"]
 
 
 class Stack(NamedTuple):
@@ -44,26 +46,32 @@ TESTED = (
 BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.0,<2")}
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
-_FOR = {"transformers": "trl_padfix", "trl": "The trainers of trl_padfix"}
+NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")}
+"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
 
 
-def require(package: str) -> None:
+def require(package: str, name: str) -> None:
     """
     Raises:
-        ImportError: If `package` is not installed or its version is outside [`BOUNDS`], with the pip line.
+        ImportError: If `package` is not installed or its version is outside the bounds that `name` of this package
+            needs, with the pip line.
     """
-    bounds = ",".join(sorted(str(bound) for bound in BOUNDS[package]))
-    pairs = " and ".join(f"{name} {v}" for name, v in zip(Stack._fields, TESTED[-1], strict=True))
+    admitted = NEWER.get(name, BOUNDS[package]) if package == "trl" else BOUNDS[package]
+    bounds = ",".join(sorted(str(bound) for bound in admitted))
+    pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
+    needs = f"`trl_padfix.{name}` needs {package} {bounds}, and"
     remedy = f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
     try:
         installed = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise ImportError(f"{_FOR[package]} needs {package} {bounds}, and none is installed. {remedy}") from None
-    if not BOUNDS[package].contains(installed, prereleases=True):
+        raise ImportError(f"{needs} none is installed. {remedy}") from None
+    if not admitted.contains(installed, prereleases=True):
         hint = ""
         if package == "trl":
             hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
-        raise ImportError(f"{_FOR[package]} needs {package} {bounds}, and {installed} is installed.{hint} {remedy}")
+        raise ImportError(
+            f"`trl_padfix.{name}` needs {package} {bounds}, and {installed} is installed.{hint} {remedy}"
+        )
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -87,9 +95,10 @@ def packed_forward(decoder: nn.Module, extra: dict[str, Any]) -> Iterator[None]:
     """
     replaced: dict[str, Any] = {}
     # Before `masking_utils` (4.52; here and there until 4.56) decoders make their mask in a method, which builds a
-    # dense `(T, T)` one for every implementation it does not know. Packed attention wants none.
+    # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
     if hasattr(decoder, "_update_causal_mask"):
-        replaced["_update_causal_mask"] = lambda *args, **kwargs: None
+        mask = _old_mask(decoder)
+        replaced["_update_causal_mask"] = lambda *args, **kwargs: mask
         # Before `GradientCheckpointingLayer` was everywhere (4.53), decoders called the checkpoint function
         # themselves, some without their keyword arguments (GPT-2).
         checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
@@ -112,23 +121,14 @@ def flash_arguments(layout: Layout) -> dict[str, Any]:
     return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
 
 
-def refusal(decoder: nn.Module, implementation: str) -> str | None:
-    """Why this version of transformers does not compute `decoder` as it says it does, or `None`."""
-    config: Any = decoder.config
-    # Up to 4.52 the window of Qwen2 and Qwen3 is in one mask for all layers with `sdpa` and `eager`, whatever
-    # `max_window_layers` says; FlashAttention and 4.53 heed it.
-    if (
-        hasattr(decoder, "_update_causal_mask")
-        and implementation in ("sdpa", "eager")
-        and getattr(config, "use_sliding_window", False)
-        and getattr(config, "max_window_layers", 0) > 0
-    ):
-        return (
-            f"`max_window_layers={config.max_window_layers}` is heeded by transformers "
-            f"{metadata.version('transformers')} with FlashAttention only, and with {implementation!r} every layer "
-            "gets the window. Use `attn_implementation='flash_attention_2'`, or transformers 4.53 and later"
-        )
-    return None
+def _old_mask(decoder: nn.Module) -> PackedMask | None:
+    """The window that the mask of an old decoder gives to all its layers, whatever its `max_window_layers` says."""
+    fill = getattr(decoder, "_prepare_4d_causal_attention_mask_with_cache_position", None)
+    window = getattr(decoder.config, "sliding_window", None)
+    in_mask = fill is not None and "sliding_window" in fill.__code__.co_names
+    if window is None or not in_mask or not getattr(decoder.config, "use_sliding_window", True):
+        return None
+    return PackedMask(window=window)
 
 
 def _passing_on(checkpoint: Callable, extra: dict[str, Any]) -> Callable:

@@ -11,7 +11,6 @@ import inspect
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import compat
 from .attention import counts_columns, refuse_implementation, uses_attention_interface
 from .positions import position_embeddings, takes_positions
 
@@ -63,7 +62,7 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     if not takes_positions(decoder) and not position_embeddings(decoder):
         return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
-    return refuse_implementation(config._attn_implementation) or compat.refusal(decoder, config._attn_implementation)
+    return refuse_implementation(config._attn_implementation)
 
 
 def _are_layers(blocks: nn.ModuleList, attentions: set[nn.Module]) -> bool:

@@ -56,6 +56,21 @@ def test_trl_outside_the_bounds_is_refused_and_the_core_is_not(installed, name, 
     assert callable(trl_padfix.remove_padding)
 
 
+def test_kto_needs_a_newer_trl_and_the_other_trainers_do_not(installed):
+    installed(trl="1.0.0")
+    with pytest.raises(ImportError, match=re.escape("needs trl <2,>=1.9.2, and 1.0.0 is installed")):
+        _ = trl_padfix.KTOTrainer
+    compat.require("trl", "DPOTrainer")
+
+
+def test_every_name_that_the_installed_trl_admits_can_be_imported():
+    pytest.importorskip("trl", minversion="1.0")
+    version = metadata.version("trl")
+    for name in trl_padfix.__all__:
+        if version in compat.NEWER.get(name, compat.BOUNDS["trl"]):
+            getattr(trl_padfix, name)
+
+
 def test_layouts_need_torch_only(installed):
     installed(transformers=None, trl=None)
     assert callable(trl_padfix.padding_free_layout)
@@ -64,7 +79,7 @@ def test_layouts_need_torch_only(installed):
 @pytest.mark.parametrize("version", ["4.52.4", "4.57.6", "5.0.0", "5.24.0.dev0"])
 def test_versions_within_the_bounds_pass(installed, version):
     installed(transformers=version)
-    compat.require("transformers")
+    compat.require("transformers", "remove_padding")
 
 
 def test_tested_pairs_lie_within_the_bounds_oldest_first():

@@ -7,7 +7,7 @@ Compact on purpose. The decoder in every mode against each row computed alone, m
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import trl_padfix.decoder
-from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, remove_padding
+from trl_padfix import check_parity, padding_free_layout, remove_padding
 
 
 pytestmark = pytest.mark.stacks
@@ -148,14 +148,17 @@ def test_generation_and_a_second_model_are_left_alone():
     assert torch.equal(model(ids, attention_mask=mask).logits, logits)
 
 
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-def test_a_window_of_some_layers_is_exact_or_refused(implementation):
-    window = dict(use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    model = build("qwen2", implementation, **window)
-    old = hasattr(model.model, "_update_causal_mask")  # see `compat.refusal`
-    refused = pytest.raises(PaddingRemovalError, match="max_window_layers")
+def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation, sharing):
+    """transformers 4.52 gives it to all layers with `sdpa` and `eager`; FlashAttention and later versions do not."""
+    model = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=1)
     ids, mask = pad(ROWS, "right")
-    with refused if old and implementation != "flash_attention_2" else nullcontext():
-        with remove_padding(model):
-            found = scores_of(model)(ids, mask)
-        torch.testing.assert_close(found, alone(scores_of(model), ids, mask), atol=1e-5, rtol=1e-5)
+    with remove_padding(model, prefix_sharing=sharing):
+        found = scores_of(model)(ids, mask)
+    expected = alone(scores_of(model), ids, mask)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    everywhere = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    everywhere.load_state_dict(model.state_dict())
+    in_all_layers = (alone(scores_of(everywhere), ids, mask) - expected).abs().max() < 1e-5
+    assert in_all_layers == (hasattr(model.model, "_update_causal_mask") and implementation != "flash_attention_2")

@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 
-from ..collators import DataCollatorForUnpairedPreference
+from ..collators import check_padding_side, check_prompts, pad_left
 from .checks import require_columns
 from .mixin import PaddingRemovalMixin
 
 
-__all__ = ["KTOTrainer"]
+__all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
+
+
+@dataclass
+class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreference):
+    """
+    TRL's collator for unpaired preferences, padding on the side you choose.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to pad with.
+        max_length (`int`, *optional*):
+            Longest sequence; longer ones are truncated before padding.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the length of the batch to a multiple of this.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`, also of the mismatched completions of the KL term.
+
+    Raises:
+        ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt
+            token (its first token would be scored from padding).
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DataCollatorForUnpairedPreference
+
+    >>> collator = DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")
+    >>> batch = collator([
+    ...     {"prompt_ids": [1, 2], "completion_ids": [3, 4], "label": True},
+    ...     {"prompt_ids": [5], "completion_ids": [6], "label": False},
+    ... ])
+    >>> batch["input_ids"]
+    tensor([[1, 2, 3, 4],
+            [0, 0, 5, 6]])
+
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        for i, example in enumerate(examples):
+            if len(example["completion_ids"]) == 0:
+                raise ValueError(
+                    f"The completion of example {i} of the batch has no token: its log-probability would be 0 "
+                    "whatever the model does. Drop the example, or end completions with an EOS token."
+                )
+        batch = super().torch_call(examples)
+        if self.padding_side == "left":
+            for prefix in ("", "KL_"):
+                names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
+                if names[0] in batch:
+                    # The two batches may have one shape, so each is moved by its own mask.
+                    moved = pad_left({name.removeprefix(prefix): batch[name] for name in names})
+                    check_prompts(moved, "every example", "")
+                    batch |= {f"{prefix}{name}": value for name, value in moved.items()}
+        return batch
 
 
 class KTOTrainer(PaddingRemovalMixin, trl.KTOTrainer):
