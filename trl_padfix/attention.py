@@ -172,7 +172,7 @@ def packed_attention(
         attend = _own_function(module, call.implementation)
         if _is_flash(call.implementation):
             return _flash(attend, module, query, key, value, call.layout, kwargs), None
-        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, kwargs):
+        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, call.layout, kwargs):
             return _torch_varlen(query, key, value, call.layout, kwargs), None
         return _by_segment(attend, module, query, key, value, call.layout, kwargs), None
 
@@ -318,7 +318,7 @@ def _torch_varlen(
     return output.unsqueeze(0)
 
 
-def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
     return (
         query.device.type == "cuda"
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -328,6 +328,8 @@ def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, kwargs: dict
         and kwargs.get("softcap") is None
         and kwargs.get("s_aux") is None
         and kwargs.get("attention_chunk_size") is None
+        # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
+        and (kwargs.get("sliding_window") is None or layout.spans == layout.key_lengths)
         and _torch_varlen_is_complete()
     )
 

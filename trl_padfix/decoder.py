@@ -12,16 +12,17 @@ layer with the layout of its own forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from .attention import LAYOUT, PackedCall, PaddingRemovalError, uses_attention_interface
+from .attention import LAYOUT, PackedCall, PaddingRemovalError, attending_with, uses_attention_interface
 from .compat import decoder_of
 from .forwards import (
     Attachment,
@@ -93,7 +94,7 @@ class PaddingRemoval(Attachment):
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
         self.is_pooling, self.is_trainers = False, False
-        self.layout: Layout | None = None  # of the packed forward that is running
+        self.call: PackedCall | None = None  # the packed forward that is running
         self._removed, self._recomputable = False, 0
         self._patches.append(DecoderPatch(decoder, self))
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
@@ -118,12 +119,10 @@ class PaddingRemoval(Attachment):
                 patch.undo()
         self._patches = needed
 
-    @torch.compiler.disable
-    def remember(self, call: PackedCall) -> PackedCall:
+    def remember(self, call: PackedCall) -> None:
         """Keep track of a packed forward for as long as it can be recomputed."""
         self._recomputable += 1
         weakref.finalize(call, self._forget).atexit = False
-        return call
 
     def _forget(self) -> None:
         self._recomputable -= 1
@@ -131,17 +130,31 @@ class PaddingRemoval(Attachment):
             self.remove()
 
     @contextmanager
-    def running(self, layout: Layout) -> Iterator[None]:
-        saved, self.layout = self.layout, layout
+    def running(self, call: PackedCall | None) -> Iterator[None]:
+        saved, self.call = self.call, call
         try:
             yield
         finally:
-            self.layout = saved
+            self.call = saved
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No packed forward is running until the block ends; its attention implementation is the model's own again."""
+        if self.call is None:
+            yield
+            return
+        with attending_with(self.decoder.config, self.call.implementation), self.running(None):
+            yield
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the packed forward that is running, if one is."""
+        return self.call.layout if self.call is not None else None
 
     @property
     def is_running(self) -> bool:
         """Whether a packed forward is running."""
-        return self.layout is not None
+        return self.call is not None
 
     @contextmanager
     def pooling(self) -> Iterator[None]:
@@ -190,6 +203,13 @@ class PaddingRemoval(Attachment):
             raise PaddingRemovalError(
                 "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
                 "with `prefix_sharing=False`: padding is removed all the same."
+            )
+        others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
+        others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels")]
+        if others:
+            raise PaddingRemovalError(
+                f"`prefix_sharing=True` compares token ids and positions, and the call carries {others} for each token "
+                "as well. Attach with `prefix_sharing=False`, or leave them out."
             )
         positions = call.get("position_ids")
         return _remembered(
@@ -315,16 +335,20 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 
 def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], build: Any) -> Layout:
     """
-    The layout of a batch, kept on the batch itself: the reference forward finds what the policy forward built.
+    The layout of a batch, kept while the batch is: the reference forward finds what the policy forward built.
 
     It holds for the very same tensors, not written to since.
     """
     if any(p is not None and p.is_inference() for p in parts):
         return build()  # inference tensors do not count their writes
     key = tuple((id(p), p._version) if p is not None else None for p in parts)
-    kept_key, layout, _ = getattr(owner, "_padding_layout", (None, None, None))
+    kept_key, layout, _ = _kept.get(owner, (None, None, None))
     if layout is None or kept_key != key:
         layout = build()
         # The other parts are kept too, so that their ids stay theirs; the owner is not, it would keep itself.
-        owner._padding_layout = (key, layout, [p for p in parts if p is not owner])
+        _kept[owner] = (key, layout, [p for p in parts if p is not owner])
     return layout
+
+
+_kept: MutableMapping[torch.Tensor, Any] = WeakIdKeyDictionary()
+"""Layouts of the batches that are alive, by the tensor that owns them."""

@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
 from .compat import packed_forward
 from .layout import Layout, pack, unpack
+from .masks import known_positions
 from .positions import numbering, packed_positions
 
 
@@ -100,6 +101,7 @@ class ForwardPatch:
     def wrapped(self) -> Any:
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
 
+    @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
 
@@ -128,6 +130,11 @@ class DecoderPatch(ForwardPatch):
         super().__init__(module, attachment)
         self.numbers = numbering(module)
 
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.attachment.suspended():  # a call from within a packed forward is a forward of its own
+            return super().__call__(*args, **kwargs)
+
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         scored = kwargs.pop(SCORED, None)
         call = bind(self.wrapped, args, kwargs)
@@ -141,10 +148,16 @@ class DecoderPatch(ForwardPatch):
         else:
             config = self.module.config
             call = _pack_arguments(call, layout, self.numbers)
-            call[LAYOUT] = self.attachment.remember(PackedCall(layout, config._attn_implementation))
-            older = packed_forward(self.module, {LAYOUT: call[LAYOUT]})
-            with self.attachment.running(layout), packed_dispatch(config), older:
+            call[LAYOUT] = running = PackedCall(layout, config._attn_implementation)
+            older = packed_forward(self.module, {LAYOUT: running})
+            with (
+                self.attachment.running(running),
+                packed_dispatch(config),
+                known_positions(call["position_ids"]),
+                older,
+            ):
                 output = self.wrapped(**call)
+            self.attachment.remember(running)
         if self.attachment.is_pooling:
             return _unpack_output(output, layout, _last_everywhere)
         return _unpack_output(output, layout, None if scored is None else partial(_select, index=scored))
@@ -153,6 +166,7 @@ class DecoderPatch(ForwardPatch):
 class AttentionPatch(ForwardPatch):
     """Lets an attention module find our attention function, in its forward and in the recomputation of it."""
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The recomputation of a packed forward is packed, whatever was switched off in between.
         if LAYOUT not in kwargs and not self.attachment.is_running:

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 
-__all__ = ["PackedMask", "describing_masks"]
+
+__all__ = ["PackedMask", "describing_masks", "known_positions"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,27 @@ def describing_masks(implementation: str) -> Iterator[None]:
     finally:
         if outermost:
             registered.pop(implementation, None)
+
+
+@contextmanager
+def known_positions(positions: torch.Tensor) -> Iterator[None]:
+    """Spare transformers its search for packed rows in `positions`, which waits for the device."""
+    try:
+        from transformers import masking_utils
+
+        search = masking_utils.find_packed_sequence_indices
+    except (ImportError, AttributeError):  # 4.52 and, under another name, some versions after it
+        yield
+        return
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if position_ids.data_ptr() == positions.data_ptr() else search(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 def _describe(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:

@@ -139,7 +139,6 @@ def check_parity(
     ```
     """
     ids, mask = short_slices(batch["input_ids"], batch["attention_mask"])
-    positions = (torch.arange(ids.shape[1], device=ids.device) - mask.argmax(1, keepdim=True)).clamp(min=0)
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
@@ -150,15 +149,17 @@ def check_parity(
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         counted = dict(vars(handle.stats))
+        stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
+        stack.callback(setattr, handle, "enabled", handle.enabled)
+        handle.enabled = True
         packed = _scores(model(**inputs), ids, mask)
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
-        vars(handle.stats).update(counted)  # the comparison is not the user's work
         with handle.disabled():
-            # Positions are given, so that models with absolute ones are compared with what is meant by them.
-            inputs["position_ids"] = positions
             if pools_by_token_id(pretrained):
                 # Padded left and with no id that means padding, a classifier pools the last column: the right one.
-                column = (torch.arange(ids.shape[1], device=ids.device) + mask.sum(1, keepdim=True)) % ids.shape[1]
+                column = torch.arange(ids.shape[1], device=ids.device)
+                inputs["position_ids"] = column.expand_as(ids)
+                column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
                 inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
                 stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
             padded = _scores(model(**inputs), ids, mask)

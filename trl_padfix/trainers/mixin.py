@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import fields
@@ -136,6 +137,8 @@ class PaddingRemovalMixin:
                     f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
                     "`padding_free=False`, or train without context and sequence parallelism."
                 )
+        if self.args.torch_compile:
+            logger.warning("`torch_compile=True` has no effect on packed forwards: their shapes change every batch.")
         for model in models:
             # A trainer before this one may have left its own on the model, as training in stages does.
             left = attachment_of(model)
@@ -194,7 +197,7 @@ class PaddingRemovalMixin:
                 continue
             report = check_parity(target if sharded else self.accelerator.unwrap_model(target), inputs, dtype=dtype)
             report.raise_if_failed()
-            logger.info(str(report))
+            logger.log(logging.INFO if report.compared else logging.WARNING, str(report))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._meters["train"].pause()
