@@ -1260,3 +1260,20 @@ def test_pre_shifted_labels_are_left_to_trl():
             got = model(ids, mask, shift_labels=shifted, fused_lm_head=True)
 
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=TOLERANCE)
+
+
+@SHARING
+def test_ids_beyond_the_vocabulary_are_an_error_that_says_how_many_there_are(sharing):
+    ids, mask = batch("right")
+    ids[0, 0] = 777
+    handle = remove_padding(build("qwen2"), prefix_sharing=sharing)
+    with pytest.raises(ValueError, match=r"token id 777, and the embedding of Qwen2Model has 40 rows.*tokenizer"):
+        handle.decoder(ids, attention_mask=mask)
+
+
+@SHARING
+def test_a_mask_on_another_device_is_an_error_that_names_both(sharing):
+    ids, mask = batch("right")
+    handle = remove_padding(build("qwen2"), prefix_sharing=sharing)
+    with pytest.raises(ValueError, match="mask is on meta and the batch on cpu"):
+        handle.decoder(ids, attention_mask=mask.to("meta"))

@@ -195,6 +195,10 @@ class PaddingRemoval(Attachment):
                 f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
                 "cache they must be the same `(B, L)`."
             )
+        if mask.device != batch.device:
+            raise ValueError(
+                f"The attention mask is on {mask.device} and the batch on {batch.device}. Move them to one device."
+            )
         if mask.requires_grad:
             raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
         if not self.prefix_sharing:
@@ -208,8 +212,8 @@ class PaddingRemoval(Attachment):
         others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels")]
         if others:
             raise PaddingRemovalError(
-                f"`prefix_sharing=True` compares token ids and positions, and the call carries {others} for each token "
-                "as well. Attach with `prefix_sharing=False`, or leave them out."
+                f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
+                "token. Attach with `prefix_sharing=False`, or leave them out."
             )
         positions = call.get("position_ids")
         return _remembered(

@@ -138,6 +138,13 @@ class DecoderPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         scored = kwargs.pop(SCORED, None)
         call = bind(self.wrapped, args, kwargs)
+        try:
+            return self._packed(call, scored, args, kwargs)
+        except IndexError as error:
+            _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
+            raise
+
+    def _packed(self, call: dict[str, Any], scored: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]) -> Any:
         layout = self.attachment.layout_of(call)
         if layout is None:
             return self.wrapped(*args, **kwargs)
@@ -272,6 +279,15 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return dict(bound)
+
+
+def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: nn.Module, ids: torch.Tensor | None) -> None:
+    rows = decoder.get_input_embeddings().num_embeddings
+    if ids is not None and int(ids.max()) >= rows:
+        raise ValueError(
+            f"The batch holds token id {int(ids.max())}, and the embedding of {type(decoder).__name__} has {rows} "
+            "rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
+        ) from error
 
 
 def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | None) -> dict[str, Any]:
