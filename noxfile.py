@@ -22,7 +22,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from trl_padfix.compat import BOUNDS, TESTED, Stack  # noqa: E402
+from trl_padfix.compat import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"
@@ -32,6 +32,7 @@ TESTS = ("pytest>=8", "hypothesis>=6", "requests")  # TRL's GRPO trainer imports
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 
+TRAINERS = ("Reward", "KTO", "GRPO", "RLOO")  # beside DPO, whose tests are among the stacks
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
@@ -50,6 +51,9 @@ def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions."""
     install(session, stack)
     session.run("pytest", "-m", "stacks", "tests/stacks", *session.posargs)
+    trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
+    if trainers:
+        session.run("pytest", *(f"tests/test_{name.lower()}_trainer.py" for name in trainers), *session.posargs)
     if stack == TESTED[0]:
         session.run("pytest", "tests/stories", *session.posargs)
 

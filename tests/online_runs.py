@@ -6,8 +6,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from trainer_runs import MODES, SETTINGS, WORDS, build_model, build_tokenizer, words
 from transformers import PreTrainedModel
 
@@ -83,3 +86,13 @@ __all__ = [
     "save_policy",
     "watch_forwards",
 ]
+
+
+def admitted(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings; a test of one that the installed versions do not have is skipped."""
+    lacking = settings.keys() - config_class.__dataclass_fields__.keys()
+    if lacking:
+        pytest.skip(f"this version of TRL has no {sorted(lacking)}")
+    if settings.get("use_transformers_continuous_batching") and Version(transformers.__version__) < Version("5.8"):
+        pytest.skip("continuous batching needs transformers 5.8")
+    return settings

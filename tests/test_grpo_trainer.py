@@ -9,12 +9,14 @@ import trl
 from online_runs import (
     MODES,
     ONLINE_SETTINGS,
+    admitted,
     build_prompts,
     load_policy,
     reward_words,
     save_policy,
     watch_forwards,
 )
+from packaging.version import Version
 from trainer_runs import Run, assert_mode_ran, assert_same, break_mode, build_model, build_tokenizer, lora, run
 
 from trl_padfix import GRPOConfig, GRPOTrainer, PaddingRemovalError, ParityError
@@ -86,7 +88,8 @@ def make(tmp_path_factory):
             "processing_class": build_tokenizer,
         }
         given |= {name: default() for name, default in defaults.items() if name not in given}
-        given.setdefault("args", config_class(**settings | (config or {})))
+        given.setdefault("args", config_class(**admitted(config_class, settings | (config or {}))))
+        torch.manual_seed(0)  # some versions of TRL draw adapters without a seed
         return trainer_class(reward_funcs=reward_words, **given)
 
     return make_trainer
@@ -231,6 +234,7 @@ def test_tokens_are_counted_without_padding_removal_too(make):
     assert not any("padfix" in name for name in log)
 
 
+@pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL has a fused head from 1.10 on")
 def test_the_language_model_head_scores_completions_only(make, monkeypatch):
     scored = []
     original = trl.trainer.utils._ChunkedLogProbFunction.forward

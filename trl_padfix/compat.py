@@ -46,11 +46,8 @@ TESTED = (
 BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.0,<2")}
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
-NEWER = {
-    name: SpecifierSet(">=1.16,<2")
-    for name in ("RewardTrainer", "KTOTrainer", "DataCollatorForUnpairedPreference", "GRPOTrainer", "RLOOTrainer")
-}
-"""Narrower bounds on TRL: these follow its newest, and were not verified on older ones; KTO was another one in 1.0."""
+NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")}
+"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
 
 
 def require(package: str, name: str) -> None:

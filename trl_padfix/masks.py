@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 __all__ = ["PackedMask", "describing_masks", "known_positions"]

@@ -37,6 +37,5 @@ class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
     """
 
     def _sums_over_rows(self) -> bool:
-        return (
-            self.loss_type != "bnpo" and not self._entropy_bonus_enabled and self.top_entropy_quantile == 1.0
-        )  # fmt: skip
+        bonus = getattr(self, "_entropy_bonus_enabled", False)  # TRL 1.0 had none
+        return self.loss_type != "bnpo" and not bonus and self.top_entropy_quantile == 1.0

@@ -67,7 +67,8 @@ class OnlineMixin(PaddingRemovalMixin):
         steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         whole = steps % accumulated == 0 or accumulated % steps == 0
         sharing = self._removes_padding and getattr(self.args, "prefix_sharing", False)
-        return bool(sharing and whole and self._sums_over_rows() and not self.aux_loss_enabled)
+        balanced = getattr(self, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
+        return bool(sharing and whole and self._sums_over_rows() and not balanced)
 
     def _sums_over_rows(self) -> bool:
         """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
