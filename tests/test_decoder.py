@@ -12,6 +12,7 @@ import io
 import weakref
 from typing import Any
 
+import accelerate
 import hypothesis
 import peft
 import pytest
@@ -1260,6 +1261,38 @@ def test_pre_shifted_labels_are_left_to_trl():
             got = model(ids, mask, shift_labels=shifted, fused_lm_head=True)
 
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=TOLERANCE)
+
+
+@SHARING
+def test_a_layout_from_inference_serves_training(sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing):
+        with torch.inference_mode():
+            model(ids, attention_mask=mask)
+        got = numbers(model, ids, mask)
+    assert_same_numbers(got, numbers(model, ids, mask))
+
+
+def test_accelerate_unwraps_an_attached_model():
+    ids, mask = batch("mixed")
+    model, accelerator = build("qwen2"), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    expected = logits_of(model, ids, mask)
+    handle = remove_padding(model)
+    unwrapped = accelerator.unwrap_model(accelerator.prepare_model(model), keep_fp32_wrapper=False)
+    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)
+    assert handle.stats.packed_tokens == REAL
+    handle.remove()
+    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)
+
+
+def test_an_attention_that_was_changed_after_attachment_is_refused():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    remove_padding(model)
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(PaddingRemovalError, match="flex_attention"):
+        model(ids, attention_mask=mask)
 
 
 @SHARING

@@ -934,3 +934,25 @@ def test_good_pairs_give_no_warning(make, caplog):
     with caplog.at_level(logging.WARNING):
         run(make(config=SHORT | MODES["prefix sharing, left"]))
     assert our_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("first", ["padding-free, left", "padded, left"])
+def test_a_padded_trainer_after_another_one_is_padded(first, make):
+    before = make(config=MODES[first] | {"max_steps": 1})
+    before.train()
+    seen = [handle.stats.packed_tokens for handle in before._handles]
+    models = {"model": before.model, "ref_model": before.ref_model}
+    after = make(config={"max_steps": 1, "padding_side": "right"}, **models)
+    after.train()
+    assert [handle.stats.packed_tokens for handle in before._handles] == seen
+    assert not any("forward" in vars(part) for part in attended(models))
+
+
+def attended(models: dict[str, torch.nn.Module]) -> list[torch.nn.Module]:
+    """The decoders and their attention modules, which TRL itself leaves as they are."""
+    return [part for model in models.values() for part in (model.model, model.model.layers[0].self_attn)]
+
+
+def test_an_empty_evaluation_set_is_an_error_that_names_it(make):
+    with pytest.raises(ValueError, match="The eval dataset is empty"):
+        make(eval_dataset=Dataset.from_dict({"prompt": [], "chosen": [], "rejected": []}))

@@ -105,7 +105,8 @@ def _line(family: str, outcomes: dict[str, Any], reasons: dict[str, int]) -> str
 
 def _general(reason: str) -> str:
     """A reason without the names of one model's classes and layers."""
-    reason = reason.removeprefix("Padding cannot be removed from ").rstrip(".")
+    reason = reason.removeprefix("Padding cannot be removed from ")
+    reason = reason.partition(" Leave it padded:")[0].rstrip(".")
     reason = re.sub(r"^\w+: ", "", reason)
     reason = re.sub(r"layer `[\w.]+` \(\w+\)", "a layer", reason)
     reason = re.sub(r"^\w+ \(layer \d+\)", "A layer", reason)

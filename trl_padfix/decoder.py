@@ -2,8 +2,8 @@
 `remove_padding`: a model whose decoder computes no padding.
 
 The forward of the decoder is wrapped. A padded call is packed at its door and its hidden states are laid back out at
-its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. Calls without
-anything to remove, calls with a cache and calls that are packed already go through untouched.
+its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. Calls with a cache
+and calls that are packed already go through untouched.
 
 Within the decoder the layout travels in the keyword arguments of its layers, so gradient checkpointing recomputes each
 layer with the layout of its own forward.
@@ -28,6 +28,7 @@ from .forwards import (
     Attachment,
     AttentionPatch,
     DecoderPatch,
+    ForwardPatch,
     LMHeadPatch,
     NumberingPatch,
     PoolingPatch,
@@ -93,7 +94,7 @@ class PaddingRemoval(Attachment):
         super().__init__()
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
-        self.is_pooling, self.is_trainers = False, False
+        self.is_pooling = False
         self.call: PackedCall | None = None  # the packed forward that is running
         self._removed, self._recomputable = False, 0
         self._patches.append(DecoderPatch(decoder, self))
@@ -226,10 +227,10 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
     Let the decoder of `model` compute real tokens only.
 
     Every call of the model with a two-dimensional `attention_mask` then runs packed, in training and evaluation, on
-    either padding side, with any attention implementation, and returns what it returned before (padding positions are
-    zero). A sequence classifier scores the last token of each row's attention mask, whatever its id. Generation, calls
-    with a cache and calls that are packed already are not touched. Nothing is stored in the model's config or
-    checkpoints.
+    either padding side, with any attention implementation, and returns what it returned before (but zeros where there
+    is padding, and no cache unless `use_cache=True` asks for one). A sequence classifier scores the last token of each
+    row's attention mask, whatever its id. Generation, calls with a cache and calls that are packed already are not
+    touched. Nothing is stored in the model's config or checkpoints.
 
     Args:
         model (`torch.nn.Module`):
@@ -266,10 +267,11 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
     """
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
-    if isinstance(decoder.__dict__.get("forward"), DecoderPatch):
+    if attachment_of(pretrained) is not None:
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
-            "handle before attaching again, for instance with another `prefix_sharing`."
+            "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
+            "`trainer.restore_padding()`."
         )
     reason = refusal(model, pretrained, decoder)
     if reason is not None:
@@ -297,10 +299,18 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     return attachment
 
 
+def attachments_of(model: nn.Module) -> list[Attachment]:
+    """What is attached to the decoder of `model`, the last one first."""
+    patch, found = find_decoder(find_pretrained(model)).__dict__.get("forward"), []
+    while isinstance(patch, ForwardPatch):
+        found.append(patch.attachment)
+        patch = patch.below
+    return found
+
+
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
-    patch = find_decoder(find_pretrained(model)).__dict__.get("forward")
-    return patch.attachment if isinstance(patch, DecoderPatch) else None
+    return next((a for a in attachments_of(model) if isinstance(a, PaddingRemoval)), None)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
@@ -343,6 +353,7 @@ def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], bui
 
     It holds for the very same tensors, not written to since.
     """
+    build = torch.inference_mode(False)(build)  # it may serve a forward with gradients later
     if any(p is not None and p.is_inference() for p in parts):
         return build()  # inference tensors do not count their writes
     key = tuple((id(p), p._version) if p is not None else None for p in parts)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch
+from .attention import LAYOUT, PackedCall, PaddingRemovalError, packed_dispatch, refuse_implementation
 from .compat import packed_forward
 from .layout import Layout, pack, unpack
 from .masks import known_positions
@@ -53,6 +53,7 @@ class Attachment:
 
     def __init__(self) -> None:
         self.enabled = True
+        self.is_trainers = False  # made by a trainer, and replaced by the next one on the same model
         self._patches: list[ForwardPatch] = []
 
     def __enter__(self) -> Self:
@@ -103,6 +104,8 @@ class ForwardPatch:
 
     @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:
+            args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` makes a method of what it finds
         return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +157,8 @@ class DecoderPatch(ForwardPatch):
             output = self.wrapped(**call)
         else:
             config = self.module.config
+            if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
+                raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
             call = _pack_arguments(call, layout, self.numbers)
             call[LAYOUT] = running = PackedCall(layout, config._attn_implementation)
             older = packed_forward(self.module, {LAYOUT: running})

@@ -70,13 +70,13 @@ def check_tokenizer(processing_class: Any) -> None:
         )
 
 
-def require_rows(dataset: Any) -> None:
+def require_rows(dataset: Any, dataset_name: str) -> None:
     """
     Raises:
-        ValueError: If the training dataset is known to be empty.
+        ValueError: If the dataset is known to be empty.
     """
     if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise ValueError("The train dataset is empty: there is nothing to train on. Check its split or filter.")
+        raise ValueError(f"The {dataset_name} dataset is empty: check its split or filter.")
 
 
 def explain_missing_flash_attention(error: ImportError) -> None:

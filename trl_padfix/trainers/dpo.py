@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
-from .checks import require_columns, require_eos
+from .checks import require_columns, require_eos, require_rows
 from .mixin import PaddingRemovalMixin
 
 
@@ -44,6 +44,7 @@ class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
     _collators = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        require_rows(dataset, dataset_name)
         require_columns(
             dataset,
             dataset_name,

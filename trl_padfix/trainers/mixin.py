@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..attention import PaddingRemovalError
-from ..decoder import PaddingRemoval, attachment_of, number_padded_rows, remove_padding
+from ..decoder import PaddingRemoval, attachments_of, number_padded_rows, remove_padding
 from ..forwards import Attachment
 from ..parity import check_parity
 from .checks import (
@@ -113,7 +113,7 @@ class PaddingRemovalMixin:
         check_settings(config, given.get("data_collator"), self._collators)
         check_model(given.get("model"), self._removes_padding)
         check_tokenizer(given.get("processing_class"))
-        require_rows(given.get("train_dataset"))
+        require_rows(given.get("train_dataset"), "train")
         if self._removes_padding and not self._takes_images:
             refuse_images(given.get("train_dataset"))
 
@@ -126,10 +126,22 @@ class PaddingRemovalMixin:
             side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
             given = {f.name: getattr(self.data_collator, f.name) for f in fields(self.data_collator)}
             self.data_collator = wanted(**given, padding_side=side)
-            if side == "left" and not self._removes_padding:
-                self._numberings += [n for n in map(number_padded_rows, models) if n is not None]
-        if not self._removes_padding or self._handles:
+        if self._handles or self._numberings:
             return
+        # A trainer before this one may have left its own on the models, as training in stages does.
+        for attachment in (a for model in models for a in attachments_of(model) if a.is_trainers):
+            attachment.remove()
+        if not self._removes_padding:
+            if wanted is not None and self.data_collator.padding_side == "left":
+                self._numberings = [n for n in map(number_padded_rows, models) if n is not None]
+            for numbering in self._numberings:
+                numbering.is_trainers = True
+            return
+        if self.args.n_gpu > 1:
+            raise PaddingRemovalError(
+                f"`nn.DataParallel` on {self.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
+                "with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
+            )
         parallelism = self.accelerator.parallelism_config
         for size in ("cp_size", "sp_size"):
             if parallelism is not None and (getattr(parallelism, size, 1) or 1) > 1:
@@ -140,16 +152,16 @@ class PaddingRemovalMixin:
         if self.args.torch_compile:
             logger.warning("`torch_compile=True` has no effect on packed forwards: their shapes change every batch.")
         for model in models:
-            # A trainer before this one may have left its own on the model, as training in stages does.
-            left = attachment_of(model)
-            if left is not None and left.is_trainers:
-                left.remove()
             sharing = bool(getattr(self.args, "prefix_sharing", False))
             self._handles.append(remove_padding(model, prefix_sharing=sharing))
             self._handles[-1].is_trainers = True
 
     def restore_padding(self) -> None:
-        """Detach from the models: they compute padded batches again, in this trainer too."""
+        """
+        Detach from the models: they compute padded batches again, in this trainer too.
+
+        After training they stay attached, until this is called or another trainer of this package takes them over.
+        """
         for attachment in (*self._handles, *self._numberings):
             attachment.remove()
         self._handles, self._numberings, self._removes_padding = [], [], False
