@@ -21,6 +21,7 @@ import trl
 from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from rich.console import Console
+from transformers import set_seed
 from trl.data_utils import is_conversational
 
 from trl_padfix import DPOConfig, DPOTrainer
@@ -70,6 +71,7 @@ def texts(row: dict) -> list[str]:
 
 
 def main(script_args, training_args, model_args, dataset_args) -> None:
+    set_seed(training_args.seed)  # `test_split_size` draws the held-out rows
     dataset = load_pairs(script_args, dataset_args)
     train = dataset[script_args.dataset_train_split]
     evaluates = training_args.eval_strategy != "no"
