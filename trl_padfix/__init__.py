@@ -18,12 +18,13 @@ _MODULES = {
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
     "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
-    "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"],
+    "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
     "trainers.reward": ["RewardTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
+    "trainers.sft": ["SFTTrainer"],
 }
 _NEEDS_TRL = {"collators", "config", "trainers"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -33,7 +34,7 @@ __all__ = sorted([*_HOME, "__version__"])
 if TYPE_CHECKING:
     from .attention import PaddingRemovalError
     from .collators import DataCollatorForPreference, DataCollatorForReward
-    from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
+    from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
     from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
     from .trainers.reward import RewardTrainer
     from .trainers.rloo import RLOOTrainer
+    from .trainers.sft import SFTTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ import trl
 from .collators import check_padding_side
 
 
-__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig"]
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
 @dataclass
@@ -172,4 +172,26 @@ class RLOOConfig(PackingConfig, trl.RLOOConfig):
 
     Raises:
         ValueError: For `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class SFTConfig(PaddingConfig, trl.SFTConfig):
+    """
+    TRL's [`~trl.SFTConfig`] with padding removal.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        padding_side (`str`, *optional*):
+            `"left"` or `"right"`; by default the tokenizer's.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        **kwargs:
+            All fields of [`~trl.SFTConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
     """

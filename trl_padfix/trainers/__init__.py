@@ -7,7 +7,7 @@ from typing import Any
 import trl_padfix
 
 
-_TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
+_TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
 
 
 def __getattr__(name: str) -> Any:
