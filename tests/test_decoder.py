@@ -306,6 +306,29 @@ def test_no_pad_enters_the_decoder(side, sharing):
     assert handle.stats.packed_tokens == tokens
 
 
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right", "mixed", "both"])
+def test_the_head_scores_packed_tokens_only(side, sharing):
+    ids, mask = batch(side)
+    model = build("qwen2")
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    project, scored = model.lm_head.forward, []
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        scored.append(hidden.shape[:2])
+        return project(hidden)
+
+    model.lm_head.forward = counted
+    with remove_padding(model, prefix_sharing=sharing):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)  # by hand: what it is given
+    model(input_ids=ids, attention_mask=mask)
+
+    assert scored == [(1, DISTINCT if sharing else REAL), ids.shape, ids.shape]
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert not logits[~mask.bool()].any()
+
+
 class Waits(TorchDispatchMode):
     """Records the operations for which the host must wait for the device, were there one."""
 

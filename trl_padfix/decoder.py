@@ -29,6 +29,7 @@ from .forwards import (
     AttentionPatch,
     DecoderPatch,
     ForwardPatch,
+    HeadPatch,
     LMHeadPatch,
     NumberingPatch,
     PoolingPatch,
@@ -95,6 +96,8 @@ class PaddingRemoval(Attachment):
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
         self.stats = PaddingStats()
         self.is_pooling = False
+        self.scored_layout: Layout | None = None  # of the hidden states that a model's own head is to score
+        self._is_scoring = False
         self.call: PackedCall | None = None  # the packed forward that is running
         self._removed, self._recomputable = False, 0
         self._patches.append(DecoderPatch(decoder, self))
@@ -103,6 +106,7 @@ class PaddingRemoval(Attachment):
         # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
         if decoder in model.children() and model.get_output_embeddings() is not None:
             self._patches.append(LMHeadPatch(model, self))
+            self._patches.append(HeadPatch(model.get_output_embeddings(), self))
         if pools_by_token_id(model):
             self._patches.append(PoolingPatch(model, self))
 
@@ -164,6 +168,19 @@ class PaddingRemoval(Attachment):
             yield
         finally:
             self.is_pooling = saved
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Until the block ends, hidden states of the decoder go to the model's head and nowhere else."""
+        saved, self._is_scoring = self._is_scoring, True
+        try:
+            yield
+        finally:
+            self._is_scoring, self.scored_layout = saved, None
+
+    def answered(self, layout: Layout | None) -> None:
+        """The decoder has returned `(B, L, H)` of this layout."""
+        self.scored_layout = layout if self._is_scoring else None
 
     def layout_of(self, call: dict[str, Any]) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is."""

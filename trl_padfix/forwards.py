@@ -36,6 +36,7 @@ __all__ = [
     "AttentionPatch",
     "DecoderPatch",
     "ForwardPatch",
+    "HeadPatch",
     "LMHeadPatch",
     "NumberingPatch",
     "PoolingPatch",
@@ -172,6 +173,7 @@ class DecoderPatch(ForwardPatch):
             self.attachment.remember(running)
         if self.attachment.is_pooling:
             return _unpack_output(output, layout, _last_everywhere)
+        self.attachment.answered(layout if scored is None and not layout.is_trivial else None)
         return _unpack_output(output, layout, None if scored is None else partial(_select, index=scored))
 
 
@@ -226,7 +228,10 @@ class LMHeadPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels")
-        if not kwargs.get("fused_lm_head") or labels is None or kwargs.get("shift_labels") is not None:
+        if not kwargs.get("fused_lm_head"):
+            with self.attachment.scoring():
+                return self.wrapped(*args, **kwargs)
+        if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         decoder_patch = self.attachment.decoder.forward
         call = bind(decoder_patch, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
@@ -248,6 +253,22 @@ class LMHeadPatch(ForwardPatch):
                 spread = value.new_zeros(target.numel()).index_copy(0, index, value[0])
                 output[name] = spread.view(target.shape)
         return output
+
+
+class HeadPatch(ForwardPatch):
+    """
+    Applies the LM head to the packed tokens of a batch, where a model builds logits for all of it.
+
+    What the decoder gave `(B, L, H)` for is packed again, so that no token is projected onto the vocabulary twice and
+    no padding at all; the logits are laid out over `(B, L, V)`, zero at padding.
+    """
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        layout = self.attachment.scored_layout
+        # `logits_to_keep` leaves a slice of the columns.
+        if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
+            return self.wrapped(*args, **kwargs)
+        return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)
 
 
 class PoolingPatch(ForwardPatch):
