@@ -36,8 +36,9 @@ def test_trls_step_and_both_of_ours_are_timed(results):
     for result in results.values():
         assert 0 < result.low <= result.seconds <= result.high
         assert result.tokens_per_second > 0
-        assert result.peak_gib is None  # there is no such figure on CPU
+        assert 0 < result.mfu < 1
     assert results["trl"].speedup == 1.0
+    assert 0 < results["prefix_sharing"].peak_gib < results["padding_free"].peak_gib < results["trl"].peak_gib
 
 
 def test_the_variants_compute_one_loss_and_gradient_on_fewer_tokens(results):
@@ -73,6 +74,59 @@ def test_nothing_is_gained_in_tokens_where_there_is_nothing_to_remove():
     assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
 
 
+def test_other_batches_of_the_same_rows_give_the_same_loss_and_gradient():
+    settings = dataclasses.replace(TINY, steps=4, variants=("trl", "trl_grouped", "padded"))
+    trl, grouped, padded = bench.run(build_pairs(), settings)
+    assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
+    assert grouped.tokens < trl.tokens == padded.tokens
+    assert grouped.steps == trl.steps == 4
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_projection"])
+def test_other_batches_of_other_rows_are_an_error(name):
+    figures = {
+        variant: [{"loss": 1.0, "grad_projection": 1.0, "grad_norm": 1.0, "weight": 2} for _ in range(2)]
+        for variant in ("trl", "trl_grouped")
+    }
+    figures["trl_grouped"][1][name] = 1.1
+    with pytest.raises(RuntimeError, match=f"in all rows its {name} is 1.05 and TRL's 1"):
+        bench._check_equal(figures, 1e-4)
+
+
+def test_sft_trains_on_what_was_chosen():
+    settings = dataclasses.replace(TINY, trainer="sft", pairs=4)
+    trl, padding_free, _ = bench.run(build_pairs(), settings)
+    assert padding_free.tokens < trl.tokens
+    assert padding_free.loss == pytest.approx(trl.loss, rel=1e-5)
+
+
+def test_adapters_train_on_their_own():
+    trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(TINY, lora=4))
+    assert sharing.grad_norm == pytest.approx(trl.grad_norm, rel=1e-4)
+    assert padding_free.mfu > 0
+
+
+@pytest.mark.parametrize("spread", [0, 0.25])
+def test_pairs_of_given_lengths_share_their_prompt(spread):
+    assert bench.parse_lengths("lengths:40/10") == (40, 10)
+    assert bench.parse_lengths("lengths:40") is None
+    pairs = bench.pairs_of_lengths(100, 40, 10, spread)
+    lengths = {name: [len(ids) for ids in pairs[name]] for name in pairs.column_names}
+    assert {min(lengths["prompt_ids"]), max(lengths["prompt_ids"])} == ({40} if spread == 0 else {30, 50})
+    assert {*lengths["chosen_ids"]} | {*lengths["rejected_ids"]} == ({10} if spread == 0 else {*range(7, 13)})
+
+
+@pytest.mark.parametrize("variants", [("padding_free",), ("trl", "faster"), ()])
+def test_variants_that_cannot_be_compared_are_an_error(variants):
+    with pytest.raises(ValueError, match=r"names among trl, .*TRL's own first"):
+        BenchSettings(variants=variants)
+
+
+def test_grpos_batches_are_not_grouped_otherwise():
+    with pytest.raises(ValueError, match="prompts with all their completions"):
+        BenchSettings(trainer="grpo", variants=("trl", "trl_grouped"))
+
+
 def leaking_layout(attention_mask):
     """All rows of the batch as one: each sees those before it."""
     layout = padding_free_layout(attention_mask.reshape(1, -1))
@@ -96,14 +150,14 @@ def test_a_broken_layout_gives_an_error_and_no_figures(variant, broken, monkeypa
 
 
 def test_too_little_data_is_an_error_that_says_how_much_is_needed():
-    with pytest.raises(ValueError, match="The data gives 1 batches of 2 pairs, and 3 are needed"):
+    with pytest.raises(ValueError, match="The data gives 2 rows, and 6 are needed"):
         bench.run(build_pairs(2), TINY)
 
 
 def test_the_json_holds_settings_machine_versions_and_every_figure(results):
     about = bench.describe(TINY, "pairs.jsonl")
     saved = json.loads(bench.to_json(list(results.values()), about))
-    assert saved["settings"] == dataclasses.asdict(TINY)
+    assert saved["settings"] == dataclasses.asdict(TINY) | {"variants": list(TINY.variants)}
     assert saved["data"] == "pairs.jsonl"
     assert saved["device"]
     assert saved["threads"] == torch.get_num_threads()

@@ -21,7 +21,7 @@ def results():
 
 
 def test_the_variants_take_one_step_on_fewer_tokens(results):
-    padded, packed, shared = (results[name] for name in bench.VARIANTS)
+    padded, packed, shared = (results[name] for name in SETTINGS.variants)
     assert shared.tokens < packed.tokens < padded.tokens
     assert shared.token_limit == padded.tokens / shared.tokens > 2
     for other in (packed, shared):

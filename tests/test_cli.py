@@ -74,6 +74,15 @@ def test_bench_runs_where_nothing_can_be_removed():
     assert "equal in all variants" in result.output
 
 
+def test_bench_draws_its_figures_and_shows_where_time_goes(pairs, tmp_path):
+    picture = tmp_path / "bench.png"
+    result = trl_padfix_command(*TINY, "--data", "lengths:20/6", "--plot", str(picture), "--profile", "--no-memory")
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.output.count("aten::mm") >= 3
+    assert result.output.count("Self CPU time total") == 3
+
+
 def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):
     monkeypatch.setattr("trl_padfix.bench.TOLERANCE", dict.fromkeys(trl_padfix.bench.TOLERANCE, -1.0))
     result = trl_padfix_command(*TINY, "--data", pairs)

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 
-__all__ = ["curves", "plot_curves", "summary_table"]
+__all__ = ["curves", "plot_bench", "plot_curves", "summary_table"]
 
 _ROWS = (
     ("loss", "loss", "{:.4f}"),
@@ -85,6 +85,39 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
             axes.axhline(chance, color="grey", linestyle=":", label="chance")
         axes.set(title=title, xlabel="step")
         axes.legend()
+    path = Path(path)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
+    """
+    Draw the speed-up and the memory of each variant of a benchmark.
+
+    Args:
+        results (`list[VariantResult]`):
+            What [`bench.run`] returned.
+        title (`str`):
+            What was measured, and on what.
+        path (`str` or `Path`):
+            PNG file to write.
+    """
+    from matplotlib.figure import Figure
+
+    names = [result.name.replace("_", " ") for result in results]
+    figure = Figure(figsize=(11, 0.5 * len(names) + 1.6), layout="constrained")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    bars = speed.barh(names, [result.speedup for result in results])
+    speed.bar_label(bars, [f"{result.speedup:.2f}x" for result in results], padding=3)
+    limits = [result.token_limit for result in results]
+    speed.plot(limits, names, "k|", markersize=16, label="padded over computed tokens")
+    speed.set(xlabel="speed over TRL's padded step", xlim=(0, 1.15 * max(*limits, *(r.speedup for r in results))))
+    speed.invert_yaxis()
+    speed.legend(loc="lower right")
+    peaks = [result.peak_gib or 0.0 for result in results]
+    memory.bar_label(memory.barh(names, peaks, color="tab:orange"), [f"{peak:.2f}" for peak in peaks], padding=3)
+    memory.set(xlabel="peak memory of a step, GiB", xlim=(0, 1.15 * max(*peaks, 1e-3)))
+    figure.suptitle(title, fontsize=10)
     path = Path(path)
     figure.savefig(path, dpi=120)
     return path

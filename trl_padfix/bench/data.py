@@ -1,0 +1,105 @@
+"""What a benchmark runs on: real pairs or dialogues, pairs of given lengths, completions of given lengths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from datasets import Dataset, load_dataset
+
+
+__all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_completions"]
+
+
+def load_pairs(data: str) -> Dataset:
+    """
+    Preference pairs with `chosen` and `rejected`, from a Hub id or a local `.jsonl`, `.jsonl.gz` or `.parquet`.
+
+    Raises:
+        FileNotFoundError: If `data` looks like a local file and there is none.
+        ValueError: If columns are missing.
+    """
+    path = Path(data)
+    if path.suffix in {".gz", ".json", ".jsonl", ".parquet"}:
+        if not path.exists():
+            raise FileNotFoundError(
+                f"There is no file {data}. Give a local file of pairs, or the id of a Hub dataset."
+            )
+        dataset = load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
+    else:
+        dataset = load_dataset(data, split="test")
+    if missing := {"chosen", "rejected"} - set(dataset.column_names):
+        raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
+    return dataset
+
+
+def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
+    """Tokenized pairs of one length that share a prompt of one token: where removing padding cannot help."""
+    return _pairs([1] * count, [length - 1] * count, [length - 1] * count, seed)
+
+
+def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
+    """
+    Tokenized random pairs.
+
+    Args:
+        count (`int`):
+            Pairs.
+        prompt, completion (`int`):
+            Mean lengths, in tokens.
+        spread (`float`, *optional*, defaults to `0.25`):
+            Lengths are drawn evenly from the mean times `1 - spread` to the mean times `1 + spread`; 0 for one length.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of lengths and tokens.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    prompts, chosen, rejected = (
+        _ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion)
+    )
+    return _pairs(prompts, chosen, rejected, seed)
+
+
+def parse_lengths(data: str) -> tuple[int, int] | None:
+    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for anything else."""
+    match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def random_completions(
+    prompts: int, generations: int, prompt_length: int, completion_length: int, vocab_size: int, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right."""
+    rows = prompts * generations
+
+    def ragged(count: int, about: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = _ragged(count, about, 0.25, draw)[:, None]
+        ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
+        return ids, (torch.arange(ids.shape[1]) < lengths).long()
+
+    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in ragged(prompts, prompt_length))
+    completion_ids, completion_mask = ragged(rows, completion_length)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.rand(rows, generator=draw) + 0.5,
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def _ragged(count: int, mean: int, spread: float, draw: torch.Generator) -> torch.Tensor:
+    low, high = max(1, int(mean * (1 - spread))), int(mean * (1 + spread))
+    return torch.randint(low, high + 1, (count,), generator=draw)
+
+
+def _pairs(prompts: list[int], chosen: list[int], rejected: list[int], seed: int) -> Dataset:
+    draw = torch.Generator().manual_seed(seed)
+    columns = {"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected}
+    return Dataset.from_dict(
+        {
+            name: [torch.randint(3, 256, (length,), generator=draw).tolist() for length in lengths]
+            for name, lengths in columns.items()
+        }
+    )
