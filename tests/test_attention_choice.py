@@ -204,7 +204,7 @@ def test_auto_chooses_the_fastest_and_says_so_once(make, caplog):
         trainer.train()
     said = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
     assert len(said) == 1
-    assert "`attn_implementation='auto'` is 'sdpa': torch's scaled-dot-product attention; not flash" in said[0]
+    assert "`attn_implementation='auto'` is 'sdpa': torch's scaled-dot-product attention, packed" in said[0]
     assert "flash-attn is not installed" in said[0]
     assert trainer.ref_model.config._attn_implementation == "sdpa"
 

@@ -13,7 +13,7 @@ from trl import TrlParser
 
 import trl_padfix
 from trl_padfix import DPOConfig
-from trl_padfix.backends import parse_implementation
+from trl_padfix.config import parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}

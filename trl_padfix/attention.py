@@ -336,7 +336,9 @@ def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layo
 
 @cache
 def torch_varlen_is_complete() -> bool:
-    """Whether this torch has variable-length attention with windows, scale and grouped heads."""
+    """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return False  # it is FlashAttention, which starts with Ampere
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -8,7 +8,6 @@ supports are looked at.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,7 +37,6 @@ __all__ = [
     "judge",
     "list_backends",
     "model_class",
-    "parse_implementation",
     "require_usable",
     "spread",
 ]
@@ -162,6 +160,156 @@ class Backend:
     @property
     def usable(self) -> bool:
         return not self.obstacles
+
+    @property
+    def packs(self) -> bool:
+        """Whether packed batches can run with it too."""
+        return refuse_implementation(self.name) is None
+
+    @property
+    def reason(self) -> str:
+        """Why not, or what it computes with."""
+        return "; ".join(self.obstacles) or self.note
+
+
+def list_backends(workload: Workload) -> list[Backend]:
+    """
+    Every attention implementation, usable or not, with its reason.
+
+    Args:
+        workload ([`Workload`]):
+            What is to be run.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix.backends import Machine, Workload, list_backends
+
+    >>> found = {backend.name: backend for backend in list_backends(Workload(Machine("cpu"), torch.float32))}
+    >>> found["sdpa"].usable, found["flash_attention_2"].usable
+    (True, False)
+
+    ```
+    """
+    return [judge(name, workload) for name in (*FLASH_PACKAGES, *HUB_KERNELS, "sdpa", "flex_attention", "eager")]
+
+
+def judge(name: str, workload: Workload) -> Backend:
+    """Whether the implementation `name` can be used for a workload."""
+    if name in FLASH_PACKAGES:
+        backend = _flash_package(name, workload)
+    elif "/" in name:
+        backend = _hub_kernel(name, workload)
+    elif name == "sdpa":
+        backend = _sdpa(workload)
+    elif name == "flex_attention":
+        backend = _flex(workload)
+    elif name == "eager":
+        backend = Backend(name, note="the model's own matrix products: memory grows with the square of the length")
+    elif name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        backend = Backend(name, note="registered in this process")
+    else:
+        backend = Backend(name, ("transformers knows no attention implementation of this name",))
+    if workload.padding_free and (refused := refuse_implementation(name)):
+        backend = replace(backend, obstacles=(*backend.obstacles, f"padding cannot be removed with it: {refused}"))
+    return backend
+
+
+def choose(workload: Workload) -> Backend:
+    """
+    The fastest implementation that is there: what `"auto"` stands for.
+
+    Hub kernels are left out, because loading one asks the Hub for its builds.
+
+    Returns:
+        [`Backend`]; its note says why it is not a faster one.
+    """
+    order = ["flash_attention_2", "sdpa", "eager"]
+    major = (workload.machine.capability or (0, 0))[0]
+    if major >= 9:  # each was written for one of the two, and runs on the other
+        order[:0] = ["flash_attention_3", "flash_attention_4"] if major == 9 else ["flash_attention_4"]
+    passed = []
+    for name in order:
+        backend = judge(name, workload)
+        if backend.usable and not backend.asks_hub:
+            why = f"not {', not '.join(passed)}" if passed else "the fastest here"
+            return replace(backend, note=f"{backend.note}; {why}")
+        passed.append(f"{name} ({backend.reason})")
+    raise AssertionError("eager attention has no obstacles")
+
+
+def require_usable(implementation: Implementation, workload: Workload, field: str) -> None:
+    """
+    Raises:
+        ImportError: If a package is missing for `implementation`, the value of `field`.
+        ValueError: If something else stands against it, or it names parts that the model does not have.
+    """
+    for part, name in spread(implementation, workload.config, field).items():
+        backend = judge(name, workload)
+        if backend.usable:
+            continue
+        usable = ", ".join(repr(b.name) for b in list_backends(workload) if b.usable)
+        asked = f"`{field}={implementation!r}`" + (f" ({part})" if part else "")
+        where = f"{workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}"
+        message = f"{asked} cannot run on this {where}: {backend.reason}. "
+        message += f"What can: {usable}, or 'auto' for the fastest of them."
+        if backend.install is None:
+            raise ValueError(message)
+        raise ImportError(f"{message} To install what is missing: `{backend.install}`.")
+
+
+def spread(implementation: Implementation, config: PretrainedConfig | None, field: str) -> dict[str, str]:
+    """
+    The implementation of each part of a model that is named; `""` is the model itself.
+
+    Raises:
+        ValueError: If a part is named that the model does not have.
+    """
+    if isinstance(implementation, str):
+        return {"": implementation}
+    parts = {"", *(config.sub_configs if config is not None else implementation)}
+    unknown = sorted(implementation.keys() - parts)
+    if unknown:
+        parts = ", ".join(map(repr, sorted(parts - {""}))) or "none, so name one implementation for all of it"
+        raise ValueError(
+            f"`{field}` names {unknown}, and the parts of a {type(config).__name__} are: {parts}. transformers would "
+            "leave out what it does not know."
+        )
+    return implementation
+
+
+def model_class(self) -> type[PreTrainedModel] | None:
+        return None if self.config is None else model_class(self.config)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """
+    An attention implementation and whether it can be used.
+
+    Attributes:
+        name (`str`): As `attn_implementation` takes it.
+        obstacles (`tuple[str, ...]`): What stands against it; nothing if it is usable.
+        note (`str`): What it computes with.
+        install (`str`, *optional*): Command that installs what is missing.
+        asks_hub (`bool`): Whether loading it asks the Hub for a build.
+    """
+
+    name: str
+    obstacles: tuple[str, ...] = ()
+    note: str = ""
+    install: str | None = None
+    asks_hub: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return not self.obstacles
+
+    @property
+    def packs(self) -> bool:
+        """Whether packed batches can run with it too."""
+        return refuse_implementation(self.name) is None
 
     @property
     def reason(self) -> str:
@@ -356,9 +504,13 @@ def _sdpa(workload: Workload) -> Backend:
     obstacles = _unsupported(workload, "sdpa")
     if _text(workload, "attn_logit_softcapping") is not None:
         obstacles.append("it has no softcap, and this model was trained with one")
-    note = "torch's scaled-dot-product attention"
-    if workload.machine.device == "cuda" and workload.dtype in HALF and torch_varlen_is_complete():
-        note += ", packed batches on torch's own variable-length FlashAttention"
+    note = "torch's scaled-dot-product attention, packed batches "
+    if workload.machine.device != "cuda" or workload.dtype not in HALF:
+        note += "row by row (torch's own variable-length FlashAttention needs a CUDA GPU and half precision)"
+    elif torch_varlen_is_complete():
+        note += "on torch's own variable-length FlashAttention"
+    else:
+        note += "row by row (torch's own variable-length FlashAttention needs a newer torch or GPU)"
     return Backend("sdpa", tuple(obstacles), note)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import trl
 
-from .backends import Implementation, parse_implementation
+from .backends import Implementation
 from .collators import check_padding_side
 
 
-__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
 
 
 @dataclass

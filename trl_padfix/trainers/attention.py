@@ -17,7 +17,8 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..backends import Implementation, Machine, Workload, choose, judge, parse_implementation, require_usable, spread
+from ..backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
+from ..config import parse_implementation
 from ..decoder import find_pretrained
 
 
