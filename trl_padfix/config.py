@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
 # `InitVar` only where it is not a string.
+import json
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -12,6 +13,42 @@ from .collators import check_padding_side
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
+
+
+def parse_implementation(value: Any) -> Implementation | None:
+    """
+    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+
+    Raises:
+        TypeError: If it is neither a name nor a mapping of parts to names.
+        ValueError: If a string begins as a mapping and is not one.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.config import parse_implementation
+
+    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
+    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
+
+    ```
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
+                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
+            ) from error
+    names = value.values() if isinstance(value, dict) else [value]
+    if value is None or value == "":
+        return None
+    if not all(isinstance(name, str) for name in names) or not isinstance(value, (str, dict)):
+        raise TypeError(
+            f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
+        )
+    return value
 
 
 @dataclass

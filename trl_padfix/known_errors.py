@@ -170,13 +170,22 @@ KNOWN_ERRORS = (
     # Figures
     KnownError(
         "the first loss of DPO is not 0.693",
-        r"\b0\.693|(first|initial|starting) (dpo )?loss.*(0\.69|ln ?\(?2|log ?\(?2)",
+        r"(not|instead of|should be|expected|other than|differs? from)\W+(about |around |ln ?\(?2\)? ?=? ?)?0?\.69"
+        r"|(first|initial|starting)\b.{0,30}\bloss\b.{0,60}(0\.69|ln ?\(?2|log ?\(?2)"
+        r"|\{'loss': '?(?!0\.69)\d[^}]*'rewards/margins'[^}]*'epoch': '?0(\.0+)?'?[,}]",
         "At the first step policy and reference are one model, so the loss is ln 2 = 0.693. Another value means that "
         "they differ: another checkpoint, another precision or attention, dropout left on, an adapter that does not "
         "start at zero, or batches that the two see differently (padding, missing position ids).",
         "Leave `ref_model` out, so that it is loaded as the policy is; keep `disable_dropout=True`; compare in "
         "float32. `padding_free=True` takes padding out as a cause, and its parity check says so if the model itself "
         "differs. Losses other than `sigmoid`, and `label_smoothing`, start elsewhere.",
+    ),
+    KnownError(
+        "the loss stays at 0.693",
+        r"'loss': '?0\.693\d*'?, 'grad_norm': '?0(\.0)?'?,",
+        "The gradient is zero: nothing that is trained takes part in the loss, or its gradient was cut off.",
+        "With adapters, check `model.print_trainable_parameters()`; with gradient checkpointing, "
+        "`gradient_checkpointing_kwargs={'use_reentrant': False}`; drop pairs whose completions are equal.",
     ),
     KnownError(
         "NaN",

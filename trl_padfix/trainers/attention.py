@@ -132,7 +132,7 @@ def set_attention(model: nn.Module, implementation: Implementation) -> Callable[
 
     if _runs_with(pretrained.config, implementation):
         return undo
-    current = pretrained.config._attn_implementation
+    current = str(pretrained.config._attn_implementation)
     pretrained.set_attn_implementation(implementation)
     # transformers only warns where it cannot; a Hub kernel may stand for the name already.
     if "/" not in current and before == [config._attn_implementation_internal for config in configs]:
@@ -200,5 +200,5 @@ def _resolved(asked: Implementation, workload: Workload, field: str) -> Implemen
 def _default(model: str | nn.Module, workload: Workload) -> str:
     """What a model runs with if nothing is asked for."""
     if not isinstance(model, str):
-        return find_pretrained(model).config._attn_implementation
+        return str(find_pretrained(model).config._attn_implementation)
     return "sdpa" if judge("sdpa", workload).usable else "eager"
