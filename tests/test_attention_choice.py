@@ -27,12 +27,15 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2 import modeling_qwen2
+from trl.trainer.utils import create_model_from_path
 
 import trl_padfix
+from trl_padfix import DPOConfig
 from trl_padfix.backends import Backend
-from trl_padfix.trainers.attention import set_attention
+from trl_padfix.trainers.attention import _resolved, _workload, set_attention
 
 
+ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
 SHORT = {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_length": 26}
 
 
@@ -241,8 +244,7 @@ def test_a_trainer_that_is_not_built_leaves_the_model_as_it_was(make, monkeypatc
 
 def test_a_model_that_cannot_be_switched_is_an_error(make, monkeypatch):
     model = build_model()
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation_cached_value", False, raising=False)
-    monkeypatch.setattr(modeling_qwen2.Qwen2Model, "_can_set_attn_implementation_cached_value", False, raising=False)
+    monkeypatch.setattr(PreTrainedModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.raises(ValueError, match=r"cannot be switched to `attn_implementation='eager'`.*runs with 'sdpa'"):
         make("DPO", {"attn_implementation": "eager"}, model=model, ref_model=build_model())
 
@@ -297,8 +299,13 @@ def adapted(saved):
 SHARED = {
     "an adapter to be made": ("DPO", {}, lambda saved: {"peft_config": lora(task_type="CAUSAL_LM")}, "adapter"),
     "an adapter that is there": ("DPO", {}, adapted, "policy with its adapter switched off"),
-    "a precomputed reference": ("DPO", {"precompute_ref_log_probs": True}, lambda saved: {}, "policy itself"),
-    "no reference": ("GRPO", {"beta": 0.0}, lambda saved: {}, "`beta=0` leaves the reference out"),
+    "a precomputed reference": (
+        "DPO",
+        {"precompute_ref_log_probs": True},
+        lambda saved: {},
+        "precompute_ref_log_probs=True",
+    ),
+    "no reference": ("GRPO", {"beta": 0.0}, lambda saved: {}, "`beta=0`"),
 }
 
 
@@ -337,3 +344,36 @@ def test_the_parts_of_a_vision_model_are_switched_apart():
     assert parts.vision._attn_implementation == "eager"
     undo()
     assert parts.text._attn_implementation == "sdpa"
+
+
+def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
+    build_vision_model().save_pretrained(tmp_path)
+    parts = {"text_config": "eager", "vision_config": "sdpa"}
+    config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
+    resolved = _resolved(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
+    loaded = create_model_from_path(str(tmp_path), attn_implementation=resolved).config
+    assert {part: getattr(loaded, part)._attn_implementation for part in parts} == parts
+    with pytest.raises(ValueError, match=r"names \['tower'\].*'text_config', 'vision_config'"):
+        _resolved({"tower": "sdpa"}, _workload(str(tmp_path), config), "attn_implementation")
+
+
+def test_auto_is_resolved_for_each_part(tmp_path):
+    build_vision_model().save_pretrained(tmp_path)
+    config = DPOConfig(output_dir=str(tmp_path / "run"), **ON_CPU)
+    asked = {"text_config": "auto", "vision_config": "eager"}
+    resolved = _resolved(asked, _workload(str(tmp_path), config), "attn_implementation")
+    assert resolved == {"text_config": "sdpa", "vision_config": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),
+        ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
+    ],
+)
+def test_what_runs_is_judged_in_the_precision_that_attention_is_computed_in(config, dtype, saved, tmp_path):
+    assert _workload(saved, DPOConfig(output_dir=str(tmp_path), **ON_CPU | config)).dtype == dtype

@@ -80,10 +80,15 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
     result = doctor()
     assert result.exit_code == 0
     assert "are no pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
+    # The oldest pair is for `remove_padding` alone, without the trainers.
+    monkeypatch.setattr(
+        "trl_padfix.doctor._version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
+    )
+    assert doctor().exit_code == 0
     monkeypatch.setattr("trl_padfix.doctor._version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
     assert result.exit_code == 1
-    assert "cannot run trl 0.9.0: this package needs trl" in words(result.output)
+    assert "cannot run trl 0.9.0: the trainers of this package need trl" in words(result.output)
     assert "cannot run transformers is not installed" in words(result.output)
 
 

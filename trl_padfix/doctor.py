@@ -126,10 +126,11 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     dtypes = _dtypes(machine)
     dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    tested = (versions["transformers"], versions["trl"]) in compat.TESTED
     problems = [
-        f"{package} {versions[package] or 'is not installed'}: this package needs {package} {bounds}"
+        f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
         for package, bounds in compat.BOUNDS.items()
-        if versions[package] is None or not bounds.contains(versions[package], prereleases=True)
+        if not tested and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
     ]
     config = None
     if model is not None:
@@ -153,7 +154,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         problems.append(f"padding cannot be removed from {report.architecture}: {report.refusal}")
     return Diagnosis(
         versions=versions,
-        tested=(versions["transformers"], versions["trl"]) in compat.TESTED,
+        tested=tested,
         machine=machine,
         dtypes=dtypes,
         dtype=dtype,

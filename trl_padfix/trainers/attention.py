@@ -58,20 +58,18 @@ class AttentionChoiceMixin:
             if ref_model is None and adapted:
                 policys = self._attention or _default(model, workload)
                 self._refuse_other_reference(policys, "it is the policy with its adapter switched off")
-            if ref_model is None and getattr(config, "beta", None) == 0.0:
-                self._refuse_other_reference(None, "`beta=0` leaves the reference out")
         elif ref_model is None:
             self._ref_attention = self._attention
         if isinstance(model, str) and self._attention is not None:
             self._constructing.callback(setattr, config, "model_init_kwargs", config.model_init_kwargs)
             config.model_init_kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._attention}
 
-    def _refuse_other_reference(self, policys: Implementation | None, why: str) -> None:
+    def _refuse_other_reference(self, policys: Implementation, why: str) -> None:
         if self._ref_attention != policys:
             raise ValueError(
                 f"`ref_attn_implementation={self._ref_attention!r}` is for a reference model with weights of its own, "
-                f"and here there is none: {why}. Leave `ref_attn_implementation` out"
-                + (f", or set it to the policy's {policys!r}." if policys is not None else ".")
+                f"and here there is none: {why}. Leave `ref_attn_implementation` out, or set it to the policy's "
+                f"{policys!r}."
             )
 
     def _set_up_padding(self) -> None:
@@ -88,8 +86,8 @@ class AttentionChoiceMixin:
                 undo = set_attention(model, implementation)
                 self._constructing.push(lambda kind, *_, undo=undo: undo() if kind is not None else None)
         if reference is None and self._ref_attention is not None:
-            policys = self._attention or find_pretrained(self.model).config._attn_implementation
-            self._refuse_other_reference(policys, "the policy itself stands for it")
+            policys = self._attention or str(find_pretrained(self.model).config._attn_implementation)
+            self._refuse_other_reference(policys, "`precompute_ref_log_probs=True`, `beta=0` and adapters need none")
 
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
@@ -175,7 +173,7 @@ def _workload(model: str | nn.Module, config: Any) -> Workload:
         where = {name: given[name] for name in _FOR_CONFIG if name in given}
         where.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
         model_config = given.get("config") or AutoConfig.from_pretrained(model, **where)
-        dtype = given.get("dtype", "float32")  # TRL's default
+        dtype = given.get("dtype", given.get("torch_dtype", "float32"))  # TRL's default
         dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
     else:
         pretrained = find_pretrained(model)
