@@ -80,9 +80,9 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         if model:
             raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
         model = build_tiny(script_args.tiny_model, train, Path(training_args.output_dir) / "initial_model")
+    training_args.attn_implementation = model_args.attn_implementation
     training_args.model_init_kwargs = {
         "revision": None if script_args.tiny_model else model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }

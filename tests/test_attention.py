@@ -249,7 +249,7 @@ def varlen_calls(monkeypatch) -> list[dict]:
         )
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(trl_padfix.attention, "_torch_varlen_is_complete", lambda: True)
+    monkeypatch.setattr(trl_padfix.attention, "torch_varlen_is_complete", lambda: True)
     return calls
 
 

@@ -1,6 +1,8 @@
 """`DPOConfig`, and what importing the package costs and changes: nothing until a trainer is asked for."""
 
 import dataclasses
+import json
+import pickle
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ from trl import TrlParser
 
 import trl_padfix
 from trl_padfix import DPOConfig
+from trl_padfix.config import parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -37,7 +40,7 @@ def test_defaults_change_nothing():
 def test_the_fields_are_trls_and_ours():
     theirs = {field.name: field for field in dataclasses.fields(trl.DPOConfig)}
     ours = {field.name: field for field in dataclasses.fields(DPOConfig)}
-    assert ours.keys() - theirs.keys() == OURS.keys() - {"padding_free"}
+    assert ours.keys() - theirs.keys() == OURS.keys() - {"padding_free"} | {"ref_attn_implementation"}
     assert theirs.keys() <= ours.keys()
     assert all(ours[name].default == field.default for name, field in theirs.items())
     assert issubclass(DPOConfig, trl.DPOConfig)
@@ -80,6 +83,46 @@ def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):
     config = parse("--config", str(path), "--padding_side", "right")
     assert (config.padding_free, config.prefix_sharing, config.parity_check) == (True, True, False)
     assert (config.padding_side, config.beta) == ("right", 0.2)
+
+
+PARTS = {"text_config": "flash_attention_2", "vision_config": "sdpa"}
+
+
+@pytest.mark.parametrize("given", ["eager", PARTS, json.dumps(PARTS)])
+def test_attention_is_a_name_or_a_mapping_of_parts(given):
+    config = DPOConfig(attn_implementation=given, ref_attn_implementation=given, **ON_CPU)
+    expected = given if given == "eager" else PARTS
+    assert (config.attn_implementation, config.ref_attn_implementation) == (expected, expected)
+    for copied in (dataclasses.replace(config, beta=0.2), pickle.loads(pickle.dumps(config))):
+        assert (copied.attn_implementation, copied.ref_attn_implementation) == (expected, expected)
+    assert config.to_dict()["attn_implementation"] == expected
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "ref_attn_implementation"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [(3, TypeError, "a name, or a mapping"), ({"a": 1}, TypeError, "got {'a': 1}"), ("{a", ValueError, "no JSON")],
+)
+def test_another_attention_is_an_error(name, value, error, message):
+    with pytest.raises(error, match=message):
+        DPOConfig(**{name: value}, **ON_CPU)
+
+
+@pytest.mark.parametrize("source", ["flags", "yaml"])
+def test_attention_is_parsed_beside_trls_model_config(source, tmp_path):
+    # The policy's flag is `ModelConfig`'s, which every script of TRL's parses together with the configuration.
+    flags = ["--attn_implementation", json.dumps(PARTS), "--ref_attn_implementation", "eager"]
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "attn_implementation: {text_config: flash_attention_2, vision_config: sdpa}\nref_attn_implementation: eager\n"
+    )
+    parser = TrlParser((DPOConfig, trl.ModelConfig))
+    given = flags if source == "flags" else ["--config", str(path)]
+    config, model_config = parser.parse_args_and_config([*given, "--use_cpu", "--bf16", "false"])
+    assert config.attn_implementation is None
+    config.attn_implementation = model_config.attn_implementation
+    assert parse_implementation(config.attn_implementation) == PARTS
+    assert config.ref_attn_implementation == "eager"
 
 
 def test_an_unknown_key_in_yaml_fails(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
-from trl_padfix.attention import _torch_varlen_is_complete
+from trl_padfix.attention import torch_varlen_is_complete
 
 
 pytestmark = pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_bf16_packed_is_as_close_to_float32_as_bf16_padded(implementation, windo
     assert error(packed_gradient) <= 1.5 * error(padded_gradient) + 1e-3
 
 
-@pytest.mark.skipif(not _torch_varlen_is_complete(), reason="this torch has no complete varlen_attn")
+@pytest.mark.skipif(not torch_varlen_is_complete(), reason="this torch has no complete varlen_attn")
 def test_torch_varlen_attention_runs_and_is_aligned_to_the_bottom_right():
     from torch.nn.attention.varlen import varlen_attn
 

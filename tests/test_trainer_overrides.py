@@ -51,4 +51,6 @@ def test_configurations_are_trls_with_our_fields(name):
     assert issubclass(ours, theirs)
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
-    assert added == {"padding_free", "prefix_sharing", "parity_check"} | sided
+    with_reference = set() if name == "RewardTrainer" else {"ref_attn_implementation"}
+    ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
+    assert added == ours | sided | with_reference

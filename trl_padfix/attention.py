@@ -330,13 +330,15 @@ def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layo
         and kwargs.get("attention_chunk_size") is None
         # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
         and (kwargs.get("sliding_window") is None or layout.spans == layout.key_lengths)
-        and _torch_varlen_is_complete()
+        and torch_varlen_is_complete()
     )
 
 
 @cache
-def _torch_varlen_is_complete() -> bool:
-    """Whether this torch has variable-length attention with windows, scale and grouped heads."""
+def torch_varlen_is_complete() -> bool:
+    """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return False  # it is FlashAttention, which starts with Ampere
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

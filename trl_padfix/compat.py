@@ -121,6 +121,13 @@ def flash_arguments(layout: Layout) -> dict[str, Any]:
     return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
 
 
+def supports(cls: type[PreTrainedModel], attention: str) -> bool:
+    """Whether transformers has an `attention` (`"sdpa"`, `"flash_attn"`, `"flex_attn"`) path for a class of models."""
+    # One flag for all versions of FlashAttention since 4.53; code on the Hub may still carry the old one.
+    old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
+    return bool(old or getattr(cls, f"_supports_{attention}", False))
+
+
 def _old_mask(decoder: nn.Module) -> PackedMask | None:
     """The window that the mask of an old decoder gives to all its layers, whatever its `max_window_layers` says."""
     fill = getattr(decoder, "_prepare_4d_causal_attention_mask_with_cache_position", None)

@@ -1,15 +1,91 @@
 """TRL's configurations with our fields."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+# No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
+# `InitVar` only where it is not a string.
+import json
+from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import trl
 
+from .backends import Implementation
 from .collators import check_padding_side
 
 
-__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
+
+
+def parse_implementation(value: Any) -> Implementation | None:
+    """
+    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+
+    Raises:
+        TypeError: If it is neither a name nor a mapping of parts to names.
+        ValueError: If a string begins as a mapping and is not one.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.config import parse_implementation
+
+    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
+    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
+
+    ```
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
+                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
+            ) from error
+    names = value.values() if isinstance(value, dict) else [value]
+    if value is None or value == "":
+        return None
+    if not all(isinstance(name, str) for name in names) or not isinstance(value, (str, dict)):
+        raise TypeError(
+            f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
+        )
+    return value
+
+
+@dataclass
+class AttentionConfig:
+    """
+    `attn_implementation`; a mixin, in front of the others.
+
+    No field, but an argument and an attribute: TRL's scripts parse their configuration together with TRL's
+    `ModelConfig`, which has the flag `--attn_implementation`, and a parser takes a flag only once.
+    """
+
+    attn_implementation: InitVar[Implementation | None] = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.attn_implementation = parse_implementation(attn_implementation)
+        super().__post_init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"attn_implementation": self.attn_implementation}  # type: ignore[misc]
+
+
+@dataclass
+class ReferenceAttentionConfig(AttentionConfig):
+    """The same, for trainers with a reference model."""
+
+    ref_attn_implementation: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Attention implementation of the reference model, as `attn_implementation` is the policy's: a "
+            "name, 'auto', or for a vision model a name for each part, "
+            """such as '{"text_config": "sdpa", "vision_config": "eager"}'. By default the policy's."""
+        },
+    )
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
+        super().__post_init__(attn_implementation)
 
 
 @dataclass
@@ -66,7 +142,7 @@ class PaddingConfig(PackingConfig):
 
 
 @dataclass
-class DPOConfig(PaddingConfig, trl.DPOConfig):
+class DPOConfig(ReferenceAttentionConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -79,6 +155,11 @@ class DPOConfig(PaddingConfig, trl.DPOConfig):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
+        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            The same for the reference model; by default the policy's.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -88,7 +169,7 @@ class DPOConfig(PaddingConfig, trl.DPOConfig):
 
 
 @dataclass
-class RewardConfig(PaddingConfig, trl.RewardConfig):
+class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     """
     TRL's [`~trl.RewardConfig`] with padding removal.
 
@@ -101,6 +182,9 @@ class RewardConfig(PaddingConfig, trl.RewardConfig):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the model runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -110,7 +194,7 @@ class RewardConfig(PaddingConfig, trl.RewardConfig):
 
 
 @dataclass
-class KTOConfig(PaddingConfig, trl.KTOConfig):
+class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with padding removal.
 
@@ -123,6 +207,11 @@ class KTOConfig(PaddingConfig, trl.KTOConfig):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
+        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            The same for the reference model; by default the policy's.
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -132,7 +221,7 @@ class KTOConfig(PaddingConfig, trl.KTOConfig):
 
 
 @dataclass
-class GRPOConfig(PackingConfig, trl.GRPOConfig):
+class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -145,6 +234,11 @@ class GRPOConfig(PackingConfig, trl.GRPOConfig):
             Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
+        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            The same for the reference model; by default the policy's.
         **kwargs:
             All fields of [`~trl.GRPOConfig`].
 
@@ -154,7 +248,7 @@ class GRPOConfig(PackingConfig, trl.GRPOConfig):
 
 
 @dataclass
-class RLOOConfig(PackingConfig, trl.RLOOConfig):
+class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
@@ -167,6 +261,11 @@ class RLOOConfig(PackingConfig, trl.RLOOConfig):
             Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
+        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            The same for the reference model; by default the policy's.
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
 
@@ -176,7 +275,7 @@ class RLOOConfig(PackingConfig, trl.RLOOConfig):
 
 
 @dataclass
-class SFTConfig(PaddingConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, PaddingConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 
@@ -189,6 +288,9 @@ class SFTConfig(PaddingConfig, trl.SFTConfig):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the model runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 

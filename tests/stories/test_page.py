@@ -23,7 +23,7 @@ import torch
 from flash_stand_in import flash_attention_stand_in
 from stack_models import EOS, PAD, alone, build, logps
 from test_trl_0_17 import examples, tokenizer
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer
 
 from trl_padfix import remove_padding
@@ -38,11 +38,13 @@ STORIES = {
 
 
 class FromPretrained:
-    """A class of models whose `from_pretrained` builds a tiny one."""
+    """An auto class whose `from_pretrained` builds a tiny model."""
 
-    @staticmethod
-    def from_pretrained(path, **settings):
-        return build("qwen2", settings.pop("attn_implementation"), AutoModelForSequenceClassification, **settings)
+    def __init__(self, auto):
+        self.auto = auto
+
+    def from_pretrained(self, path, **settings):
+        return build("qwen2", settings.pop("attn_implementation"), self.auto, **settings)
 
 
 @pytest.fixture
@@ -55,14 +57,15 @@ def names(tmp_path):
             save_strategy="no", per_device_train_batch_size=2,
         )  # fmt: skip
         yield {
-            "AutoModelForSequenceClassification": FromPretrained,
+            "AutoModelForCausalLM": FromPretrained(AutoModelForCausalLM),
+            "AutoModelForSequenceClassification": FromPretrained(AutoModelForSequenceClassification),
             "DPOTrainer": DPOTrainer,
             "args": args,
             "attention_mask": (sequences != PAD).long(),
             "eos": EOS,
             "model": build("qwen2", "flash_attention_2"),
             "pairs": examples("dpo"),
-            "path": "a reward model",
+            "path": "a model",
             "remove_padding": remove_padding,
             "sequences": sequences,
             "tokenizer": tokenizer(),
@@ -71,7 +74,7 @@ def names(tmp_path):
 
 
 def test_the_page_has_its_stories():
-    assert [len(blocks) for blocks in STORIES.values()] == [2] * 5
+    assert [len(blocks) for blocks in STORIES.values()] == [2] * 6
 
 
 @pytest.mark.parametrize("story", STORIES)
@@ -81,7 +84,7 @@ def test_story(story, names):
     with pytest.raises(ValueError, match="batched generation with padding_side='right'"):
         exec(before, names)
     exec(after, names)
-    if "logits" in names:
-        model, sequences, mask = names["model"], names["sequences"], names["attention_mask"]
+    model, sequences, mask = names["model"], names["sequences"], names["attention_mask"]
+    for logits in (*names.get("overridden", {}).values(), *([names["logits"]] if "logits" in names else [])):
         expected = alone(lambda row, ones: logps(model(row, attention_mask=ones).logits, row, ones), sequences, mask)
-        torch.testing.assert_close(logps(names["logits"], sequences, mask), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logps(logits, sequences, mask), expected, atol=1e-5, rtol=1e-5)

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
+from .attention import AttentionChoiceMixin
 from .checks import require_columns, require_eos, require_rows
 from .mixin import PaddingRemovalMixin
 
@@ -19,7 +20,7 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 

@@ -10,6 +10,7 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 
 from ..collators import check_padding_side, check_prompts, pad_left
+from .attention import AttentionChoiceMixin
 from .checks import require_columns
 from .mixin import PaddingRemovalMixin
 
@@ -77,7 +78,7 @@ class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreferenc
         return batch
 
 
-class KTOTrainer(PaddingRemovalMixin, trl.KTOTrainer):
+class KTOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.KTOTrainer):
     """
     TRL's [`~trl.KTOTrainer`] without padding.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .attention import AttentionChoiceMixin
 from .checks import column_names, require_columns
 from .mixin import PaddingRemovalMixin
 
@@ -18,7 +19,7 @@ from .mixin import PaddingRemovalMixin
 __all__ = ["OnlineMixin"]
 
 
-class OnlineMixin(PaddingRemovalMixin):
+class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
     """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
 
     _takes_images = False

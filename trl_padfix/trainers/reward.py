@@ -8,6 +8,7 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 
 from ..collators import DataCollatorForReward
+from .attention import AttentionChoiceMixin
 from .checks import require_columns
 from .mixin import PaddingRemovalMixin
 
@@ -15,7 +16,7 @@ from .mixin import PaddingRemovalMixin
 __all__ = ["RewardTrainer"]
 
 
-class RewardTrainer(PaddingRemovalMixin, trl.RewardTrainer):
+class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer):
     """
     TRL's [`~trl.RewardTrainer`] without padding.
 
