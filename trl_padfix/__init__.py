@@ -15,6 +15,7 @@ __version__ = "0.1.0.dev0"
 _MODULES = {
     "layout": ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"],
     "attention": ["PaddingRemovalError"],
+    "generation": ["generate", "left_align"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
     "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .collators import DataCollatorForPreference, DataCollatorForReward
     from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
+    from .generation import generate, left_align
     from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
     from .trainers.dpo import DPOTrainer

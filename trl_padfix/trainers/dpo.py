@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
 from .checks import require_columns, require_eos, require_rows
+from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
 
 
@@ -19,7 +20,7 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(GeneratingMixin, PaddingRemovalMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 

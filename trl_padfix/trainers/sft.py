@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import trl
 
+from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
 
 
 __all__ = ["SFTTrainer"]
 
 
-class SFTTrainer(PaddingRemovalMixin, trl.SFTTrainer):
+class SFTTrainer(GeneratingMixin, PaddingRemovalMixin, trl.SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`] without padding.
 
