@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
@@ -123,7 +122,8 @@ def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
 
     ```
     """
-    model = extract_model_from_parallel(model)
+    while not hasattr(model, "generate") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # DDP
     if not hasattr(model, "generate"):
         raise TypeError(
             f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head, or "
@@ -140,6 +140,9 @@ def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         check_budget(model, int(lengths.max()), **kwargs)
         if int(lengths.min()) < int(lengths.max()):
             _refuse_counted_columns(model)
+        if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+            # For a balancing loss that is not wanted here, and that fails where a cache leaves one token of a row.
+            call.setdefault("output_router_logits", False)
         output = model.generate(**call)
     removed = given - call[main].shape[1]
     return output if removed == 0 or main != "input_ids" else _with_columns(output, removed, call, model)
@@ -181,10 +184,10 @@ def _refuse_counted_columns(model: Any) -> None:
     decoder = find_decoder(find_pretrained(model))
     inner = [module for module in decoder.modules() if module is not decoder]
     arguments = [inspect.signature(module.forward).parameters for module in inner]
-    # Without positions they come from the mask: in a bias (ALiBi), or in a recurrence that skips what is masked.
-    sees_mask = any("alibi" in a for a in arguments) or (
-        getattr(model, "_is_stateful", False) and any("attention_mask" in a for a in arguments)
-    )
+    # Without positions, order is in a bias of distances (ALiBi) or in a recurrence; both must skip what is masked.
+    ordered = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
+    takes_mask = "attention_mask" in inspect.signature(decoder.forward).parameters
+    sees_mask = ordered and takes_mask and any("attention_mask" in a for a in arguments)
     counts = position_embeddings(decoder) or not (takes_positions(decoder) or sees_mask)
     if counts or any(hasattr(module, "compressor") for module in inner):
         raise NotImplementedError(
@@ -224,9 +227,11 @@ def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
 def _positions(config: Any) -> int | None:
     """Positions that a model was made for; those that its rotary embedding is stretched to, where it is."""
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit < 1:  # XLNet has -1 of them
+        return None
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for kind in (rope, *rope.values()):  # newer models have one for each type of layer
-        if limit is not None and isinstance(kind, dict) and (kind.get("factor") or 1) > 1:
+        if isinstance(kind, dict) and (kind.get("factor") or 1) > 1:
             original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
             limit = max(limit, int(original * kind["factor"]))
     return limit
