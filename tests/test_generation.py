@@ -1,4 +1,4 @@
-"""Every prompt of a batch is continued as it would be alone, whatever the batch looks like; the model stays as it was."""
+"""Every prompt of a batch is continued as it would be alone, whatever its padding; the model stays as it was."""
 
 from contextlib import nullcontext
 
@@ -10,8 +10,13 @@ from flash_stand_in import flash_attention_stand_in
 from hypothesis import strategies as st
 from models import EOS, PAD, ROWS, SUPPORTED, batch, build
 from torch import nn
-from transformers import BartConfig, BartForCausalLM, GenerationConfig, GPT2Config, GPT2LMHeadModel, T5Config
-from transformers import Qwen2Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    GenerationConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from vision_prompts import build_image, build_processor, build_vision_model
 
 from trl_padfix import generate, left_align, remove_padding
@@ -52,7 +57,9 @@ def test_real_tokens_are_moved_to_the_right_end_in_their_order():
     assert aligned.tolist() == [[1, 2], [3, 4], [9, 5]]
 
 
-@hypothesis.given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1)))
+@hypothesis.given(
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1))
+)
 def test_any_mask_is_aligned_with_everything_that_goes_with_it(rows):
     mask = torch.tensor(rows).long()
     ids = torch.arange(mask.numel()).view(mask.shape)

@@ -25,8 +25,17 @@ from transformers import (
 )
 
 
-SPECIAL = ["<bos>", "<eos>", "<pad>", "<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-ROLES = ["user:", "assistant:"]
+SPECIAL = [
+    "<bos>",
+    "<eos>",
+    "<pad>",
+    "<image>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+]
+ROLES = ["system:", "user:", "assistant:"]
 WORDS = [f"w{i}" for i in range(30)]
 IDS = {token: i for i, token in enumerate([*SPECIAL, *ROLES, *WORDS])}
 
@@ -123,7 +132,7 @@ def build_vision_model(name: str, implementation: str = "sdpa") -> PreTrainedMod
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.3)
         model.generation_config.pad_token_id = 2
-        model.generation_config.suppress_tokens = [i for i in range(len(IDS)) if i not in (1, *range(10, len(IDS)))]
+        model.generation_config.suppress_tokens = [i for i in range(IDS["w0"]) if i != IDS["<eos>"]]
         return model
 
 

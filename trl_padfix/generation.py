@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, GenerationMixin
 
 from .decoder import find_decoder, find_pretrained
@@ -114,20 +115,20 @@ def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     ...                      num_attention_heads=2, num_key_value_heads=1)
     >>> model = Qwen2ForCausalLM(config)
     >>> settings = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
-    >>> batch = {"input_ids": torch.tensor([[5, 6, 7], [8, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    >>> together = generate(model, batch, **settings)[:, 3:]
+    >>> ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> together = generate(model, {"input_ids": ids, "attention_mask": mask}, **settings)[:, 3:]
     >>> alone = generate(model, {"input_ids": torch.tensor([[8]])}, **settings)[:, 1:]
     >>> torch.equal(together[1:], alone)
     True
 
     ```
     """
-    while not hasattr(model, "generate") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # DDP
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     if not hasattr(model, "generate"):
         raise TypeError(
-            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head, or "
-            "of a wrapper the model inside it."
+            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head; of "
+            "a wrapper, the model inside it."
         )
     call = dict(**inputs, **kwargs)
     with evaluating(model):
@@ -153,8 +154,8 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
     ids, mask = call[main], call.get("attention_mask")
     if mask is None and ids.shape[0] > 1:
         raise ValueError(
-            f"A batch of {ids.shape[0]} prompts came without `attention_mask`, so what is padding cannot be told. Pass "
-            "the mask that the tokenizer made, or ones where the prompts are equally long."
+            f"A batch of {ids.shape[0]} prompts came without `attention_mask`, so padding cannot be told. Pass the "
+            "mask that the tokenizer made, or ones where the prompts are equally long."
         )
     if call.get("past_key_values") is not None:
         raise ValueError(
@@ -218,8 +219,8 @@ def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
     total = longest + new if new is not None else kwargs.get("max_length", config.max_length) or 0
     if limit is not None and total > limit:
         raise ValueError(
-            f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} in all, and "
-            f"{type(model).__name__} has {limit} positions: what lies beyond them it has never seen, or cannot number. "
+            f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} together, "
+            f"and {type(model).__name__} has {limit} positions: it has not seen what lies beyond, or cannot number it. "
             f"Generate at most {max(limit - longest, 0)} new tokens, or shorten the prompts."
         )
 

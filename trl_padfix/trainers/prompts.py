@@ -89,7 +89,6 @@ def _last_answer(messages: list[dict[str, Any]]) -> tuple[list, list]:
     if last == 0:
         raise ValueError(
             f"A conversation has the roles {[message['role'] for message in messages]}: no message of the assistant "
-            "follows another, so there is nothing to generate in its place. Drop such rows from the evaluation set, or "
-            "set `predict_with_generate=False`."
+            "follows another, so there is nothing to generate in its place. Drop such rows from the evaluation set."
         )
     return messages[:last], messages[last : last + 1]

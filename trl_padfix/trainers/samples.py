@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,15 @@ def _send(table: pd.DataFrame, title: str, step: int, callback: Any) -> None:
         texts = ["| " + " | ".join(map(_cell, row)) + " |" for row in [table.columns, *table.to_numpy()]]
         texts.insert(1, "|---" * len(table.columns) + "|")
         callback.tb_writer.add_text(title, "\n".join(texts), step)
-    if not getattr(callback, "_initialized", False):
-        return
-    if isinstance(callback, integrations.WandbCallback):
-        import wandb
-
-        wandb.log({title: wandb.Table(dataframe=table)})
-    elif isinstance(callback, integrations.TrackioCallback):
-        import trackio
-
-        trackio.log({title: trackio.Table(dataframe=table)})
+    elif not getattr(callback, "_initialized", False):
+        return  # its run begins with the training
     elif isinstance(callback, integrations.CometCallback):
-        import comet_ml
-
-        experiment = comet_ml.get_running_experiment()
-        if experiment is not None:
-            experiment.log_table(tabular_data=table, filename=f"{title.replace('/', '_')}.csv", step=step)
+        experiment = import_module("comet_ml").get_running_experiment()
+        experiment.log_table(f"{title.replace('/', '_')}.csv", tabular_data=table)
+    for tracker, kind in (("wandb", integrations.WandbCallback), ("trackio", integrations.TrackioCallback)):
+        if isinstance(callback, kind):
+            module = import_module(tracker)
+            module.log({title: module.Table(dataframe=table)})
 
 
 def _cell(value: Any) -> str:
