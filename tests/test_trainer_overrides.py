@@ -6,6 +6,7 @@ import pytest
 import trl
 
 import trl_padfix
+from trl_padfix.config import GeneratingConfig
 
 
 TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
@@ -51,4 +52,5 @@ def test_configurations_are_trls_with_our_fields(name):
     assert issubclass(ours, theirs)
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
-    assert added == {"padding_free", "prefix_sharing", "parity_check"} | sided
+    generating = set(GeneratingConfig.__dataclass_fields__) if name in ("DPOTrainer", "SFTTrainer") else set()
+    assert added == {"padding_free", "prefix_sharing", "parity_check"} | sided | generating

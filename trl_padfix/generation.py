@@ -127,8 +127,8 @@ def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         model = model.module
     if not hasattr(model, "generate"):
         raise TypeError(
-            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head; of "
-            "a wrapper, the model inside it."
+            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head; "
+            "of a wrapper, the model inside it."
         )
     call = dict(**inputs, **kwargs)
     with evaluating(model):
@@ -220,7 +220,7 @@ def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
     if limit is not None and total > limit:
         raise ValueError(
             f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} together, "
-            f"and {type(model).__name__} has {limit} positions: it has not seen what lies beyond, or cannot number it. "
+            f"and {type(model).__name__} has {limit} positions; what lies beyond it has not seen, or cannot number. "
             f"Generate at most {max(limit - longest, 0)} new tokens, or shorten the prompts."
         )
 
