@@ -15,9 +15,9 @@ __version__ = "0.1.0.dev0"
 _MODULES = {
     "layout": ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"],
     "attention": ["PaddingRemovalError"],
-    "generation": ["generate", "left_align"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
+    "generation": ["generate", "left_align"],
     "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
     "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],

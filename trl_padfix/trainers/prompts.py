@@ -58,7 +58,7 @@ def prompt_of(row: dict[str, Any], processing_class: Any, chat_template: str | N
     """
     images = [row["image"]] if row.get("image") is not None else list(row.get("images") or [])
     if "prompt" in row:
-        prompt, answer = row["prompt"], row.get("completion") or row["chosen"]
+        prompt, answer = row["prompt"], row["completion" if "completion" in row else "chosen"]
     else:
         prompt, answer = row["messages"], []
     is_chat = is_conversational({"prompt": prompt})
