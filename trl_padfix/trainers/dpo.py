@@ -32,10 +32,10 @@ class DPOTrainer(GeneratingMixin, PaddingRemovalMixin, trl.DPOTrainer):
     batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
     rows) beside TRL's metrics.
 
-    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called with
-    an [`~transformers.EvalPrediction`] as [`~transformers.Seq2SeqTrainer`] makes it: `predictions` are the generated
-    tokens, padded with the pad token; `label_ids` those of the chosen answers, padded with -100. Prompts, predictions
-    and references are written to `generations/step_*.jsonl` in the output directory.
+    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called
+    with what [`~transformers.Seq2SeqTrainer`] hands over: `predictions` are the generated tokens, padded with the pad
+    token, and `label_ids` those of the chosen answers, padded with -100. Prompts, predictions and references are
+    written to `generations/step_*.jsonl` in the output directory.
 
     Args:
         *args, **kwargs:
