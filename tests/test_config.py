@@ -17,7 +17,16 @@ from trl_padfix.config import parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
-OURS = {"padding_free": False, "prefix_sharing": False, "padding_side": None, "parity_check": True}
+OURS = {
+    "padding_free": False,
+    "prefix_sharing": False,
+    "padding_side": None,
+    "parity_check": True,
+    "predict_with_generate": False,
+    "generation_max_new_tokens": 256,
+    "generation_kwargs": None,
+    "eval_generation_samples": None,
+}
 
 
 def parse(*flags):
@@ -69,12 +78,8 @@ def test_trls_own_checks_still_run():
 
 def test_flags_are_parsed():
     config = parse("--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false")
-    assert {name: getattr(config, name) for name in OURS} == {
-        "padding_free": True,
-        "prefix_sharing": True,
-        "padding_side": "left",
-        "parity_check": False,
-    }
+    given = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
+    assert {name: getattr(config, name) for name in OURS} == OURS | given
 
 
 def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):

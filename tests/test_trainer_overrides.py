@@ -6,6 +6,7 @@ import pytest
 import trl
 
 import trl_padfix
+from trl_padfix.config import GeneratingConfig
 
 
 TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
@@ -52,5 +53,6 @@ def test_configurations_are_trls_with_our_fields(name):
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
     with_reference = set() if name == "RewardTrainer" else {"ref_attn_implementation"}
+    generating = set(GeneratingConfig.__dataclass_fields__) if name in ("DPOTrainer", "SFTTrainer") else set()
     ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
-    assert added == ours | sided | with_reference
+    assert added == ours | sided | with_reference | generating

@@ -17,6 +17,7 @@ _MODULES = {
     "attention": ["PaddingRemovalError"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
+    "generation": ["generate", "left_align"],
     "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
     "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .collators import DataCollatorForPreference, DataCollatorForReward
     from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
+    from .generation import generate, left_align
     from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
     from .trainers.dpo import DPOTrainer

@@ -10,6 +10,7 @@ import trl
 
 from .backends import Implementation
 from .collators import check_padding_side
+from .generation import check_generation_settings
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
@@ -142,7 +143,44 @@ class PaddingConfig(PackingConfig):
 
 
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, PaddingConfig, trl.DPOConfig):
+class GeneratingConfig:
+    """Fields of the configurations whose trainers can generate in evaluation; a mixin, in front of the others."""
+
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={
+            "help": "Continue the prompts of the evaluation set during evaluation. `compute_metrics` then receives "
+            "the generated tokens (`predictions`, padded with the pad token) and those of the data (`label_ids`, "
+            "padded with -100), as `Seq2SeqTrainer` hands them over; the texts go to `generations/` in the output "
+            "directory, and a few of them to the log and the trackers."
+        },
+    )
+    generation_max_new_tokens: int = field(
+        default=256, metadata={"help": "With `predict_with_generate`: tokens to generate after a prompt, at most."}
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: more keyword arguments of `generate`. They go before the model's "
+            "own generation config: `{'do_sample': False}` for greedy decoding whatever it says."
+        },
+    )
+    eval_generation_samples: int | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: how many rows of each evaluation set to generate from, the first "
+            "ones. By default all."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.predict_with_generate:
+            check_generation_settings(self)
+
+
+@dataclass
+class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -160,12 +198,23 @@ class DPOConfig(ReferenceAttentionConfig, PaddingConfig, trl.DPOConfig):
             here, or for a vision model a name for each part. By default transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             The same for the reference model; by default the policy's.
+        predict_with_generate (`bool`, *optional*, defaults to `False`):
+            Whether to continue the prompts of the evaluation set during evaluation.
+        generation_max_new_tokens (`int`, *optional*, defaults to `256`):
+            Tokens to generate after a prompt, at most.
+        generation_kwargs (`dict`, *optional*):
+            More keyword arguments of `generate`; they go before the model's own generation config.
+        eval_generation_samples (`int`, *optional*):
+            Rows of each evaluation set to generate from, the first ones; by default all.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+        ValueError: For another `padding_side`, for `prefix_sharing` without `padding_free`, and for
+            `generation_kwargs` that `generate` would refuse.
     """
+
+    _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
 @dataclass
@@ -275,7 +324,7 @@ class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
 
 
 @dataclass
-class SFTConfig(AttentionConfig, PaddingConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, GeneratingConfig, PaddingConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 
@@ -291,9 +340,20 @@ class SFTConfig(AttentionConfig, PaddingConfig, trl.SFTConfig):
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation that the model runs with: a name, `"auto"` for the fastest that is installed
             here, or for a vision model a name for each part. By default transformers' choice.
+        predict_with_generate (`bool`, *optional*, defaults to `False`):
+            Whether to continue the prompts of the evaluation set during evaluation.
+        generation_max_new_tokens (`int`, *optional*, defaults to `256`):
+            Tokens to generate after a prompt, at most.
+        generation_kwargs (`dict`, *optional*):
+            More keyword arguments of `generate`; they go before the model's own generation config.
+        eval_generation_samples (`int`, *optional*):
+            Rows of each evaluation set to generate from, the first ones; by default all.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+        ValueError: For another `padding_side`, for `prefix_sharing` without `padding_free`, and for
+            `generation_kwargs` that `generate` would refuse.
     """
+
+    _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]

@@ -12,6 +12,7 @@ from datasets import Dataset
 from ..collators import DataCollatorForPreference, check_pair
 from .attention import AttentionChoiceMixin
 from .checks import require_columns, require_eos, require_rows
+from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
 
 
@@ -20,7 +21,7 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
@@ -31,6 +32,11 @@ class DPOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.DPOTrainer):
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
     rows) beside TRL's metrics.
+
+    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called
+    with what [`~transformers.Seq2SeqTrainer`] hands over: `predictions` are the generated tokens, padded with the pad
+    token, and `label_ids` those of the chosen answers, padded with -100. Prompts, predictions and references are
+    written to `generations/step_*.jsonl` in the output directory.
 
     Args:
         *args, **kwargs:

@@ -102,6 +102,7 @@ class PaddingRemovalMixin:
                 super().__init__(*args, **kwargs)
             self.padding_free = self._removes_padding
             self._set_up_padding()
+            self._keep_padding_side()
         except BaseException as error:
             self.restore_padding()
             if isinstance(error, ImportError):
@@ -155,6 +156,17 @@ class PaddingRemovalMixin:
             sharing = bool(getattr(self.args, "prefix_sharing", False))
             self._handles.append(remove_padding(model, prefix_sharing=sharing))
             self._handles[-1].is_trainers = True
+
+    def _keep_padding_side(self) -> None:
+        """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
+        handler = self.callback_handler
+        call_event = handler.call_event
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with kept_padding_side(self.processing_class):
+                return call_event(*args, **kwargs)
+
+        handler.call_event = call
 
     def restore_padding(self) -> None:
         """
@@ -222,6 +234,21 @@ class PaddingRemovalMixin:
         for name, value in self._meters[mode].report(self._removes_padding).items():
             self._metrics[mode][name] = [value]
         super().log(logs, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def kept_padding_side(processing_class: Any) -> Iterator[None]:
+    """`padding_side` of a tokenizer, or of a processor and its tokenizer, is the same when the block ends."""
+    holders = [h for h in (processing_class, getattr(processing_class, "tokenizer", None)) if hasattr(h, "__dict__")]
+    saved = [vars(holder).get("padding_side") for holder in holders]
+    try:
+        yield
+    finally:
+        for holder, side in zip(holders, saved, strict=True):
+            if side is None:
+                vars(holder).pop("padding_side", None)
+            else:
+                holder.padding_side = side
 
 
 @contextlib.contextmanager
