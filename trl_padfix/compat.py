@@ -9,6 +9,7 @@ out: `import trl_padfix` stays free, and a stack outside the bounds is told so b
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -119,6 +120,22 @@ def flash_arguments(layout: Layout) -> dict[str, Any]:
     # 4.52 looks at `cu_seq_lens_q` only where it is given positions as well, and else attends over the whole row.
     # Gone in 4.53: https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
     return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
+
+
+@contextmanager
+def packing_with_any_attention() -> Iterator[None]:
+    """Keep TRL from warning that packed rows need FlashAttention, until the block ends: packed attention does not."""
+    # Gone after 1.9: https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "flash attention variant" not in record.getMessage().lower()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:
