@@ -303,8 +303,8 @@ def _noisy_embeddings(decoder: nn.Module, call: dict[str, Any], layout: Layout) 
     """
     What NEFTune makes of the embeddings of a batch, packed; nothing where it is off.
 
-    Its hook on the embedding scales the noise by the length of the rows that it sees. It is shown the padded batch, and
-    so draws the noise of the padded computation.
+    Its hook on the embedding scales the noise by the length of the rows that it sees. It is shown the padded batch,
+    and so draws the noise of the padded computation.
     """
     embedding, ids = decoder.get_input_embeddings(), call.get("input_ids")
     if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):

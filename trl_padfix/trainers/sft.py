@@ -31,10 +31,10 @@ class SFTTrainer(PaddingRemovalMixin, trl.SFTTrainer):
 
     Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, also
     with `max_length`, with a collator of your own and in evaluation; with `prefix_sharing=True` what rows have in
-    common at their beginning (a system prompt) once. Batches are padded on the tokenizer's side, or on `padding_side`. With
-    `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any attention
-    implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of the padded
-    computation.
+    common at their beginning (a system prompt) once. Batches are padded on the tokenizer's side, or on
+    `padding_side`. With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any
+    attention implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of
+    the padded computation.
 
     Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
     [`DPOTrainer`] does. The metrics of an evaluation are means over all its trained tokens, whatever the batch size;
