@@ -224,7 +224,8 @@ def make(tmp_path_factory):
             "model": lambda: build(architecture, attention),
             "ref_model": lambda: build(architecture, attention, seed=1),
             "train_dataset": lambda: build_pairs(40),
-            "eval_dataset": lambda: build_pairs(12, seed=1),
+            # One batch: TRL's metrics are means over batches, ours over pairs.
+            "eval_dataset": lambda: build_pairs(8, seed=1),
             "processing_class": build_tokenizer,
         }
         given |= {name: default() for name, default in defaults.items() if name not in given}
@@ -646,6 +647,7 @@ OVERRIDDEN = {
     "compute_metrics, callbacks, optimizers, quantization_config, peft_config",
     "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
     "evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
+    "evaluation_loop": "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
     "log": "self, logs, start_time",
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",
@@ -813,9 +815,9 @@ BAD_INPUT = {
         (PaddingRemovalError, "PrefixTuningConfig.*cache.*LoRA"),
     ),
     "neftune": (
-        {"padding_free": True, "neftune_noise_alpha": 5.0},
+        {"padding_free": True, "prefix_sharing": True, "neftune_noise_alpha": 5.0},
         dict,
-        (PaddingRemovalError, "`neftune_noise_alpha` scales its noise by the length.*Set one of"),
+        (PaddingRemovalError, "`neftune_noise_alpha` gives every token .* a noise of its own.*`prefix_sharing=False`"),
     ),
     "an encoder-decoder": (
         {"padding_free": True},

@@ -9,6 +9,7 @@ import logging
 import random
 import re
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,8 +35,11 @@ from trainer_runs import (
     words,
 )
 from transformers import TrainerCallback
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils import is_liger_kernel_available
 
+import trl_padfix
 from trl_padfix import (
     DataCollatorForLanguageModeling,
     DPOConfig,
@@ -392,26 +396,29 @@ def test_a_model_that_cannot_be_packed_is_left_to_trl_with_the_reason(make, capl
 # NEFTune
 
 
-@pytest.mark.parametrize("trainer_class", [SFTTrainer, DPOTrainer])
-def test_neftune_draws_the_noise_of_the_padded_batch(trainer_class, make, tmp_path):
-    config = SHORT | {"neftune_noise_alpha": 5.0, "eval_strategy": "no"}
-    if trainer_class is SFTTrainer:
-        theirs, ours = make(trl.SFTTrainer, config), make(config=config | {"padding_free": True})
-        quiet = make(config=SHORT | {"padding_free": True})
-    else:
-        theirs, ours, quiet = (make_dpo(tmp_path, c, **more) for c, more in dpo_runs(config))
-    runs = [run(trainer, watch_inputs("")) for trainer in (theirs, ours, quiet)]
-    assert_same(runs[1].trajectory(), runs[0].trajectory(), atol=1e-5)
-    assert_mode_ran_roughly(runs[1])
+NOISY = SHORT | {"neftune_noise_alpha": 5.0}
+
+
+@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
+def test_neftune_draws_the_noise_of_the_padded_batch(trainer, make, tmp_path):
+    def train_with(library, config):
+        trainer_class = getattr(library, trainer)
+        made = make(trainer_class, config) if "SFT" in trainer else make_dpo(tmp_path, config, trainer_class)
+        return run(made, watch_inputs(""))
+
+    theirs, ours = train_with(trl, NOISY), train_with(trl_padfix, NOISY | {"padding_free": True})
+    assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
+    stats = ours.trainer._handles[0].stats
+    assert 0 < stats.packed_tokens == stats.real_tokens < stats.padded_tokens
+    without = train_with(trl_padfix, SHORT | {"padding_free": True})
     with pytest.raises(AssertionError):
-        assert_same(runs[2].trajectory(), runs[0].trajectory(), atol=1e-5)
+        assert_same(without.trajectory(), theirs.trajectory(), atol=1e-5)
 
 
 def test_noise_of_the_packed_row_would_be_other_noise(make, monkeypatch):
-    config = SHORT | {"neftune_noise_alpha": 5.0}
-    theirs = run(make(trl.SFTTrainer, config), watch_inputs(""))
+    theirs = run(make(trl.SFTTrainer, NOISY), watch_inputs(""))
     monkeypatch.setattr("trl_padfix.forwards._noisy_embeddings", lambda *_: {})
-    ours = run(make(config=config | {"padding_free": True}), watch_inputs(""))
+    ours = run(make(config=NOISY | {"padding_free": True}), watch_inputs(""))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
 
@@ -437,11 +444,6 @@ def test_neftune_with_prefix_sharing_is_refused(make):
         make(config=MODES["prefix sharing"] | {"neftune_noise_alpha": 5.0})
 
 
-def assert_mode_ran_roughly(ours) -> None:
-    stats = ours.trainer._handles[0].stats
-    assert 0 < stats.packed_tokens == stats.real_tokens < stats.padded_tokens
-
-
 def dpo_pairs(count: int, seed: int = 0) -> Dataset:
     draw = random.Random(seed)
     return Dataset.from_list(
@@ -450,14 +452,6 @@ def dpo_pairs(count: int, seed: int = 0) -> Dataset:
             for _ in range(count)
         ]
     )
-
-
-def dpo_runs(config):
-    return [
-        (config, {"trainer_class": trl.DPOTrainer}),
-        (config | {"padding_free": True}, {}),
-        (SHORT | {"padding_free": True}, {}),
-    ]
 
 
 def make_dpo(tmp_path, config, trainer_class=DPOTrainer, **given):
@@ -562,14 +556,8 @@ def test_the_longest_batch_is_first_where_transformers_sorts_by_length(make):
 # The seeds' own scenario
 
 
-@pytest.mark.parametrize("liger", [False, True])
-@pytest.mark.parametrize("padding_free", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("shape", ["qwen2", "llama"])
-def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding_free, liger, make):
-    if liger and not is_liger_kernel_available():
-        pytest.skip("liger-kernel is not installed, and its kernels need a GPU")
-    config = {
+def scenario(side: str, padding_free: bool) -> dict:
+    return {
         "max_length": 500,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
@@ -577,18 +565,41 @@ def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding
         "eval_strategy": "steps",
         "eval_steps": 10,
         "max_steps": 10,
-        "use_liger_kernel": liger,
         "padding_side": side,
         "padding_free": padding_free,
     }
-    with flash_attention_stand_in() as calls:
-        trainer = make(config=config, model=build(shape, "flash_attention_2"))
-        trainer.train()
-        assert len(calls) > 0
+
+
+def assert_evaluated(trainer, padding_free: bool) -> None:
     logs = trainer.state.log_history
     assert [log["step"] for log in logs if "eval_loss" in log] == [10]
     assert all(torch.tensor(log["loss"]).isfinite() for log in logs if "loss" in log)
     assert ("padfix/pad_fraction" in logs[0]) is padding_free
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("shape", ["qwen2", "llama"])
+def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding_free, make):
+    with flash_attention_stand_in() as calls:
+        trainer = make(config=scenario(side, padding_free), model=build(shape, "flash_attention_2"))
+        trainer.train()
+        assert len(calls) > 0
+    assert_evaluated(trainer, padding_free)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not is_liger_kernel_available(), reason="liger-kernel is not installed")
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("shape", ["qwen2", "llama"])
+def test_the_same_with_ligers_kernels(shape, side, padding_free, make):
+    config = scenario(side, padding_free) | {"use_liger_kernel": True, "use_cpu": False}
+    # Liger puts its layers into transformers' modules, for every model that is built later.
+    with flash_attention_stand_in(), patch.dict(vars(modeling_qwen2)), patch.dict(vars(modeling_llama)):
+        trainer = make(config=config, model=build(shape, "flash_attention_2"))
+        trainer.train()
+    assert_evaluated(trainer, padding_free)
 
 
 # What a script does with a trainer
@@ -723,6 +734,7 @@ BAD = {
         {},
         "vision-related",
     ),
+    "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
     "sharing of nothing": (lambda: {}, {"prefix_sharing": True}, "needs `padding_free=True`"),
 }
 

@@ -8,7 +8,7 @@ import trl
 import trl_padfix
 
 
-TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
+TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
 
 
 def overridden(name: str) -> list[str]:
@@ -36,6 +36,7 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
     {
         "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
         "RewardTrainer": ["_prepare_dataset"],
+        "SFTTrainer": ["_prepare_dataset", "evaluation_loop"],
         "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
         "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
     }.items(),

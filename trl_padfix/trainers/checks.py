@@ -39,6 +39,7 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
     Raises:
         ValueError: For another `padding_side`, one that the user's own collator would not see, and for
             `prefix_sharing` without `padding_free`.
+        ValueError: For Liger's kernels on a CPU.
         PaddingRemovalError: For NEFTune with `prefix_sharing`.
     """
     side = getattr(config, "padding_side", None)
@@ -55,6 +56,11 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
             "there is no prefix to share. Set `prefix_sharing=False`: `padding_free` alone keeps the noise of the "
             "padded batch."
+        )
+    if getattr(config, "use_liger_kernel", False) and config.device.type == "cpu":
+        raise ValueError(
+            "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
+            "forward on a CPU. Leave it out here: the numbers are the same."
         )
 
 
