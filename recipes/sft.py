@@ -33,10 +33,8 @@ def to_dialogues(dataset: Dataset) -> Dataset:
     columns = set(dataset.column_names or next(iter(dataset)))
     if "chosen" not in columns:
         return dataset
-    if "prompt" in columns:
-        name = "completion"
-    else:
-        name = "messages" if is_conversational(next(iter(dataset))) else "text"
+    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
+    name = "completion" if "prompt" in columns else alone
     return dataset.rename_column("chosen", name).select_columns([name, *columns & {"prompt"}])
 
 

@@ -38,8 +38,8 @@ def import_recipe(name: str):
 def tiny_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("dpo_tiny")
     result = launch(
-        "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4", "--eval_steps", "2",
-        "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
+        "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4",
+        "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return output, result

@@ -1,5 +1,5 @@
 """
-A training step of TRL's, padded and packed, side by side: DPO's, or GRPO's on completions that are given.
+A training step of TRL's, padded and packed, side by side: DPO's, SFT's, or GRPO's on completions that are given.
 
 One TRL trainer, one policy, one reference, the same batches: what changes between variants is only what
 `remove_padding` attaches. Steps are interleaved batch by batch, so that a machine that drifts drifts for all of them;
@@ -33,7 +33,7 @@ from .tiny import SHAPES, build_qwen2, train_tokenizer
 
 __all__ = ["BenchSettings", "VariantResult", "equal_length_pairs", "load_pairs", "run"]
 
-TRAINERS = ("dpo", "grpo")
+TRAINERS = ("dpo", "sft", "grpo")
 
 VARIANTS = ("trl", "padding_free", "prefix_sharing")
 
@@ -125,7 +125,8 @@ def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
 
     Args:
         data ([`~datasets.Dataset`], *optional*):
-            Preference pairs, as text or tokenized. GRPO takes none: its completions are random.
+            Preference pairs, as text or tokenized; SFT learns what is chosen. GRPO takes none: its completions are
+            random.
         settings ([`BenchSettings`]):
             What to measure.
 
@@ -135,7 +136,7 @@ def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     Raises:
         RuntimeError: If losses or gradient norms of the variants differ.
     """
-    trainer, batches = _online_trainer(settings) if settings.trainer == "grpo" else _trainer(data, settings)
+    trainer, batches = _online_trainer(settings) if settings.trainer == "grpo" else _offline_trainer(data, settings)
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for step, batch in enumerate(batches):
         # Each variant is first, second and third equally often.
@@ -199,7 +200,9 @@ def to_json(results: list[VariantResult], about: dict[str, Any]) -> str:
     return json.dumps({**about, "variants": [asdict(r) for r in results]}, indent=2)
 
 
-def _trainer(data: Dataset, settings: BenchSettings) -> tuple[trl.DPOTrainer, list[dict[str, torch.Tensor]]]:
+def _offline_trainer(
+    data: Dataset, settings: BenchSettings
+) -> tuple[trl.DPOTrainer | trl.SFTTrainer, list[dict[str, torch.Tensor]]]:
     shape = SHAPES[settings.shape]
     texts = (text for row in data for text in (row["chosen"], row["rejected"])) if "chosen" in data.features else [""]
     tokenizer = train_tokenizer(texts, min(shape["vocab_size"], 8192))
@@ -212,27 +215,35 @@ def _trainer(data: Dataset, settings: BenchSettings) -> tuple[trl.DPOTrainer, li
         )
         for seed in (settings.seed, settings.seed + 1)
     )
-    trainer = _GivenTokens(
-        model=policy,
-        ref_model=reference,
-        args=trl.DPOConfig(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=settings.pairs,
-            max_length=settings.max_length,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            bf16=False,
-            use_cpu=settings.device == "cpu",
-            report_to=[],
-            seed=settings.seed,
-        ),
-        train_dataset=data,
-        processing_class=tokenizer,
+    common = dict(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=settings.pairs,
+        max_length=settings.max_length,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        bf16=False,
+        use_cpu=settings.device == "cpu",
+        report_to=[],
+        seed=settings.seed,
     )
+    if settings.trainer == "sft":
+        rows = data.map(_dialogue, remove_columns=data.column_names)
+        trainer = trl.SFTTrainer(policy, trl.SFTConfig(**common), train_dataset=rows, processing_class=tokenizer)
+    else:
+        trainer = _GivenTokens(
+            policy, reference, trl.DPOConfig(**common), train_dataset=data, processing_class=tokenizer
+        )
     _without_a_loop(trainer)
     batches = [trainer._prepare_inputs(b) for b in itertools.islice(trainer.get_train_dataloader(), total)]
     if len(batches) < total:
         raise ValueError(f"The data gives {len(batches)} batches of {settings.pairs} pairs, and {total} are needed.")
     return trainer, batches
+
+
+def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
+    """What SFT learns of a pair."""
+    if "prompt_ids" in pair:
+        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
+    return {"text": pair["chosen"]}
 
 
 class _GivenTokens(trl.DPOTrainer):
@@ -300,7 +311,7 @@ def _completions(settings: BenchSettings, vocab_size: int, draw: torch.Generator
     }
 
 
-def _without_a_loop(trainer: trl.DPOTrainer | trl.GRPOTrainer) -> None:
+def _without_a_loop(trainer: trl.DPOTrainer | trl.SFTTrainer | trl.GRPOTrainer) -> None:
     """Set what the training loop would have set."""
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
@@ -321,7 +332,7 @@ def _rows(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _variant(trainer: Any, name: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if name != "trl":
-            for model in filter(None, (trainer.model, trainer.ref_model)):
+            for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
                 stack.enter_context(remove_padding(model, prefix_sharing=name == "prefix_sharing"))
         yield
 

@@ -18,8 +18,8 @@ def bench(
     data: Annotated[str, typer.Option(help="Local file of preference pairs, Hub id, or 'equal'.")] = (
         "Anthropic/hh-rlhf"
     ),
-    trainer: Annotated[str, typer.Option(help="dpo, or grpo: its step on random completions, without data.")] = "dpo",
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with grpo, prompts.")] = 8,
+    trainer: Annotated[str, typer.Option(help="dpo, sft (what is chosen), or grpo (random completions).")] = "dpo",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
     generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
     prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a prompt, about.")] = 512,
     completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
@@ -62,7 +62,8 @@ def bench(
             dataset = b.equal_length_pairs(2 * pairs * (steps + warmup)) if data == "equal" else b.load_pairs(data)
         except (FileNotFoundError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="--data") from error
-        name, what = "equal" if data == "equal" else Path(data).name, f"DPO step, {pairs} pairs"
+        name = "equal" if data == "equal" else Path(data).name
+        what = f"SFT step, {pairs} rows" if trainer == "sft" else f"DPO step, {pairs} pairs"
     results = b.run(dataset, settings)
     about = b.describe(settings, name)
     table = Table(title=f"{what}, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}")
