@@ -106,6 +106,10 @@ class ForwardPatch:
     def wrapped(self) -> Any:
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
 
+    @property
+    def __func__(self) -> Callable:
+        return self.wrapped.__func__  # TRL 1.9 reads the signature of the function of what it takes for a method
+
     @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:
