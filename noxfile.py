@@ -32,7 +32,7 @@ TESTS = ("pytest>=8", "hypothesis>=6", "requests")  # TRL's GRPO trainer imports
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 
-TRAINERS = ("Reward", "KTO", "GRPO", "RLOO")  # beside DPO, whose tests are among the stacks
+TRAINERS = ("Reward", "KTO", "GRPO", "RLOO", "SFT")  # beside DPO, whose tests are among the stacks
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 

@@ -55,7 +55,7 @@ def load_pairs(script_args: RecipeArguments, dataset_args: trl.DatasetMixtureCon
 
 
 def build_tiny(shape: str, rows, directory: Path) -> str:
-    """A tokenizer trained on the pairs and a random model for it, saved like a downloaded one."""
+    """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
     with PartialState().main_process_first():
         if not directory.exists():
             tokenizer = train_tokenizer((text for row in rows for text in texts(row)), SHAPES[shape]["vocab_size"])
@@ -65,8 +65,9 @@ def build_tiny(shape: str, rows, directory: Path) -> str:
 
 
 def texts(row: dict) -> list[str]:
-    """All text of a pair, standard or conversational."""
-    fields = [row[name] for name in ("prompt", "chosen", "rejected") if name in row]
+    """All text of a row, standard or conversational."""
+    names = ("prompt", "chosen", "rejected", "completion", "messages", "text")
+    fields = [row[name] for name in names if name in row]
     return [m["content"] for messages in fields for m in messages] if is_conversational(row) else fields
 
 

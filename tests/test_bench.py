@@ -149,6 +149,23 @@ def test_a_broken_layout_gives_an_error_and_no_figures(variant, broken, monkeypa
         bench.run(build_pairs(), TINY)
 
 
+@pytest.mark.parametrize("data", [build_pairs, lambda: bench.equal_length_pairs(12, length=32)])
+def test_a_step_of_sft_is_timed_on_what_is_chosen(data):
+    results = bench.run(data(), dataclasses.replace(TINY, trainer="sft"))
+    padded, padding_free, prefix_sharing = results
+    assert [r.loss for r in results] == pytest.approx([padded.loss] * 3, rel=1e-5)
+    assert [r.grad_norm for r in results] == pytest.approx([padded.grad_norm] * 3, rel=1e-5)
+    assert prefix_sharing.tokens <= padding_free.tokens <= padded.tokens
+    assert (padding_free.tokens < padded.tokens) is (data is build_pairs)
+    assert padded.grad_norm > 0
+
+
+def test_a_broken_layout_gives_no_figures_of_sft(monkeypatch):
+    monkeypatch.setattr("trl_padfix.decoder.padding_free_layout", leaking_layout)
+    with pytest.raises(RuntimeError, match="padding_free is not the same computation"):
+        bench.run(build_pairs(), dataclasses.replace(TINY, trainer="sft"))
+
+
 def test_too_little_data_is_an_error_that_says_how_much_is_needed():
     with pytest.raises(ValueError, match="The data gives 2 rows, and 6 are needed"):
         bench.run(build_pairs(2), TINY)

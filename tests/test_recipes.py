@@ -1,5 +1,6 @@
 """The recipes, as a user runs them."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import trl
 import yaml
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
@@ -19,18 +20,26 @@ ROOT = Path(__file__).parent.parent
 HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
 
 
-def launch(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "recipes/dpo.py", *arguments]
+def launch(recipe: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", f"recipes/{recipe}.py", *arguments]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def import_recipe(name: str):
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("dpo_tiny")
     result = launch(
-        "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4", "--eval_steps", "2",
-        "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
+        "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4",
+        "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return output, result
@@ -59,23 +68,47 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
     assert model.config.model_type == "qwen2"
 
 
+def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
+    result = launch(
+        "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
+        "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "12",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    for row in ("held-out token accuracy", "padding not computed", "repeated prefix not computed"):
+        assert row in result.stdout
+    assert "reward" not in result.stdout
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    history = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < losses[0] - 1
+    assert all(entry["padfix/pad_fraction"] > 0.3 for entry in history if "loss" in entry)
+
+
+def test_the_recipe_of_sft_learns_what_is_chosen():
+    sft = import_recipe("sft")
+    data = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
+    assert set(sft.to_dialogues(data).column_names) == {"prompt", "completion"}
+    assert sft.to_dialogues(data)[0]["completion"] == data[0]["chosen"]
+    texts = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
+    assert sft.to_dialogues(texts).to_list() == [{"text": "a"}]
+    chats = Dataset.from_dict({name: [[{"role": "user", "content": name}]] for name in ("chosen", "rejected")})
+    assert sft.to_dialogues(chats)[0] == {"messages": [{"role": "user", "content": "chosen"}]}
+    assert sft.to_dialogues(sft.to_dialogues(chats)).column_names == ["messages"]
+
+
 def test_an_unknown_key_stops_the_recipe(tmp_path):
     config = yaml.safe_load((ROOT / "recipes/dpo_tiny.yaml").read_text()) | {"paddingfree": True}
     path = tmp_path / "typo.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = launch("--config", str(path))
+    result = launch("dpo", "--config", str(path))
     assert result.returncode != 0
     assert "paddingfree" in result.stderr
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
 def test_every_recipe_parses(name):
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        from dpo import RecipeArguments
-    finally:
-        sys.path.pop(0)
-    parser = trl.TrlParser((RecipeArguments, trl_padfix.DPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    recipe, config = import_recipe(name[:3]), getattr(trl_padfix, f"{name[:3].upper()}Config")
+    parser = trl.TrlParser((recipe.RecipeArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))
     script, training, _, mixture = parser.parse_args_and_config(
         ["--config", str(ROOT / "recipes" / name)], fail_with_unknown_args=True
     )
@@ -86,13 +119,14 @@ def test_every_recipe_parses(name):
 @pytest.mark.slow
 @pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(side, tmp_path):
-    config = yaml.safe_load((ROOT / "recipes/dpo_hh_rlhf.yaml").read_text())
+@pytest.mark.parametrize("recipe", ["dpo", "sft"])
+def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
+    config = yaml.safe_load((ROOT / f"recipes/{recipe}_hh_rlhf.yaml").read_text())
     config["datasets"] = [{"path": "json", "data_files": HH_RLHF}]
     config |= {"tiny_model": "tiny", "max_steps": 5, "eval_strategy": "no", "eval_on_start": False}
     config |= {"padding_side": side, "output_dir": str(tmp_path / "run"), "logging_steps": 5}
     path = tmp_path / "hh.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = launch("--config", str(path))
+    result = launch(recipe, "--config", str(path))
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "repeated prefix not computed" in result.stdout
+    assert "padding not computed" in result.stdout

@@ -9,7 +9,7 @@ import trl_padfix
 from trl_padfix.config import GeneratingConfig
 
 
-TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
+TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
 
 
 def overridden(name: str) -> list[str]:
@@ -37,6 +37,7 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
     {
         "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
         "RewardTrainer": ["_prepare_dataset"],
+        "SFTTrainer": ["_prepare_dataset", "evaluation_loop"],
         "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
         "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
     }.items(),

@@ -57,7 +57,8 @@ SETTINGS = {
 
 def build_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per word."""
-    tokenizer = Tokenizer(models.WordLevel(SPECIAL | {word: i + 2 for i, word in enumerate(WORDS)}))
+    vocabulary = SPECIAL | {word: i + 2 for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))  # TRL tries templates with words of its own
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special | settings)

@@ -13,12 +13,12 @@ __version__ = "0.1.0.dev0"
 # Where each public name lives. Modules are imported when a name of theirs is first asked for: `import trl_padfix`
 # costs nothing, and TRL is imported only by whoever wants a trainer.
 _MODULES = {
-    "layout": ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"],
+    "layout": ["Layout", "pack", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "unpack"],
     "attention": ["PaddingRemovalError"],
     "decoder": ["PaddingRemoval", "PaddingStats", "remove_padding"],
     "parity": ["ParityError", "ParityReport", "check_parity"],
     "generation": ["generate", "left_align"],
-    "collators": ["DataCollatorForPreference", "DataCollatorForReward"],
+    "collators": ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"],
     "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
@@ -34,11 +34,11 @@ __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
     from .attention import PaddingRemovalError
-    from .collators import DataCollatorForPreference, DataCollatorForReward
+    from .collators import DataCollatorForLanguageModeling, DataCollatorForPreference, DataCollatorForReward
     from .config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .decoder import PaddingRemoval, PaddingStats, remove_padding
     from .generation import generate, left_align
-    from .layout import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
+    from .layout import Layout, pack, packed_layout, padding_free_layout, prefix_sharing_layout, unpack
     from .parity import ParityError, ParityReport, check_parity
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer

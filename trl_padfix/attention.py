@@ -46,7 +46,9 @@ BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
 
 # Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
-_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"}
+_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
+    "num_items_in_batch"  # the loss's, which older models hand down to their layers
+}
 _UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
 
 
@@ -267,10 +269,20 @@ def _by_segment(
     window: int | None = kwargs.get("sliding_window")
     chunk: int | None = kwargs.get("attention_chunk_size")
     is_eager = attend is _eager_function(module)
-    key, value = _gather_keys(key, layout), _gather_keys(value, layout)
     positions_k = layout.positions if layout.key_index is None else layout.positions[layout.key_index]
-    outputs, first_q, first_k = [], 0, 0
-    for queries, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True):
+    # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
+    segments = zip(
+        query.split(layout.query_lengths, dim=2),
+        _gather_keys(key, layout).split(layout.key_lengths, dim=2),
+        _gather_keys(value, layout).split(layout.key_lengths, dim=2),
+        layout.positions.split(layout.query_lengths),
+        positions_k.split(layout.key_lengths),
+        layout.spans,
+        strict=True,
+    )
+    outputs = []
+    for own_query, own_key, own_value, own_positions, own_positions_k, span in segments:
+        queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
         # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
@@ -278,21 +290,21 @@ def _by_segment(
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
-            q = slice(first_q + begin, first_q + end)
-            last_k = first_k + keys - queries + end
-            k = slice(max(first_k, last_k - (end - begin) - windowed + 1) if windowed else first_k, last_k)
+            last_k = keys - queries + end
+            k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
             mask = None
             if not whole:
-                distance = layout.positions[q, None] - positions_k[None, k]
+                position = own_positions[begin:end, None]
+                distance = position - own_positions_k[None, k]
                 mask = (distance >= 0)[None, None]
                 if windowed is not None:
                     mask = mask & (distance < windowed)
                 if chunked is not None:
-                    mask = mask & (layout.positions[q, None] // chunked == positions_k[None, k] // chunked)
+                    mask = mask & (position // chunked == own_positions_k[None, k] // chunked)
                 if is_eager:  # eager functions add their mask
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            outputs.append(attend(module, query[:, :, q], key[:, :, k], value[:, :, k], mask, **kwargs)[0])
-        first_q, first_k = first_q + queries, first_k + keys
+            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
+            outputs.append(attend(module, *part, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
 
 

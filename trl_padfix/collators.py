@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
+import trl.trainer.sft_trainer as trl_sft
 
 
-__all__ = ["DataCollatorForPreference", "DataCollatorForReward"]
+__all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
@@ -133,6 +134,66 @@ class DataCollatorForReward(trl_reward.DataCollatorForPreference):
                     )
         batch = super().torch_call(examples)
         return pad_left(batch) if self.padding_side == "left" else batch
+
+
+@dataclass
+class DataCollatorForLanguageModeling(trl_sft.DataCollatorForLanguageModeling):
+    """
+    TRL's collator for language modelling, padding on the side you choose.
+
+    The first token of a left-padded row has no label: there is nothing to predict it from. Rows that were packed
+    (`seq_lengths`) are laid behind one another in one row whether or not `padding_free` says so, so that their
+    sequences stay apart.
+
+    Args:
+        pad_token_id (`int`):
+            Token ID to pad with.
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to lay all rows behind one another in one row, with positions and no mask.
+        pad_to_multiple_of (`int`, *optional*):
+            Pad the length of the batch to a multiple of this.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`.
+        **kwargs:
+            The other fields of TRL's.
+
+    Raises:
+        ValueError: For another `padding_side`, and for an empty row.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DataCollatorForLanguageModeling
+
+    >>> collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_side="left")
+    >>> batch = collator([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    >>> batch["input_ids"]
+    tensor([[1, 2, 3],
+            [0, 4, 5]])
+    >>> batch["labels"]
+    tensor([[   1,    2,    3],
+            [-100, -100,    5]])
+
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        for i, example in enumerate(examples):
+            if len(example["input_ids"]) == 0:
+                raise ValueError(f"Row {i} of the batch has no token, so there is nothing to train on. Drop it.")
+        if "seq_lengths" in examples[0] and not self.padding_free:
+            return replace(self, padding_free=True).torch_call(examples)
+        batch = super().torch_call(examples)
+        if self.padding_side == "left" and not self.padding_free:
+            batch = pad_left(batch)
+            begins = batch["attention_mask"].diff(dim=1) == 1
+            batch["labels"][:, 1:].masked_fill_(begins, -100)
+        return batch
 
 
 def check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:

@@ -9,6 +9,7 @@ out: `import trl_padfix` stays free, and a stack outside the bounds is told so b
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -126,6 +127,22 @@ def supports(cls: type[PreTrainedModel], attention: str) -> bool:
     # One flag for all versions of FlashAttention since 4.53; code on the Hub may still carry the old one.
     old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
     return bool(old or getattr(cls, f"_supports_{attention}", False))
+
+
+@contextmanager
+def packing_with_any_attention() -> Iterator[None]:
+    """Keep TRL from warning that packed rows need FlashAttention, until the block ends: packed attention does not."""
+    # Gone after 1.9: https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "flash attention variant" not in record.getMessage().lower()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:

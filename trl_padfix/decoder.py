@@ -2,8 +2,8 @@
 `remove_padding`: a model whose decoder computes no padding.
 
 The forward of the decoder is wrapped. A padded call is packed at its door and its hidden states are laid back out at
-its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. Calls with a cache
-and calls that are packed already go through untouched.
+its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. In rows that arrive
+packed each sequence is attended by itself. Calls with a cache go through untouched.
 
 Within the decoder the layout travels in the keyword arguments of its layers, so gradient checkpointing recomputes each
 layer with the layout of its own forward.
@@ -36,7 +36,7 @@ from .forwards import (
     PositionPatch,
     pools_by_token_id,
 )
-from .layout import Layout, padding_free_layout, prefix_sharing_layout
+from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
 from .positions import numbering, position_embeddings, takes_positions
 from .rules import refusal
 
@@ -87,6 +87,8 @@ class PaddingRemoval(Attachment):
             The decoder that packs its calls.
         prefix_sharing (`bool`):
             Whether repeated prefixes are computed once.
+        packs_padded (`bool`):
+            Whether padded calls are packed; rows that arrive packed are kept apart either way.
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
     """
@@ -94,6 +96,7 @@ class PaddingRemoval(Attachment):
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, prefix_sharing: bool):
         super().__init__()
         self.decoder, self.prefix_sharing = decoder, prefix_sharing
+        self.packs_padded = True
         self.stats = PaddingStats()
         self.is_pooling = False
         self.scored_layout: Layout | None = None  # of the hidden states that a model's own head is to score
@@ -187,7 +190,7 @@ class PaddingRemoval(Attachment):
         mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
         if call.get("past_key_values") is not None or call.get("use_cache") is True:
             return None  # cached: generation, or a caller that asked for the cache
-        if call.get("cu_seq_lens_q") is not None or LAYOUT in call:
+        if LAYOUT in call:
             return None  # packed already
         if call.get("encoder_hidden_states") is not None:
             raise PaddingRemovalError(
@@ -198,9 +201,12 @@ class PaddingRemoval(Attachment):
         if batch is None:
             return None
         if mask is None:
-            if not self.prefix_sharing or batch.shape[0] == 1:
-                return None
+            arrived = self._arrived_packed(call, batch)
+            if arrived is not None or not self.prefix_sharing or batch.shape[0] == 1:
+                return arrived
             mask = torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device)
+        elif not self.packs_padded or call.get("cu_seq_lens_q") is not None:
+            return None
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise PaddingRemovalError(
@@ -221,22 +227,30 @@ class PaddingRemoval(Attachment):
             raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
         if not self.prefix_sharing:
             return _remembered(mask, (mask,), lambda: padding_free_layout(mask))
-        if ids is None:
-            raise PaddingRemovalError(
-                "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
-                "with `prefix_sharing=False`: padding is removed all the same."
-            )
-        others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
-        others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels")]
-        if others:
-            raise PaddingRemovalError(
-                f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
-                "token. Attach with `prefix_sharing=False`, or leave them out."
-            )
+        _check_shareable(call)
         positions = call.get("position_ids")
         return _remembered(
             ids, (ids, call.get("attention_mask"), positions), lambda: prefix_sharing_layout(ids, mask, positions)
         )
+
+    def _arrived_packed(self, call: dict[str, Any], batch: torch.Tensor) -> Layout | None:
+        """The layout of a call without a mask whose positions, or bounds, show several sequences in one row."""
+        positions, bounds = call.get("position_ids"), call.get("cu_seq_lens_q")
+        if (positions is None and bounds is None) or not takes_positions(self.decoder):
+            return None
+        if positions is None:
+            positions = torch.arange(batch.shape[1], device=batch.device).expand(batch.shape[:2])
+        if positions.dim() != 2:
+            return None  # rows of positions for images
+        ids = call.get("input_ids") if self.prefix_sharing else None
+        if self.prefix_sharing:
+            _check_shareable(call)
+
+        def build() -> Layout:
+            return packed_layout(positions.expand(batch.shape[:2]), cu_seqlens=bounds, input_ids=ids)
+
+        layout = _remembered(batch, (batch, call.get("position_ids"), bounds), build)
+        return None if layout.is_trivial else layout
 
 
 def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> PaddingRemoval:
@@ -246,8 +260,10 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False) -> Padding
     Every call of the model with a two-dimensional `attention_mask` then runs packed, in training and evaluation, on
     either padding side, with any attention implementation, and returns what it returned before (but zeros where there
     is padding, and no cache unless `use_cache=True` asks for one). A sequence classifier scores the last token of each
-    row's attention mask, whatever its id. Generation, calls with a cache and calls that are packed already are not
-    touched. Nothing is stored in the model's config or checkpoints.
+    row's attention mask, whatever its id. A call without a mask whose `position_ids` start anew within a row (or with
+    `cu_seq_lens_q`) arrives packed: its sequences are kept apart, with any attention implementation and without a mask
+    of all tokens by all tokens. Generation and calls with a cache are not touched. Nothing is stored in the model's
+    config or checkpoints.
 
     Args:
         model (`torch.nn.Module`):
@@ -362,6 +378,22 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
             f"contains {names}. Attach to each transformers model on its own."
         )
     return found[0]
+
+
+def _check_shareable(call: dict[str, Any]) -> None:
+    ids = call.get("input_ids")
+    if ids is None:
+        raise PaddingRemovalError(
+            "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
+            "with `prefix_sharing=False`: padding is removed all the same."
+        )
+    others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
+    others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")]
+    if others:
+        raise PaddingRemovalError(
+            f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
+            "token. Attach with `prefix_sharing=False`, or leave them out."
+        )
 
 
 def _remembered(owner: torch.Tensor, parts: tuple[torch.Tensor | None, ...], build: Any) -> Layout:

@@ -49,6 +49,10 @@ SCORED = "padding_scored_index"
 """Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
 
 
+_SAID_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments that say of a packed row what its layout says."""
+
+
 class Attachment:
     """Patches on a model that go on and off together; a context manager that detaches at its end."""
 
@@ -102,6 +106,10 @@ class ForwardPatch:
     @property
     def wrapped(self) -> Any:
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+
+    @property
+    def __func__(self) -> Callable:
+        return self.wrapped.__func__  # TRL 1.9 reads the signature of the function of what it takes for a method
 
     @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +168,7 @@ class DecoderPatch(ForwardPatch):
             config = self.module.config
             if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
                 raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
-            call = _pack_arguments(call, layout, self.numbers)
+            call = _pack_arguments(call, layout, self.numbers) | _noisy_embeddings(self.module, call, layout)
             call[LAYOUT] = running = PackedCall(layout, config._attn_implementation)
             older = packed_forward(self.module, {LAYOUT: running})
             with (
@@ -316,6 +324,29 @@ def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: nn.Module, id
         ) from error
 
 
+def _noisy_embeddings(decoder: nn.Module, call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """
+    What NEFTune makes of the embeddings of a batch, packed; nothing where it is off.
+
+    Its hook on the embedding scales the noise by the length of the rows that it sees. It is shown the padded batch,
+    and so draws the noise of the padded computation.
+    """
+    embedding, ids = decoder.get_input_embeddings(), call.get("input_ids")
+    if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
+        return {}
+    if layout.packed_tokens < layout.real_tokens:
+        raise PaddingRemovalError(
+            "NEFTune gives every token of every row a noise of its own, so no two rows begin alike. Attach with "
+            "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
+        )
+    if "per_layer_inputs" in inspect.signature(decoder.forward).parameters:
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
+            "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."
+        )
+    return {"input_ids": None, "inputs_embeds": pack(embedding(ids), layout)}
+
+
 def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | None) -> dict[str, Any]:
     positions = call.get("position_ids")
     packed = {}
@@ -330,7 +361,8 @@ def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | N
         rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
         rows = torch.cat([pack(row, layout) for row in rows])
         packed["position_ids"] = rows if positions.dim() == 2 else rows.unsqueeze(1)
-    packed.pop("cache_position", None)
+    for name in _SAID_BY_LAYOUT:
+        packed.pop(name, None)
     return packed
 
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
+from .trie import merge_prefixes
 
-__all__ = ["Layout", "pack", "padding_free_layout", "prefix_sharing_layout", "unpack"]
+
+__all__ = ["Layout", "pack", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "unpack"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +31,7 @@ class Layout:
     """
     Index maps between a padded batch of `B` rows and `L` columns and its packed row of `T` tokens.
 
-    Build one with [`padding_free_layout`] or [`prefix_sharing_layout`].
+    Build one with [`padding_free_layout`], [`prefix_sharing_layout`] or [`packed_layout`].
 
     Attributes:
         batch_shape (`tuple[int, int]`):
@@ -41,7 +43,8 @@ class Layout:
         packed_index (`torch.Tensor` of shape `(T,)`):
             Where each packed token stands in the flattened batch (for a shared token: in one of its rows).
         positions (`torch.Tensor` of shape `(T,)`):
-            Columns between each packed token and the first real token of its row. A hole in a row keeps its place.
+            Columns between each packed token and the first real token of its row (of a row that arrived packed: of its
+            sequence). A hole in a row keeps its place.
         key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
             Packed tokens that are the keys of the segments, segment after segment. `None` when the keys of every
             segment are its own queries.
@@ -90,7 +93,7 @@ class Layout:
     @property
     def is_trivial(self) -> bool:
         """Whether there is nothing to remove and nothing to share: the padded computation is the packed one."""
-        return self.packed_tokens == self.padded_tokens
+        return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
@@ -199,6 +202,68 @@ def prefix_sharing_layout(
     return _build(attention_mask, keys)
 
 
+def packed_layout(
+    position_ids: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
+) -> Layout:
+    """
+    Layout of rows that arrive packed: each holds several sequences, one behind the other, and nothing else.
+
+    Args:
+        position_ids (`torch.Tensor` of shape `(B, L)`):
+            A sequence begins at each row's first token, and wherever a position is not the one after the position
+            before it.
+        cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
+            Where the sequences begin in the flattened batch; the positions are not asked then.
+        input_ids (`torch.Tensor` of shape `(B, L)`, *optional*):
+            If given, sequences that begin alike, at the same positions, share their prefixes.
+
+    Returns:
+        [`Layout`] on the device of the positions. Costs one device synchronisation.
+
+    Raises:
+        ValueError: If the positions are not two-dimensional, or `input_ids` is not like them.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import packed_layout
+
+    >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
+    >>> packed_layout(positions).query_lengths
+    (3, 2)
+    >>> packed_layout(positions, input_ids=torch.tensor([[5, 6, 7, 5, 6]])).packed_tokens
+    3
+
+    ```
+    """
+    if position_ids.dim() != 2:
+        raise ValueError(
+            f"Positions of shape {tuple(position_ids.shape)} do not say where the sequences of a packed row begin; "
+            "that takes `(B, L)`."
+        )
+    if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
+        raise ValueError(
+            f"Token ids of shape {tuple(input_ids.shape)} on {input_ids.device} and positions of shape "
+            f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
+        )
+    given = [position_ids] if input_ids is None else [position_ids, input_ids]
+    given_BL = torch.stack([x.to(torch.int64) for x in given]).cpu()
+    B, L = position_ids.shape
+    if cu_seqlens is None:
+        begins = given_BL[0].diff(dim=1, prepend=given_BL[0, :, :1]) != 1
+    else:
+        begins = torch.zeros(B, L, dtype=torch.bool)
+        bounds = cu_seqlens.cpu().long()
+        begins.view(-1)[bounds[bounds < B * L]] = True
+    begins[:, 0] = True  # no sequence goes on in the next row
+    place = torch.arange(B * L)
+    sequence = begins.flatten().cumsum(0) - 1
+    first = begins.flatten().nonzero().squeeze(1)
+    keys = [] if input_ids is None else [x.flatten() for x in given_BL]
+    return _lay_out((B, L), place, sequence, place - first[sequence], keys).to(position_ids.device)
+
+
 def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
     Gather the packed tokens of a padded batch into one row.
@@ -241,6 +306,8 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
             f"Cannot unpack values of shape {tuple(x.shape)} with a layout of {layout.packed_tokens} packed tokens."
         )
     real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
+    if layout.real_tokens == layout.padded_tokens:
+        return real.unflatten(0, layout.batch_shape)
     padded = real.new_zeros(layout.padded_tokens, *real.shape[1:])
     return padded.index_copy(0, layout.real_index, real).unflatten(0, layout.batch_shape)
 
@@ -257,19 +324,32 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     _check_mask(mask, mask_BL)
     B, L = mask_BL.shape
     real_BL = mask_BL.bool()
-    lengths = real_BL.sum(1)
     real_index = real_BL.flatten().nonzero().squeeze(1)
     row_R, column_R = real_index // L, real_index % L
     position_R = column_R - mask_BL.argmax(1)[row_R]
+    return _lay_out((B, L), real_index, row_R, position_R, [k[real_BL] for k in keys_BL]).to(mask.device)
 
-    if not keys:
+
+def _lay_out(
+    batch_shape: tuple[int, int],
+    real_index: torch.Tensor,
+    row_R: torch.Tensor,
+    position_R: torch.Tensor,
+    keys_R: list[torch.Tensor],
+) -> Layout:
+    """
+    The layout of the sequences `row_R` of the real tokens, numbered in their order, on the host.
+
+    Sequences that agree in all `keys_R` and in their positions are shared; without keys nothing is.
+    """
+    lengths = row_R.bincount()
+    if not keys_R:
         source, key_index, packed_index, positions = None, None, real_index, position_R
         query_lengths = key_lengths = lengths
         last_R = lengths.cumsum(0) - 1
     else:
-        depth_R = (real_BL.cumsum(1) - 1)[real_BL]
-        keys_RC = torch.stack([position_R, *(k[real_BL] for k in keys_BL)], dim=1)
-        rank, shared, packed_BM = _trie(row_R, depth_R, keys_RC, lengths)
+        depth_R = torch.arange(len(row_R)) - (lengths.cumsum(0) - lengths)[row_R]
+        rank, shared, packed_BM = merge_prefixes(row_R, depth_R, torch.stack([position_R, *keys_R], dim=1), lengths)
         source = packed_BM[rank[row_R], depth_R]
         new_R = depth_R >= shared[rank[row_R]]
         packed_index, positions = torch.empty(2, int(new_R.sum()), dtype=torch.int64)
@@ -285,8 +365,8 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
         if key_index.numel() == packed_index.numel():
             key_index = None  # nothing is shared
 
-    layout = Layout(
-        batch_shape=(B, L),
+    return Layout(
+        batch_shape=batch_shape,
         real_index=real_index,
         source=source,
         packed_index=packed_index,
@@ -298,36 +378,6 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
         key_lengths=tuple(key_lengths.tolist()),
         spans=tuple((positions[last_R] + 1).tolist()),
     )
-    return layout.to(mask.device)
-
-
-def _trie(
-    row_R: torch.Tensor, depth_R: torch.Tensor, keys_RC: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Sort the rows and merge their common prefixes.
-
-    Returns:
-        `rank` (`(B,)`, the place of each row in sorted order), `shared` (`(B,)`, in sorted order: tokens that a row
-        shares with the rows before it) and `packed_BM` (`(B, M)`, in sorted order: the packed token at each depth).
-    """
-    B, M = lengths.numel(), int(lengths.max())
-    keys_BMC = keys_RC.new_full((B, M, keys_RC.shape[1]), torch.iinfo(torch.int64).min)
-    keys_BMC[row_R, depth_R] = keys_RC
-    order = keys_BMC.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
-    rank = order.argsort()
-
-    # In sorted order a row shares with all rows before it what it shares with the one just before it.
-    sorted_BMC = keys_BMC[order]
-    agree = (sorted_BMC[1:] == sorted_BMC[:-1]).all(-1).long().cumprod(1).sum(1)
-    shared = torch.cat([agree.new_zeros(1), agree]).minimum(lengths[order])
-    new = lengths[order] - shared
-    offset = new.cumsum(0) - new
-
-    # The token of row `i` at depth `t` was new in the last row up to `i` that did not share depth `t`.
-    depth_M = torch.arange(M)
-    owner_BM = torch.where(depth_M >= shared[:, None], torch.arange(B)[:, None], 0).cummax(0).values
-    return rank, shared, (offset - shared)[owner_BM] + depth_M
 
 
 def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:

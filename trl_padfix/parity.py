@@ -18,6 +18,7 @@ from torch import nn
 
 from .decoder import attachment_of, find_decoder, find_pretrained, remove_padding
 from .forwards import pools_by_token_id
+from .layout import packed_layout
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -112,7 +113,8 @@ def check_parity(
         model (`torch.nn.Module`):
             Causal language model, or a wrapper of one; also one with a reward head.
         batch (`dict`):
-            `input_ids` and `attention_mask`, both `(B, L)`; other entries are not used.
+            `input_ids` and `attention_mask`, both `(B, L)`; of rows that arrive packed `input_ids` and `position_ids`
+            (and `cu_seq_lens_q`, if there are any). Other entries are not used.
         prefix_sharing (`bool`, *optional*):
             Which mode to compare, for a model that is not attached; an attached one is compared as it is.
         dtype (`torch.dtype`, *optional*):
@@ -138,7 +140,8 @@ def check_parity(
 
     ```
     """
-    ids, mask = short_slices(batch["input_ids"], batch["attention_mask"])
+    arrives_packed = "attention_mask" not in batch
+    ids, mask = short_slices(*(_unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])))
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
@@ -152,7 +155,7 @@ def check_parity(
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
         stack.callback(setattr, handle, "enabled", handle.enabled)
         handle.enabled = True
-        packed = _scores(model(**inputs), ids, mask)
+        packed = _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask)
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         with handle.disabled():
             if pools_by_token_id(pretrained):
@@ -178,6 +181,25 @@ def check_parity(
             implementation=decoder.config._attn_implementation,
             prefix_sharing=handle.prefix_sharing,
         )
+
+
+def _unpacked(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequences of rows that arrive packed, as padded ids and mask."""
+    layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
+    rows = batch["input_ids"].flatten().split(layout.query_lengths)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+
+
+def _scores_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The scores of the rows of a batch that are handed over packed."""
+    keep = mask.bool()
+    positions = (mask.cumsum(1) - 1)[keep][None]
+    output = model(input_ids=ids[keep][None], position_ids=positions, use_cache=False)
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    padded = logits.new_zeros(*ids.shape, logits.shape[-1])
+    padded[keep] = logits[0]
+    return _scores((padded,), ids, mask)
 
 
 def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ __all__ = ["curves", "plot_bench", "plot_curves", "summary_table"]
 
 _ROWS = (
     ("loss", "loss", "{:.4f}"),
+    ("token accuracy", "mean_token_accuracy", "{:.3f}"),
     ("reward accuracy", "rewards/accuracies", "{:.3f}"),
     ("reward margin", "rewards/margins", "{:.3f}"),
 )
@@ -41,7 +42,9 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
         [`rich.table.Table`]; evaluation figures where there were evaluations.
     """
     # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
-    table = Table(title="Run", caption="reward accuracy before training: all ties, counted as wrong")
+    has_rewards = any("rewards/accuracies" in entry for entry in history)
+    caption = "reward accuracy before training: all ties, counted as wrong" if has_rewards else None
+    table = Table(title="Run", caption=caption)
     for column in ("", "first", "last"):
         table.add_column(column, justify="right" if column else "left")
     for split, prefix in (("training", ""), ("held-out", "eval_")):
@@ -59,7 +62,7 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
 
 def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
     """
-    Draw loss, reward accuracy and tokens per second over the steps of a run.
+    Draw loss, accuracy (of rewards, or of tokens) and tokens per second over the steps of a run.
 
     Args:
         history (`list[dict]`):
@@ -70,9 +73,13 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
     # A figure of its own, not pyplot's: no display is needed and no state stays behind.
     from matplotlib.figure import Figure
 
+    if any("rewards/accuracies" in entry for entry in history):
+        accuracy = ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"), 0.5)
+    else:
+        accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"), None)
     panels = (
         ("loss", ("loss", "eval_loss"), None),
-        ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"), 0.5),
+        accuracy,
         ("real tokens/s", ("perf/tokens_per_second",), None),
     )
     figure = Figure(figsize=(13, 3.6), layout="constrained")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
+import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
-from ..collators import DataCollatorForPreference
+from ..collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 from ..decoder import find_decoder, find_pretrained, number_padded_rows, remove_padding
 from ..layout import Layout
 from ..tiny import SHAPES, build_qwen2, train_tokenizer
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Step", "attached", "build", "decoder_inputs", "step_flops"]
 
 
-COLLATORS = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
+COLLATORS = {
+    trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
+    trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
+}
 
 
 class Step:
@@ -181,7 +185,7 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
     data = data.shuffle(seed=settings.seed).select(range(min(len(data), 2 * count)))
     if settings.trainer == "sft":
-        data = data.select_columns(["chosen"]).rename_column("chosen", "text")
+        data = data.map(_dialogue, remove_columns=data.column_names)
     given = dict(
         args=_arguments(settings, max_length=settings.max_length),
         train_dataset=data,
@@ -200,6 +204,13 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     if len(rows) < count:
         raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
     return Step(trainer, rows[:count], settings)
+
+
+def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
+    """What SFT trains on."""
+    if "prompt_ids" in pair:
+        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
+    return {"text": pair["chosen"]}
 
 
 class _GivenTokens(trl.DPOTrainer):

@@ -39,7 +39,8 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
     Raises:
         ValueError: For another `padding_side`, one that the user's own collator would not see, and for
             `prefix_sharing` without `padding_free`.
-        PaddingRemovalError: For NEFTune with `padding_free`.
+        ValueError: For Liger's kernels on a CPU.
+        PaddingRemovalError: For NEFTune with `prefix_sharing`.
     """
     side = getattr(config, "padding_side", None)
     check_padding_side(side, optional=True)
@@ -50,10 +51,16 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
         )
     if getattr(config, "prefix_sharing", False) and not config.padding_free:
         raise ValueError("`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row.")
-    if getattr(config, "padding_free", False) and getattr(config, "neftune_noise_alpha", None):
+    if getattr(config, "prefix_sharing", False) and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
-            "`neftune_noise_alpha` scales its noise by the length of the padded row, which a packed batch does not "
-            "have. Set one of `neftune_noise_alpha` and `padding_free`."
+            "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
+            "there is no prefix to share. Set `prefix_sharing=False`: `padding_free` alone keeps the noise of the "
+            "padded batch."
+        )
+    if getattr(config, "use_liger_kernel", False) and config.device.type == "cpu":
+        raise ValueError(
+            "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
+            "forward on a CPU. Leave it out here: the numbers are the same."
         )
 
 
@@ -148,16 +155,16 @@ def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]
         )
 
 
-def require_eos(dataset: Any, processing_class: Any) -> None:
+def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> None:
     """
     Raises:
-        ValueError: If plain-text completions are to be ended with an EOS token and the tokenizer has none.
+        ValueError: If the plain texts of `column` are to be ended with an EOS token and the tokenizer has none.
     """
     tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer.eos_token is None and isinstance(next(iter(dataset))["chosen"], str):
+    if tokenizer.eos_token is None and isinstance(next(iter(dataset)).get(column), str):
         raise ValueError(
             "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
-            "`tokenizer.eos_token`, or give the pairs as chat messages."
+            "`tokenizer.eos_token`, or give chat messages."
         )
 
 

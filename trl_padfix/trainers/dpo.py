@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
 from accelerate.logging import get_logger
@@ -31,7 +32,8 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
-    rows) beside TRL's metrics.
+    rows) beside TRL's metrics. The metrics of an evaluation are means over all its pairs (or tokens), whatever the
+    batch size; TRL's are means over batches.
 
     With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called
     with what [`~transformers.Seq2SeqTrainer`] hands over: `predictions` are the generated tokens, padded with the pad
@@ -63,6 +65,13 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
         if isinstance(prepared, Dataset):
             _report_pairs(prepared, len(dataset), args.max_length, dataset_name)
         return prepared
+
+    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        mask = inputs["completion_mask"][:, 1:]
+        chosen, rejected = (half.sum() for half in mask.chunk(2))
+        pairs = torch.tensor(len(mask) // 2, device=mask.device)
+        by_tokens = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+        return {"loss": pairs, **by_tokens, "logits/chosen": chosen, "logits/rejected": rejected}
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.

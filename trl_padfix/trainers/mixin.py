@@ -73,6 +73,32 @@ class TokenMeter:
         return metrics
 
 
+class EvalMeans:
+    """Means of the loss and of TRL's metrics over an evaluation, whatever its batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+
+    def add(
+        self, accelerator: Any, weights: dict[str, torch.Tensor], loss: torch.Tensor, metrics: dict[str, float]
+    ) -> None:
+        """One batch: `loss` is this process's, `metrics` are those of all processes."""
+        sums = torch.stack([*weights.values(), loss.detach() * weights["loss"]]).float()
+        if accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums)
+        *counts, total = sums.tolist()
+        counted = dict(zip(weights, counts, strict=True))
+        values = {name: value * counted.get(name, counted["loss"]) for name, value in metrics.items()}
+        for name, value in {**values, "loss": total}.items():
+            kept = self._sums.setdefault(name, [0.0, 0.0])
+            kept[0] += value
+            kept[1] += counted.get(name, counted["loss"])
+
+    def of(self, *names: str) -> dict[str, float]:
+        """The means of `names`, of those that were counted."""
+        return {name: self._sums[name][0] / self._sums[name][1] for name in names if self._sums.get(name, [0, 0])[1]}
+
+
 class PaddingRemovalMixin:
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
@@ -94,6 +120,7 @@ class PaddingRemovalMixin:
         self._numberings: list[Attachment] = []
         self._parity_pending = {"train", "eval"}
         self._meters = {"train": TokenMeter(), "eval": TokenMeter()}
+        self._eval_means = EvalMeans()
         self._removes_padding = bool(getattr(config, "padding_free", False))
         self._check_before(config, given)
         try:
@@ -138,6 +165,19 @@ class PaddingRemovalMixin:
             for numbering in self._numberings:
                 numbering.is_trainers = True
             return
+        self._check_launch()
+        if self.args.torch_compile:
+            logger.warning("`torch_compile=True` has no effect on packed forwards: their shapes change every batch.")
+        for model in models:
+            sharing = bool(getattr(self.args, "prefix_sharing", False))
+            self._handles.append(remove_padding(model, prefix_sharing=sharing))
+            self._handles[-1].is_trainers = True
+
+    def _check_launch(self) -> None:
+        """
+        Raises:
+            PaddingRemovalError: If the model is copied, or rows are split over processes.
+        """
         if self.args.n_gpu > 1:
             raise PaddingRemovalError(
                 f"`nn.DataParallel` on {self.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
@@ -150,12 +190,6 @@ class PaddingRemovalMixin:
                     f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
                     "`padding_free=False`, or train without context and sequence parallelism."
                 )
-        if self.args.torch_compile:
-            logger.warning("`torch_compile=True` has no effect on packed forwards: their shapes change every batch.")
-        for model in models:
-            sharing = bool(getattr(self.args, "prefix_sharing", False))
-            self._handles.append(remove_padding(model, prefix_sharing=sharing))
-            self._handles[-1].is_trainers = True
 
     def _keep_padding_side(self) -> None:
         """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
@@ -180,13 +214,28 @@ class PaddingRemovalMixin:
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         mode = "train" if self.model.training else "eval"
-        if mode in self._parity_pending and self._removes_padding and getattr(self.args, "parity_check", True):
-            self._parity_pending.discard(mode)
+        if mode in self._parity_pending and self._handles and getattr(self.args, "parity_check", True):
             for batch in self._padded_batches(inputs):
-                self._check_parity(model, batch)
+                if self._handles[0].layout_of(batch) is not None:
+                    self._parity_pending.discard(mode)
+                    self._check_parity(model, batch)
         self._meters[mode].start()
         self._count_tokens(mode, inputs)
-        return super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
+        weights = None if mode == "train" else self._eval_weights(inputs)
+        logged = {name: len(values) for name, values in self._metrics[mode].items()}
+        result = super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
+        if weights is not None:
+            new = {name: v[-1] for name, v in self._metrics[mode].items() if len(v) > logged.get(name, 0)}
+            self._eval_means.add(self.accelerator, weights, result[0] if isinstance(result, tuple) else result, new)
+        return result
+
+    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """
+        What an evaluation batch counts for in the mean of each metric; `"loss"` stands for those that are not named.
+
+        `None` counts every batch alike, as TRL does: the means then depend on the batch size.
+        """
+        return None
 
     def _called_by_loss(self, model: Any) -> Any:
         """What TRL's loss is to call for the model."""
@@ -194,7 +243,7 @@ class PaddingRemovalMixin:
 
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""
-        return [{name: inputs[name] for name in ("input_ids", "attention_mask")}]
+        return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
     def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
         counts = [0, 0, 0]
@@ -203,7 +252,8 @@ class PaddingRemovalMixin:
             if layout is not None:
                 found = (layout.padded_tokens, layout.real_tokens, layout.packed_tokens)
             else:
-                padded, real = batch["attention_mask"].numel(), int(batch["attention_mask"].sum())
+                padded = batch["input_ids"].numel()
+                real = int(batch["attention_mask"].sum()) if "attention_mask" in batch else padded
                 found = (padded, real, padded)
             counts = [a + b for a, b in zip(counts, found, strict=True)]
         self._add_tokens(mode, counts)
@@ -228,9 +278,20 @@ class PaddingRemovalMixin:
         self._meters["eval"] = TokenMeter()
         return super().evaluate(*args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._eval_means = EvalMeans()
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        for mean in self._eval_means.of("loss").values():
+            output.metrics[f"{prefix}_loss"] = mean
+        return output
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         mode = "train" if self.model.training else "eval"
         # TRL logs the means of these lists, with the prefix of the mode.
+        if mode == "eval":
+            means = self._eval_means.of(*(name for name in self._metrics[mode] if name != "num_tokens"))
+            self._metrics[mode].update({name: [mean] for name, mean in means.items()})
         for name, value in self._meters[mode].report(self._removes_padding).items():
             self._metrics[mode][name] = [value]
         super().log(logs, *args, **kwargs)

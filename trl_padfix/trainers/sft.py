@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-import trl
+from collections.abc import Callable
+from typing import Any
 
+import torch
+import trl
+import trl.trainer.sft_trainer as trl_sft
+from accelerate.logging import get_logger
+from datasets import Dataset
+from trl.data_utils import is_conversational, is_conversational_from_value
+
+from ..attention import PaddingRemovalError
+from ..collators import DataCollatorForLanguageModeling
+from ..compat import packing_with_any_attention
+from ..decoder import remove_padding
 from .attention import AttentionChoiceMixin
+from .checks import require_columns, require_eos, require_rows
 from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
 
 
 __all__ = ["SFTTrainer"]
 
+logger = get_logger(__name__)
+
 
 class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl.SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`] without padding.
+
+    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, also
+    with `max_length`, with a collator of your own and in evaluation; with `prefix_sharing=True` what rows have in
+    common at their beginning (a system prompt) once. Batches are padded on the tokenizer's side, or on
+    `padding_side`. With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any
+    attention implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of
+    the padded computation.
+
+    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
+    [`DPOTrainer`] does. The metrics of an evaluation are means over all its trained tokens, whatever the batch size;
+    TRL's are means over batches.
 
     With `predict_with_generate=True` every evaluation also continues the prompts, as in [`DPOTrainer`]; the references
     are the completions, or the last messages of the assistant.
@@ -22,4 +48,113 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
     Args:
         *args, **kwargs:
             As [`~trl.SFTTrainer`]. `args` may be this package's [`SFTConfig`] or TRL's.
+
+    Raises:
+        PaddingRemovalError: If padding cannot be removed from the model with exact results.
+        ParityError: On the first batch, if the packed and the padded forward differ.
+        ValueError: For input that could not be trained on as meant: missing columns, no chat template, no row with a
+            token to train on, no pad token.
     """
+
+    _collators = {trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with packing_with_any_attention():
+            super().__init__(*args, **kwargs)
+
+    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
+        super()._check_before(config, given)
+        side = getattr(config, "padding_side", None)
+        if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
+            raise ValueError(
+                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one behind "
+                "the other. Leave `padding_side` out, or set `packing=False`."
+            )
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Callable | None,
+        dataset_name: str,
+    ) -> Any:
+        require_rows(dataset, dataset_name)
+        if formatting_func is None:
+            _check_rows(dataset, processing_class, args, dataset_name)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if isinstance(prepared, Dataset):
+            _report_rows(prepared, len(dataset), packing, args.max_length, dataset_name)
+        return prepared
+
+    def _set_up_padding(self) -> None:
+        super()._set_up_padding()
+        packs = getattr(self.data_collator, "padding_free", False) or getattr(self.args, "eval_packing", False)
+        if not packs or self._handles:
+            return
+        try:
+            self._check_launch()
+            handle = remove_padding(self.model)
+        except PaddingRemovalError as error:
+            logger.warning(f"Packed rows are left to the model's own attention. {error}")
+            return
+        handle.packs_padded, handle.is_trainers = False, True
+        self._handles = [handle]
+
+    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        names = ("input_ids", "attention_mask")
+        if "attention_mask" not in inputs:
+            names = ("input_ids", "position_ids", "cu_seq_lens_q")
+        return [{name: inputs[name] for name in names if name in inputs}]
+
+    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        labels = inputs.get("labels")
+        return None if labels is None else {"loss": (labels[:, 1:] != -100).sum()}
+
+
+def _check_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> None:
+    """Columns, chat template and EOS token that the first row of a dataset asks for."""
+    require_columns(
+        dataset,
+        name,
+        [{args.dataset_text_field}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
+        f"SFT needs `{args.dataset_text_field}`, `messages`, `prompt` and `completion`, or `input_ids`",
+    )
+    row = next(iter(dataset))
+    if "input_ids" in row:
+        return
+    chats = is_conversational(row) or is_conversational_from_value(row)
+    if chats and getattr(processing_class, "chat_template", None) is None:
+        raise ValueError(
+            f"The {name} dataset holds chat messages, and the tokenizer has no chat template to write them out with. "
+            "Set `tokenizer.chat_template`, or `chat_template_path` in the configuration."
+        )
+    require_eos(dataset, processing_class, "completion" if "completion" in row else args.dataset_text_field)
+
+
+def _report_rows(prepared: Dataset, given: int, packing: bool, max_length: int | None, name: str) -> None:
+    """Stop where nothing is left to train on; say how many rows teach nothing or were left out."""
+    if "labels" not in prepared.column_names:
+        return
+    untrained = 0
+    if not packing:
+        for batch in prepared.select_columns(["labels"]).iter(1000):
+            untrained += sum(all(label == -100 for label in labels[1:]) for labels in batch["labels"])
+    left_out = 0 if packing else given - len(prepared)
+    if untrained == len(prepared) and not packing:
+        raise ValueError(
+            f"No row of the {name} dataset has a token to train on: of {given} rows, {left_out} lost theirs to "
+            f"`max_length={max_length}` and {untrained} have none. Raise `max_length`, and look at what is masked: "
+            "`completion_only_loss`, `assistant_only_loss`, the labels."
+        )
+    if untrained:
+        logger.warning(
+            f"{untrained} of {len(prepared)} rows of the {name} dataset have no token to train on: they teach nothing "
+            "and cost a step's time. Drop them."
+        )
+    if left_out:
+        logger.warning(
+            f"{left_out} of {given} rows of the {name} dataset were left out by TRL: `max_length={max_length}` leaves "
+            "them no token to train on. Raise `max_length` to train on them."
+        )
