@@ -36,6 +36,7 @@ from .forwards import (
     pools_by_token_id,
 )
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
+from .multimodal import MultimodalPatch, TowerPatch, find_multimodal, is_own_mask, token_keys, towers
 from .positions import numbering, position_embeddings, takes_positions
 from .rules import refusal
 
@@ -96,12 +97,17 @@ class PaddingRemoval(Attachment):
         self.stats = PaddingStats()
         self.is_pooling = False
         self.call: PackedCall | None = None  # the packed forward that is running
+        self._around: dict[str, Any] = {}  # what the module around the decoder was called with
         self._removed, self._recomputable = False, 0
         self._patches.append(DecoderPatch(decoder, self))
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
         self._patches += [PositionPatch(m, self) for m in position_embeddings(decoder)]
-        # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
-        if decoder in model.children() and model.get_output_embeddings() is not None:
+        self.multimodal = find_multimodal(model, decoder)
+        if self.multimodal is not None:
+            self._patches += [TowerPatch(m, self) for m in towers(self.multimodal, decoder)]
+            self._patches.append(MultimodalPatch(self.multimodal, self))
+        # What calls the decoder or, of a multimodal model, the module around it.
+        if (self.multimodal or decoder) in model.children() and model.get_output_embeddings() is not None:
             self._patches.append(LMHeadPatch(model, self))
         if pools_by_token_id(model):
             self._patches.append(PoolingPatch(model, self))
@@ -165,6 +171,41 @@ class PaddingRemoval(Attachment):
         finally:
             self.is_pooling = saved
 
+    @contextmanager
+    def called_with(self, call: dict[str, Any]) -> Iterator[None]:
+        """The module around the decoder is called with `call`, until the block ends."""
+        saved, self._around = self._around, call
+        try:
+            yield
+        finally:
+            self._around = saved
+
+    def decoder_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A decoder call with the mask and ids that the module around it was called with, where it has others."""
+        mask, prepared = self._around.get("attention_mask"), call.get("attention_mask")
+        if isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4):
+            embeds = call.get("inputs_embeds")
+            cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+            if mask is None and embeds is not None and self._around:
+                mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+            if not cached and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+                if not is_own_mask(prepared, self.decoder, call, mask):
+                    raise PaddingRemovalError(
+                        f"{type(self.multimodal).__name__} made a mask for its decoder that is more than causal: "
+                        "tokens of an image see each other, and a packed batch is attended causally. Use "
+                        "`padding_free=False`; batches without images can be packed."
+                    )
+                return call | {"attention_mask": mask}
+        return call
+
+    def selects(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
+        """Whether the decoder can be asked for the states at some places of a call of the model only."""
+        if self.multimodal is None:
+            layout = self.layout_of(call)
+            return layout is not None and tuple(labels.shape) == layout.batch_shape
+        ids = call.get("input_ids")
+        return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
+
     def layout_of(self, call: dict[str, Any]) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is."""
         mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
@@ -204,11 +245,14 @@ class PaddingRemoval(Attachment):
             raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
         if not self.prefix_sharing:
             return _remembered(mask, (mask,), lambda: padding_free_layout(mask))
+        ids = ids if ids is not None else self._around.get("input_ids")
         if ids is None:
             raise PaddingRemovalError(
                 "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
                 "with `prefix_sharing=False`: padding is removed all the same."
             )
+        if self._around:
+            return prefix_sharing_layout(ids, mask, token_keys(call, ids.shape))
         others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
         others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels")]
         if others:
@@ -316,6 +360,8 @@ def attachment_of(model: nn.Module) -> PaddingRemoval | None:
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The text decoder of a model: the module between the embeddings and the head."""
     decoder = decoder_of(model)
+    if isinstance(decoder, PreTrainedModel) and decoder is not model and decoder.get_output_embeddings() is not None:
+        return find_decoder(decoder)  # a language model with a head of its own (BLIP-2's)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is not None:
         # Some models call their output layer `decoder`, some find themselves.
         inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
