@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
+from ..vision_collators import DataCollatorForVisionPreference
 from .checks import require_columns, require_eos, require_rows
 from .mixin import PaddingRemovalMixin
 
@@ -41,7 +42,10 @@ class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
         ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
     """
 
-    _collators = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
+    _collators = {
+        trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
+        trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
+    }
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         require_rows(dataset, dataset_name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import trl
+import trl.trainer.sft_trainer as trl_sft
 
+from ..vision_collators import DataCollatorForVisionLanguageModeling
 from .mixin import PaddingRemovalMixin
 
 
@@ -18,3 +20,5 @@ class SFTTrainer(PaddingRemovalMixin, trl.SFTTrainer):
         *args, **kwargs:
             As [`~trl.SFTTrainer`]. `args` may be this package's [`SFTConfig`] or TRL's.
     """
+
+    _collators = {trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling}
