@@ -2,8 +2,8 @@
 torchvision beside a torch that it was not compiled for: its wheel on PyPI beside a torch of CPUs only.
 
 Such a torchvision fails on import, because its Python code registers fake kernels for compiled operators (`nms` and
-its kin) that could not be loaded. Declaring the operators is enough: the processors of images and videos, which is what
-transformers uses torchvision for, call none of them. Nothing is declared where torchvision loads by itself, or is not
+its kin) that could not be loaded. Declaring the operators is enough: the processors of images and videos, for which
+transformers needs torchvision, call none of them. Nothing is declared where torchvision loads by itself, or is not
 installed.
 """
 

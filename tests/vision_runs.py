@@ -19,11 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 from vision_families import build_vision
 
 
-__all__ = ["EXACT", "PROCESSORS", "build_captions", "build_pairs", "build_processor", "build_vlm"]
+__all__ = ["NEEDS_TORCHVISION", "PROCESSORS", "build_captions", "build_pairs", "build_processor", "build_vlm"]
 
 WORDS = [f"w{i}" for i in range(3, 40)]
-MARKS = "<image> <row_1_col_1> <global-img> <fake_token_around_image> <end_of_utterance> <|video_pad|> <|vision_start|> "
-MARKS += "<|vision_end|> <img> </img> <IMG_CONTEXT> <video> <start_of_image> <end_of_image> <image_soft_token> <|image_pad|>"
+MARKS = [
+    *("<image>", "<row_1_col_1>", "<global-img>", "<fake_token_around_image>", "<end_of_utterance>"),
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+]
+"""What the processors put around images and in their place."""
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
@@ -36,22 +40,28 @@ TEMPLATE = (
 
 def build_tokenizer(**names: str) -> PreTrainedTokenizerFast:
     """One token per word; images take one of `names`, for processors that ask the tokenizer."""
-    marks = MARKS.split()
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
-    for word in ["user", "assistant", *marks]:
+    for word in ["user", "assistant", *MARKS]:
         vocabulary[word] = len(vocabulary)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", extra_special_tokens=names
     )
 
 
+_PATCHES = {"patch_size": 4, "vision_feature_select_strategy": "full"}
+
+
 def _llava() -> ProcessorMixin:
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     return transformers.LlavaProcessor(
-        images, build_tokenizer(), patch_size=4, vision_feature_select_strategy="full", chat_template=_template("<image>")
+        images,
+        build_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        chat_template=_template("<image>"),
     )
 
 
@@ -62,7 +72,11 @@ def _llava_next() -> ProcessorMixin:
         image_grid_pinpoints=[[16, 32], [32, 16]],
     )
     return transformers.LlavaNextProcessor(
-        images, build_tokenizer(), patch_size=4, vision_feature_select_strategy="full", chat_template=_template("<image>")
+        images,
+        build_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        chat_template=_template("<image>"),
     )
 
 
@@ -136,7 +150,9 @@ def build_processor(family: str) -> ProcessorMixin:
     return PROCESSORS[family]()
 
 
-def build_vlm(family: str, processor: ProcessorMixin, attn_implementation: str | None = None, **more: Any):
+def build_vlm(
+    family: str, processor: ProcessorMixin, attn_implementation: str | None = None, **more: Any
+) -> PreTrainedModel:
     """A model of the family for a processor, its weights large."""
     tokenizer = processor.tokenizer
     ids = {"image_token_id": _image_token_id(processor), "image_token_index": _image_token_id(processor)}
@@ -178,8 +194,7 @@ def build_pairs(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Da
 
 def build_captions(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Dataset:
     """Ragged conversational prompts and completions with images."""
-    pairs = build_pairs(count, images, seed).remove_columns("rejected").rename_column("chosen", "completion")
-    return pairs
+    return build_pairs(count, images, seed).remove_columns("rejected").rename_column("chosen", "completion")
 
 
 def _text(draw: random.Random, low: int, high: int) -> str:

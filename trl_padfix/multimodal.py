@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -62,7 +63,8 @@ class TowerPatch(ForwardPatch):
     Runs a tower once for a batch of images that repeats itself, and gives its output to both halves.
 
     Whether the halves of a tower's output belong to the halves of its input is tried out on the first batch that
-    repeats itself: a tower that answers otherwise (in one row for all images, say) is left alone.
+    repeats itself: a tower that answers otherwise (in one row for all images, say) is left alone. So is one whose
+    weights are sharded (FSDP, ZeRO-3): its processes have to run it equally often.
     """
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
@@ -71,7 +73,7 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        if self.separates_halves is False or not _repeats(given) or _draws(self.module):
+        if self.separates_halves is False or not _repeats(given) or _draws(self.module) or _is_sharded(self.module):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
         output = _twice(self.wrapped(*half[0], **half[1]))
@@ -218,6 +220,10 @@ def _agree(a: Any, b: Any) -> bool:
     return len(pairs) > 0 and all(
         x.shape == y.shape and bool(((x - y).abs().max() <= tolerance * y.abs().max()).item()) for x, y in pairs
     )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(p, DTensor) or p.numel() == 0 or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _draws(module: nn.Module) -> bool:
