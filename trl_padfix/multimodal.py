@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -223,7 +222,7 @@ def _agree(a: Any, b: Any) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) or p.numel() == 0 or hasattr(p, "ds_id") for p in module.parameters())
+    return any(p.numel() == 0 or hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _draws(module: nn.Module) -> bool:

@@ -148,14 +148,17 @@ def check_vision(dataset: Any, processor: Any, dataset_name: str) -> None:
     images = sorted(column_names(dataset) & {"image", "images"})
     if not images or not isinstance(dataset, Dataset):
         return
-    texts, first = [c for c in ("messages", "prompt", "text") if c in dataset.column_names], 0
-    for table in dataset.select_columns([images[-1], *texts]).with_format("arrow").iter(1000):
+    texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
+    if not texts:
+        return
+    pictures = dataset.select_columns(images[-1:]).with_format("arrow").iter(1000)
+    for batch, (table, words) in enumerate(zip(pictures, dataset.select_columns(texts).iter(1000), strict=True)):
         column = table[images[-1]]
         counts = column.is_valid() if images[-1] == "image" else pyarrow.compute.list_value_length(column)
-        rows = zip(table.select(texts).to_pylist(), counts.to_pylist(), strict=True)
-        rows = [{**row, "images": [None] * int(count or 0)} for row, count in rows]
-        check_images(rows, processor, f"the {dataset_name} dataset", first)
-        first += len(rows)
+        rows = [dict(zip(words, row, strict=True)) for row in zip(*words.values(), strict=True)]
+        for row, count in zip(rows, counts.to_pylist(), strict=True):
+            row["images"] = [None] * int(count or 0)
+        check_images(rows, processor, f"the {dataset_name} dataset", first=1000 * batch)
 
 
 def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
