@@ -68,7 +68,7 @@ def test_an_unknown_key_stops_the_recipe(tmp_path):
     assert "paddingfree" in result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("dpo*.yaml")))
 def test_every_recipe_parses(name):
     sys.path.insert(0, str(ROOT / "recipes"))
     try:

@@ -33,6 +33,31 @@ class DataCollatorForVisionPreference(trl_dpo.DataCollatorForVisionPreference):
     Raises:
         ValueError: For another `padding_side`, for a pair whose images are not as many as its placeholders, or with a
             completion of which nothing is left, and where `max_length` would cut an image.
+
+    Example:
+
+    ```python
+    >>> from PIL import Image
+    >>> from trl_padfix import DataCollatorForVisionPreference
+    >>> from trl_padfix.tiny import build_llava, train_tokenizer
+
+    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
+    >>> collator = DataCollatorForVisionPreference(processor, padding_side="left")
+    >>> image = Image.new("RGB", (32, 32))
+    >>> batch = collator([
+    ...     {
+    ...         "images": [image],
+    ...         "prompt": [{"role": "user", "content": "What is it?"}],
+    ...         "chosen": [{"role": "assistant", "content": "A cat."}],
+    ...         "rejected": [{"role": "assistant", "content": "A dog, I think."}],
+    ...     }
+    ... ])
+    >>> batch["attention_mask"][:, 0]
+    tensor([0, 1])
+    >>> batch["pixel_values"].shape
+    torch.Size([2, 3, 32, 32])
+
+    ```
     """
 
     padding_side: str = "right"
@@ -77,6 +102,27 @@ class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguag
     Raises:
         ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
             where `max_length` would cut an image.
+
+    Example:
+
+    ```python
+    >>> from PIL import Image
+    >>> from trl_padfix import DataCollatorForVisionLanguageModeling
+    >>> from trl_padfix.tiny import build_llava, train_tokenizer
+
+    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
+    >>> collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
+    >>> image = Image.new("RGB", (32, 32))
+    >>> batch = collator([
+    ...     {"images": images, "messages": [{"role": "user", "content": "What is it?"}]}
+    ...     for images in ([image], [image, image])
+    ... ])
+    >>> batch["attention_mask"][:, 0]
+    tensor([0, 1])
+    >>> batch["pixel_values"].shape
+    torch.Size([3, 3, 32, 32])
+
+    ```
     """
 
     padding_side: str = "right"
