@@ -94,9 +94,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
     model = model_args.model_name_or_path
     if script_args.tiny:
         if model or script_args.dataset_name or dataset_args.datasets:
-            raise ValueError(
-                "`tiny` makes model and pictures: leave out `model_name_or_path` and the dataset."
-            )
+            raise ValueError("`tiny` makes model and pictures: leave out `model_name_or_path` and the dataset.")
         model = build_tiny(Path(training_args.output_dir) / "initial_model")
         dataset = DatasetDict(train=draw_shapes(1024, seed=0), test=draw_shapes(64, seed=1))
     elif dataset_args.datasets:

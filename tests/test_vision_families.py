@@ -37,7 +37,8 @@ INTRODUCTION = """\
 What becomes of every image-text-to-text type of transformers 5.23 under `remove_padding`, on batches with images and
 on batches of text: **exact**, or **refused** with the reason. Tiny random models, float32; rows with one image, with
 two and with none, some with the same ids and another image, padded on the left and on the right. Exact:
-log-probabilities within 1e-4, and gradients, the vision tower's too, within 1e-4 (relative) of each row computed alone.
+log-probabilities within 1e-4, and gradients, the vision tower's too, within 1e-4 (relative) of each row computed
+alone.
 
 *Not run*: images could not be given to a model of this type offline in one of the usual ways, or it needs more inputs.
 Rules and parity check apply to it as to the others.

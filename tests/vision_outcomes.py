@@ -65,6 +65,11 @@ def vision_outcomes(family: str) -> dict[str, Any]:
     except NotBuiltError as reason:
         return {"not_built": str(reason)}
     result: dict[str, Any] = {"class": type(vision.model).__name__}
+    try:
+        remove_padding(vision.model).remove()
+    except PaddingRemovalError as refused:
+        outcome = {"outcome": "refused", "reason": str(refused)}
+        return result | {kind: dict.fromkeys(MODES, outcome) for kind in KINDS}
     for kind, rows in KINDS.items():
         if kind == "images" and vision.image is None:
             result[kind] = {"not_run": "none of the ways in which images are tried"}

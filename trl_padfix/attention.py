@@ -46,7 +46,9 @@ BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
 
 # Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
-_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"}
+_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
+    "mm_token_type_ids"  # up to transformers 5.0 what tells images from text goes down to every layer
+}
 _UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
 
 

@@ -9,6 +9,7 @@ out: `import trl_padfix` stays free, and a stack outside the bounds is told so b
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -20,8 +21,9 @@ from .masks import PackedMask
 
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from .layout import Layout
 
@@ -119,6 +121,17 @@ def flash_arguments(layout: Layout) -> dict[str, Any]:
     # 4.52 looks at `cu_seq_lens_q` only where it is given positions as well, and else attends over the whole row.
     # Gone in 4.53: https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
     return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
+
+
+def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
+    """The masks that a decoder makes of a two-dimensional one: one, or a `dict` of them by type of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    given: dict[str, Any] = {"inputs_embeds": embeds}
+    # 5.0 still spells one argument differently, and asks for the places that another version takes from the cache.
+    if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
+        given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
+    return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .compat import own_masks
 from .forwards import SCORED, ForwardPatch, bind, visual_mask
 
 
@@ -126,11 +127,7 @@ def is_own_mask(prepared: Any, decoder: nn.Module, call: dict[str, Any], mask: t
         mask (`torch.Tensor` of shape `(B, L)`):
             The mask that the module around the decoder was called with.
     """
-    from transformers.masking_utils import create_masks_for_generate
-
-    own = create_masks_for_generate(
-        config=decoder.config, inputs_embeds=call["inputs_embeds"], attention_mask=mask, past_key_values=None
-    )
+    own = own_masks(decoder.config, call["inputs_embeds"], mask)
     if isinstance(prepared, dict) != isinstance(own, dict):
         return False
     pairs = [(prepared[k], own.get(k)) for k in prepared] if isinstance(prepared, dict) else [(prepared, own)]
