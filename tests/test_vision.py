@@ -302,7 +302,7 @@ def test_image_tokens_that_see_each_other_are_refused(implementation, sharing):
     vision = build_vision("gemma3", implementation)
     batch = collate(vision, ROWS)
     with remove_padding(vision.model, prefix_sharing=sharing) as handle:
-        with pytest.raises(PaddingRemovalError, match=r"Gemma3Model made a mask.*padding_free=False"):
+        with pytest.raises(PaddingRemovalError, match=r"Gemma3TextModel was given a mask.*padding_free=False"):
             vision.model(**batch.call())
         assert handle.stats.packed_tokens == 0
 

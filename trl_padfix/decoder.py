@@ -36,7 +36,7 @@ from .forwards import (
     pools_by_token_id,
 )
 from .layout import Layout, padding_free_layout, prefix_sharing_layout
-from .multimodal import MultimodalPatch, TowerPatch, find_multimodal, is_own_mask, token_keys, towers
+from .multimodal import MultimodalPatch, TowerPatch, find_multimodal, token_keys, towers, with_plain_mask
 from .positions import numbering, position_embeddings, takes_positions
 from .rules import refusal
 
@@ -181,22 +181,8 @@ class PaddingRemoval(Attachment):
             self._around = saved
 
     def decoder_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A decoder call with the mask and ids that the module around it was called with, where it has others."""
-        mask, prepared = self._around.get("attention_mask"), call.get("attention_mask")
-        if isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4):
-            embeds = call.get("inputs_embeds")
-            cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-            if mask is None and embeds is not None and self._around:
-                mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
-            if not cached and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                if not is_own_mask(prepared, self.decoder, call, mask):
-                    raise PaddingRemovalError(
-                        f"{type(self.multimodal).__name__} made a mask for its decoder that is more than causal: "
-                        "tokens of an image see each other, and a packed batch is attended causally. Use "
-                        "`padding_free=False`; batches without images can be packed."
-                    )
-                return call | {"attention_mask": mask}
-        return call
+        """A decoder call with the two-dimensional mask of the module around it, where that made masks of it."""
+        return with_plain_mask(call, self._around, self.decoder) if self._around else call
 
     def selects(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
         """Whether the decoder can be asked for the states at some places of a call of the model only."""

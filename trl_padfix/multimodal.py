@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .attention import PaddingRemovalError
 from .compat import own_masks
 from .forwards import SCORED, ForwardPatch, bind, visual_mask
 
@@ -25,7 +26,7 @@ from .forwards import SCORED, ForwardPatch, bind, visual_mask
 if TYPE_CHECKING:
     from .decoder import PaddingRemoval
 
-__all__ = ["MultimodalPatch", "TowerPatch", "find_multimodal", "is_own_mask", "token_keys", "towers"]
+__all__ = ["MultimodalPatch", "TowerPatch", "find_multimodal", "token_keys", "towers", "with_plain_mask"]
 
 
 def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel | None:
@@ -115,23 +116,40 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
     return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
 
 
-def is_own_mask(prepared: Any, decoder: nn.Module, call: dict[str, Any], mask: torch.Tensor) -> bool:
+def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: nn.Module) -> dict[str, Any]:
     """
-    Whether prepared masks are what a decoder would make of a two-dimensional mask itself.
+    A decoder call with the two-dimensional mask that prepared masks were made of.
 
     Args:
-        prepared (`torch.Tensor`, or `dict` of them by type of layer):
-            What the decoder was called with.
-        decoder (`torch.nn.Module`), call (`dict`):
-            The decoder, and its arguments.
-        mask (`torch.Tensor` of shape `(B, L)`):
-            The mask that the module around the decoder was called with.
+        call (`dict`):
+            Arguments of the decoder.
+        around (`dict`):
+            Arguments of the module around it.
+        decoder (`torch.nn.Module`):
+            The decoder.
+
+    Raises:
+        PaddingRemovalError: If they are other masks than the decoder would make itself.
     """
-    own = own_masks(decoder.config, call["inputs_embeds"], mask)
-    if isinstance(prepared, dict) != isinstance(own, dict):
-        return False
-    pairs = [(prepared[k], own.get(k)) for k in prepared] if isinstance(prepared, dict) else [(prepared, own)]
-    return all(_same_mask(*pair, mask) for pair in pairs)
+    prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
+    cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+    is_prepared = isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4)
+    if cached or not is_prepared or embeds is None:
+        return call
+    if mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return call
+    own = own_masks(decoder.config, embeds, mask)
+    pairs = [(prepared, own)]
+    if isinstance(prepared, dict) and isinstance(own, dict):
+        pairs = [(prepared[kind], own.get(kind)) for kind in prepared]
+    if any(isinstance(m, dict) for m in pairs[0]) or not all(_same_mask(*pair, mask) for pair in pairs):
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} was given a mask that is more than causal: tokens of an image see each other, "
+            "and a packed batch is attended causally. Use `padding_free=False`; batches without images can be packed."
+        )
+    return call | {"attention_mask": mask}
 
 
 def _same_mask(prepared: torch.Tensor | None, own: torch.Tensor | None, mask: torch.Tensor) -> bool:
