@@ -1035,15 +1035,6 @@ _TINY = {
     "num_key_value_heads": 2,
     "pad_token_id": PAD,
 }
-_VISION = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
 _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -1093,11 +1084,6 @@ _LINEAR = {
             "Gemma3ForCausalLM",
             _TINY | {"head_dim": 8, "use_bidirectional_attention": True},
             "attends in both directions|use_bidirectional_attention",
-        ),
-        (
-            "LlavaForConditionalGeneration",
-            {"text_config": _TINY | {"model_type": "llama"}, "vision_config": _VISION},
-            "it takes images",
         ),
         ("Qwen2ForCausalLM", _TINY | {"attn_implementation": "flex_attention"}, "`flex_attention`.*'sdpa'"),
     ],

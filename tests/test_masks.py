@@ -113,3 +113,13 @@ def test_a_mask_of_the_models_own_making_is_refused():
     layer.register_forward_pre_hook(lambda m, a, k: (a, k | {"attention_mask": own}), with_kwargs=True)
     with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
         model(ids, attention_mask=mask)
+
+
+def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():
+    model = build("hrm_text")
+    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    prompt = (torch.arange(7) < 4).long().expand_as(ids)
+    with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
+        model(ids, attention_mask=mask, token_type_ids=prompt)

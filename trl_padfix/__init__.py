@@ -19,6 +19,7 @@ _MODULES = {
     "parity": ["ParityError", "ParityReport", "check_parity"],
     "generation": ["generate", "left_align"],
     "collators": ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"],
+    "vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
@@ -27,7 +28,7 @@ _MODULES = {
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
 }
-_NEEDS_TRL = {"collators", "config", "trainers"}
+_NEEDS_TRL = {"collators", "config", "trainers", "vision_collators"}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted([*_HOME, "__version__"])
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .trainers.reward import RewardTrainer
     from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
+    from .vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 
 
 def __getattr__(name: str) -> Any:

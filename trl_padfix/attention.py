@@ -47,7 +47,8 @@ BLOCK = 1024
 
 # Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
 _IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
-    "num_items_in_batch"  # the loss's, which older models hand down to their layers
+    "num_items_in_batch",  # the loss's, which older models hand down to their layers
+    "mm_token_type_ids",  # up to transformers 5.0 what tells images from text goes down to every layer
 }
 _UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
 

@@ -213,4 +213,5 @@ def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
     mask = batch["attention_mask"]
     column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))
     column = column % mask.shape[1]
-    return {k: v.gather(1, column) if v.shape == mask.shape else v for k, v in batch.items()}
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == mask.shape}
+    return {**batch, **{k: v.gather(1, column) for k, v in given.items()}}

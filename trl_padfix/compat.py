@@ -9,6 +9,7 @@ out: `import trl_padfix` stays free, and a stack outside the bounds is told so b
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from .masks import PackedMask
 
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from .layout import Layout
 
@@ -143,6 +145,17 @@ def packing_with_any_attention() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(other)
+
+
+def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
+    """The masks that a decoder makes of a two-dimensional one: one, or a `dict` of them by type of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    given: dict[str, Any] = {"inputs_embeds": embeds}
+    # 5.0 still spells one argument differently, and asks for the places that another version takes from the cache.
+    if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
+        given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
+    return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:

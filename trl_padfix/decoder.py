@@ -37,6 +37,7 @@ from .forwards import (
     pools_by_token_id,
 )
 from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
+from .multimodal import MultimodalPatch, TowerPatch, find_multimodal, token_keys, towers, with_plain_mask
 from .positions import numbering, position_embeddings, takes_positions
 from .rules import refusal
 
@@ -102,12 +103,17 @@ class PaddingRemoval(Attachment):
         self.scored_layout: Layout | None = None  # of the hidden states that a model's own head is to score
         self._is_scoring = False
         self.call: PackedCall | None = None  # the packed forward that is running
+        self._around: dict[str, Any] = {}  # what the module around the decoder was called with
         self._removed, self._recomputable = False, 0
         self._patches.append(DecoderPatch(decoder, self))
         self._patches += [AttentionPatch(m, self) for m in decoder.modules() if uses_attention_interface(m)]
         self._patches += [PositionPatch(m, self) for m in position_embeddings(decoder)]
-        # A decoder nested deeper (a vision-language model's) has code between it and the head that needs `(B, L, H)`.
-        if decoder in model.children() and model.get_output_embeddings() is not None:
+        self.multimodal = find_multimodal(model, decoder)
+        if self.multimodal is not None:
+            self._patches += [TowerPatch(m, self) for m in towers(self.multimodal, decoder)]
+            self._patches.append(MultimodalPatch(self.multimodal, self))
+        # What calls the decoder or, of a multimodal model, the module around it.
+        if (self.multimodal or decoder) in model.children() and model.get_output_embeddings() is not None:
             self._patches.append(LMHeadPatch(model, self))
             self._patches.append(HeadPatch(model.get_output_embeddings(), self))
         if pools_by_token_id(model):
@@ -185,6 +191,27 @@ class PaddingRemoval(Attachment):
         """The decoder has returned `(B, L, H)` of this layout."""
         self.scored_layout = layout if self._is_scoring else None
 
+    @contextmanager
+    def called_with(self, call: dict[str, Any]) -> Iterator[None]:
+        """The module around the decoder is called with `call`, until the block ends."""
+        saved, self._around = self._around, call
+        try:
+            yield
+        finally:
+            self._around = saved
+
+    def decoder_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A decoder call with the two-dimensional mask of the module around it, where that made masks of it."""
+        return with_plain_mask(call, self._around, self.decoder) if self._around else call
+
+    def selects(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
+        """Whether the decoder can be asked for the states at some places of a call of the model only."""
+        if self.multimodal is None:
+            layout = self.layout_of(call)
+            return layout is not None and tuple(labels.shape) == layout.batch_shape
+        ids = call.get("input_ids")
+        return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
+
     def layout_of(self, call: dict[str, Any]) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is."""
         mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
@@ -227,6 +254,10 @@ class PaddingRemoval(Attachment):
             raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
         if not self.prefix_sharing:
             return _remembered(mask, (mask,), lambda: padding_free_layout(mask))
+        if self._around:
+            ids = ids if ids is not None else self._around.get("input_ids")
+            if ids is not None:
+                return prefix_sharing_layout(ids, mask, token_keys(call, ids.shape))
         _check_shareable(call)
         positions = call.get("position_ids")
         return _remembered(
@@ -349,6 +380,8 @@ def attachment_of(model: nn.Module) -> PaddingRemoval | None:
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The text decoder of a model: the module between the embeddings and the head."""
     decoder = decoder_of(model)
+    if isinstance(decoder, PreTrainedModel) and decoder is not model and decoder.get_output_embeddings() is not None:
+        return find_decoder(decoder)  # a language model with a head of its own (BLIP-2's)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is not None:
         # Some models call their output layer `decoder`, some find themselves.
         inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]

@@ -43,7 +43,10 @@ __all__ = [
     "PositionPatch",
     "bind",
     "pools_by_token_id",
+    "visual_mask",
 ]
+
+_FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
 
 SCORED = "padding_scored_index"
 """Keyword by which the LM head asks the decoder for the hidden states at some places of the padded batch only."""
@@ -151,7 +154,7 @@ class DecoderPatch(ForwardPatch):
         scored = kwargs.pop(SCORED, None)
         call = bind(self.wrapped, args, kwargs)
         try:
-            return self._packed(call, scored, args, kwargs)
+            return self._packed(self.attachment.decoder_call(call), scored, args, kwargs)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
@@ -241,10 +244,8 @@ class LMHeadPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
-        decoder_patch = self.attachment.decoder.forward
-        call = bind(decoder_patch, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
-        layout = self.attachment.layout_of(call)
-        if layout is None or tuple(labels.shape) != layout.batch_shape:
+        call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
+        if not self.attachment.selects(call, labels):
             return self.wrapped(*args, **kwargs)
         # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
         target = labels[:, 1:] != -100
@@ -349,11 +350,13 @@ def _noisy_embeddings(decoder: nn.Module, call: dict[str, Any], layout: Layout) 
 
 def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | None) -> dict[str, Any]:
     positions = call.get("position_ids")
-    packed = {}
-    for name, value in call.items():
-        if isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == layout.batch_shape:
-            value = pack(value, layout)
-        packed[name] = value
+    visual = visual_mask(call, layout.batch_shape)
+    if visual is not None:
+        # Features of visual tokens come in the order of the padded batch: where each packed one is among them.
+        order = pack((visual.flatten().cumsum(0) - 1).view(visual.shape), layout)[pack(visual, layout)]
+        visual = (int(visual.sum()), order)
+    untouched = ("attention_mask", "position_ids", *_SAID_BY_LAYOUT)
+    packed = {k: v if k in untouched else _pack_value(k, v, layout, visual) for k, v in call.items()}
     packed["attention_mask"] = None
     if positions is None:
         packed["position_ids"] = packed_positions(numbers, call, layout).unsqueeze(0)
@@ -364,6 +367,33 @@ def _pack_arguments(call: dict[str, Any], layout: Layout, numbers: nn.Module | N
     for name in _SAID_BY_LAYOUT:
         packed.pop(name, None)
     return packed
+
+
+def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.Tensor] | None) -> Any:
+    """An argument of the decoder for the packed tokens; what is in lists and dictionaries, one by one."""
+    if isinstance(value, dict):
+        return {k: _pack_value(name, v, layout, visual) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pack_value(name, v, layout, visual) for v in value)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    # Numbers for each token, ids or masks; of what could have another shape by chance, what is known to be one.
+    is_plain = value.dim() == 2 and not value.is_floating_point()
+    if tuple(value.shape[:2]) == layout.batch_shape and (is_plain or name in _FOR_EACH_TOKEN):
+        return pack(value, layout)
+    if visual is not None and value.shape[0] == visual[0]:
+        return value.index_select(0, visual[1])
+    raise PaddingRemovalError(
+        f"The decoder was called with `{name}` of shape {tuple(value.shape)}, which is not a value for each token of "
+        f"the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding cannot be "
+        "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`."
+    )
+
+
+def visual_mask(call: dict[str, Any], batch_shape: tuple[int, int]) -> torch.Tensor | None:
+    """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
+    masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
+    return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
 
 
 def _unpack_output(output: Any, layout: Layout, choose: Callable[[torch.Tensor, Layout], torch.Tensor] | None) -> Any:

@@ -89,10 +89,12 @@ def _describe(*args: Any, config: Any = None, local_size: int | None = None, **k
     is_empty = local_size is not None and local_size < 1
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    # What is added to a mask last lets tokens see more: blocks (of an image, of a prompt) that see each other.
+    is_widened = getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks")
     return PackedMask(
         causal="allow_is_bidirectional_skip" not in kwargs,
         window=local_size if not is_chunk else None,
         chunk=local_size if is_chunk else None,
         # Conditions that a model adds are evaluated with vmap; a size that is window and chunk alike says neither.
-        custom=bool(kwargs.get("use_vmap")) or is_empty or (is_chunk and is_window),
+        custom=bool(kwargs.get("use_vmap")) or is_widened or is_empty or (is_chunk and is_window),
     )

@@ -9,16 +9,19 @@ what no rule foresees: an unknown architecture, a patched layer, a kernel that a
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .decoder import attachment_of, find_decoder, find_pretrained, remove_padding
 from .forwards import pools_by_token_id
 from .layout import packed_layout
+from .multimodal import find_multimodal
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -34,6 +37,9 @@ Largest mean and largest single difference of a log-probability, by dtype. Round
 comes out near 1e-6; half precision is given room for another order of summation in the attention kernel. One row that
 sees a token of another row moves the mean by more than any of these.
 """
+
+COLUMNS = 64
+"""Columns of a batch with images whose scores are compared: logits are large."""
 
 SLICE = 192
 """Tokens of a row that are compared, around the place where it parts from the row it shares most with."""
@@ -107,6 +113,9 @@ def check_parity(
     """
     Compare the packed forward of a model with its padded forward on up to four short slices of a batch.
 
+    Of a multimodal model's batch with images nothing can be cut out: all its rows go through the model twice, and the
+    scores of up to `COLUMNS` columns are compared.
+
     Dropout is off and no gradient is taken. A model that is not attached yet is attached for the comparison.
 
     Args:
@@ -114,7 +123,7 @@ def check_parity(
             Causal language model, or a wrapper of one; also one with a reward head.
         batch (`dict`):
             `input_ids` and `attention_mask`, both `(B, L)`; of rows that arrive packed `input_ids` and `position_ids`
-            (and `cu_seq_lens_q`, if there are any). Other entries are not used.
+            (and `cu_seq_lens_q`, if there are any). Other entries are used by multimodal models only.
         prefix_sharing (`bool`, *optional*):
             Which mode to compare, for a model that is not attached; an attached one is compared as it is.
         dtype (`torch.dtype`, *optional*):
@@ -141,10 +150,15 @@ def check_parity(
     ```
     """
     arrives_packed = "attention_mask" not in batch
-    ids, mask = short_slices(*(_unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])))
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
+    if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
+        inputs, columns = _whole(batch, pretrained)
+    else:
+        rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
+        ids, mask = short_slices(*rows)
+        inputs, columns = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, None
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_evaluating(model))
@@ -155,7 +169,9 @@ def check_parity(
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
         stack.callback(setattr, handle, "enabled", handle.enabled)
         handle.enabled = True
-        packed = _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask)
+        packed = (
+            _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
+        )
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         with handle.disabled():
             if pools_by_token_id(pretrained):
@@ -165,7 +181,7 @@ def check_parity(
                 column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
                 inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
                 stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
-            padded = _scores(model(**inputs), ids, mask)
+            padded = _scores(model(**inputs), ids, mask, columns)
         difference = (packed - padded).abs() if packed.numel() else packed.new_zeros(1)
         dtype = dtype or _precision(decoder, ids.device)
         mean_tolerance, maximum_tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
@@ -202,6 +218,18 @@ def _scores_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
     return _scores((padded,), ids, mask)
 
 
+def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+    """All of a batch with images, with a column of padding more, and the columns to be compared."""
+    shape = batch["input_ids"].shape
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+    inputs = {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in given.items()}}
+    columns = torch.arange(shape[1] - 1, device=batch["input_ids"].device)
+    columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = columns
+    return inputs | {"use_cache": False}, columns
+
+
 def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Two short rows and the row that each shares most with, cut to at most `SLICE` tokens around where they part.
@@ -235,9 +263,20 @@ def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a[:n] == b[:n]).long().cumprod(0).sum())
 
 
-def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the real tokens after the first, or what a head on pooled states returned."""
+def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Log-probabilities of the real tokens after the first, or what a head on pooled states returned.
+
+    Args:
+        columns (`torch.Tensor`, *optional*):
+            Columns to score the next token of, where the output may hold these only.
+    """
     logits = (output.logits if hasattr(output, "logits") else output[0]).float()
+    if columns is not None:
+        logits = logits[:, columns] if logits.shape[1] != len(columns) else logits
+        real = (mask[:, columns] * mask[:, columns + 1]).bool()
+        ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # an image token may lie beyond the vocabulary
+        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
     if logits.dim() == 2 or logits.shape[:2] != ids.shape:
         return logits.flatten()
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)

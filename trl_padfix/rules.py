@@ -40,8 +40,6 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
                 f"{type(peft_config).__name__} puts virtual tokens or a cache before every row, which the attention "
                 "mask of the batch does not show; use LoRA"
             )
-    if getattr(model.config, "vision_config", None) is not None:
-        return "it takes images, and packing what they become in the decoder is not supported yet"
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
     attentions = {m for m in decoder.modules() if uses_attention_interface(m)}

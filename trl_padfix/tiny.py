@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
 
-__all__ = ["CHAT_TEMPLATE", "SHAPES", "build_qwen2", "train_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_llava", "build_qwen2", "train_tokenizer"]
 
-PAD, EOS, START = "<|pad|>", "<|end|>", "<|start|>"
+PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -20,6 +20,14 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
+
+VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}",
+)
+"""The same for messages whose content is a list of texts and images."""
 
 
 def _shape(*sizes: int) -> dict[str, int]:
@@ -111,3 +119,70 @@ def build_qwen2(
                 **config,
             )
         )
+
+
+def build_llava(
+    tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8, seed: int = 0
+) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """
+    Build a randomly initialised LLaVA, a CLIP tower and a Qwen2, and the processor for it.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            From [`train_tokenizer`]; is given a token for images.
+        image_size, patch_size (`int`, *optional*):
+            Pixels of an image and of a patch, along one side.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the weights; the global generator is left as it was.
+
+    Returns:
+        `tuple` of the model and its [`~transformers.ProcessorMixin`].
+    """
+    from transformers import (
+        CLIPImageProcessorPil,
+        CLIPVisionConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
+    size = {"height": image_size, "width": image_size}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size=size, crop_size=size),
+        tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy="full",
+        chat_template=VISION_CHAT_TEMPLATE,
+        num_additional_image_tokens=1,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=image_size,
+        patch_size=patch_size,
+    )
+    text = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=processor.image_token_id,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlavaForConditionalGeneration(config), processor

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Any
 
+import pyarrow.compute
+from datasets import Dataset
 from transformers import ProcessorMixin
 
 from ..attention import PaddingRemovalError
 from ..collators import check_padding_side
+from ..vision_collators import check_images
 
 
 __all__ = [
     "check_model",
     "check_settings",
     "check_tokenizer",
+    "check_vision",
     "column_names",
     "explain_missing_flash_attention",
     "refuse_images",
@@ -139,6 +143,29 @@ def refuse_images(dataset: Any) -> None:
             f"The training dataset has image data ({', '.join(map(repr, images))}), and packing what images become in "
             "the decoder is not supported. Set `padding_free=False`, or drop these columns to train on the text."
         )
+
+
+def check_vision(dataset: Any, processor: Any, dataset_name: str) -> None:
+    """
+    Check the images of a dataset against its text, without decoding them; of a streamed dataset the collator does.
+
+    Raises:
+        ValueError: For an example whose images are not as many as its placeholders.
+    """
+    images = sorted(column_names(dataset) & {"image", "images"})
+    if not images or not isinstance(dataset, Dataset):
+        return
+    texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
+    if not texts:
+        return
+    pictures = dataset.select_columns(images[-1:]).with_format("arrow").iter(1000)
+    for batch, (table, words) in enumerate(zip(pictures, dataset.select_columns(texts).iter(1000), strict=True)):
+        column = table[images[-1]]
+        counts = column.is_valid() if images[-1] == "image" else pyarrow.compute.list_value_length(column)
+        rows = [dict(zip(words, row, strict=True)) for row in zip(*words.values(), strict=True)]
+        for row, count in zip(rows, counts.to_pylist(), strict=True):
+            row["images"] = [None] * int(count or 0)
+        check_images(rows, processor, f"the {dataset_name} dataset", first=1000 * batch)
 
 
 def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:

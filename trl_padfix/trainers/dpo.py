@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
+from ..vision_collators import DataCollatorForVisionPreference
 from .attention import AttentionChoiceMixin
 from .checks import require_columns, require_eos, require_rows
 from .generating import GeneratingMixin
@@ -50,7 +51,10 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
         ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
     """
 
-    _collators = {trl_dpo.DataCollatorForPreference: DataCollatorForPreference}
+    _collators = {
+        trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
+        trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
+    }
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         require_rows(dataset, dataset_name)

@@ -19,13 +19,23 @@ import torch
 from accelerate.logging import get_logger
 
 from ..attention import PaddingRemovalError
-from ..decoder import PaddingRemoval, attachments_of, number_padded_rows, remove_padding
+from ..decoder import (
+    PaddingRemoval,
+    attachments_of,
+    find_decoder,
+    find_pretrained,
+    number_padded_rows,
+    remove_padding,
+)
 from ..forwards import Attachment
+from ..multimodal import find_multimodal
 from ..parity import check_parity
 from .checks import (
     check_model,
     check_settings,
     check_tokenizer,
+    check_vision,
+    column_names,
     explain_missing_flash_attention,
     refuse_images,
     require_rows,
@@ -129,6 +139,7 @@ class PaddingRemovalMixin:
                 super().__init__(*args, **kwargs)
             self.padding_free = self._removes_padding
             self._set_up_padding()
+            self._check_images()
             self._keep_padding_side()
         except BaseException as error:
             self.restore_padding()
@@ -202,6 +213,26 @@ class PaddingRemovalMixin:
 
         handler.call_event = call
 
+    def _check_images(self) -> None:
+        """Images that the model could not be given, or not in their places, before the first step."""
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **evaluated}.items() if self._takes_images else ():
+            images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
+            if not images:
+                continue
+            if not getattr(self, "_is_vision_dataset", False):
+                raise ValueError(
+                    f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
+                    "text alone. Give both the column (an empty list where there is no image), or drop it."
+                )
+            pretrained = find_pretrained(self.model)
+            if find_multimodal(pretrained, find_decoder(pretrained)) is None:
+                raise ValueError(
+                    f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
+                    "a vision-language model, or drop the column to train on the text."
+                )
+            check_vision(dataset, self.processing_class, name)
+
     def restore_padding(self) -> None:
         """
         Detach from the models: they compute padded batches again, in this trainer too.
@@ -218,12 +249,12 @@ class PaddingRemovalMixin:
             for batch in self._padded_batches(inputs):
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
-                    self._check_parity(model, batch)
+                    self._check_parity(model, batch | self._beside_text(inputs))
         self._meters[mode].start()
-        self._count_tokens(mode, inputs)
         weights = None if mode == "train" else self._eval_weights(inputs)
         logged = {name: len(values) for name, values in self._metrics[mode].items()}
-        result = super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
+        with self._counting(mode, inputs):
+            result = super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
         if weights is not None:
             new = {name: v[-1] for name, v in self._metrics[mode].items() if len(v) > logged.get(name, 0)}
             self._eval_means.add(self.accelerator, weights, result[0] if isinstance(result, tuple) else result, new)
@@ -244,6 +275,27 @@ class PaddingRemovalMixin:
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
+
+    def _beside_text(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What a multimodal model is given of a batch beside ids and mask."""
+        multimodal = self._handles[0].multimodal if self._handles else None
+        if multimodal is None:
+            return {}
+        known = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
+        return {name: value for name, value in inputs.items() if name in known}
+
+    @contextlib.contextmanager
+    def _counting(self, mode: str, inputs: dict[str, Any]) -> Iterator[None]:
+        """Count the tokens of a step; what images share is known once they went through the model."""
+        if not (self._handles and self._handles[0].prefix_sharing and self._beside_text(inputs)):
+            self._count_tokens(mode, inputs)
+            yield
+            return
+        stats, mask = self._handles[0].stats, inputs["attention_mask"]
+        real, packed = stats.real_tokens, stats.packed_tokens
+        yield
+        share = (stats.packed_tokens - packed) / max(stats.real_tokens - real, 1)
+        self._add_tokens(mode, [mask.numel(), int(mask.sum()), round(share * int(mask.sum()))])
 
     def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
         counts = [0, 0, 0]

@@ -16,6 +16,7 @@ from ..attention import PaddingRemovalError
 from ..collators import DataCollatorForLanguageModeling
 from ..compat import packing_with_any_attention
 from ..decoder import remove_padding
+from ..vision_collators import DataCollatorForVisionLanguageModeling
 from .attention import AttentionChoiceMixin
 from .checks import require_columns, require_eos, require_rows
 from .generating import GeneratingMixin
@@ -56,7 +57,10 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
             token to train on, no pad token.
     """
 
-    _collators = {trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling}
+    _collators = {
+        trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
+        trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with packing_with_any_attention():

@@ -1,0 +1,132 @@
+"""
+SFT on images without padding, on one process or many.
+
+A tiny LLaVA built on the spot learns to name coloured shapes, offline, on CPU, in under a minute of training:
+
+    accelerate launch --cpu recipes/sft_vlm.py --config recipes/sft_vlm_tiny.yaml
+
+A real one (any flag of TRL's `trl sft`, and ours):
+
+    accelerate launch recipes/sft_vlm.py \
+        --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dtype bfloat16 \
+        --dataset_name trl-lib/llava-instruct-mix \
+        --padding_free true --max_length 4096 \
+        --per_device_train_batch_size 8 --learning_rate 1e-5 --output_dir runs/qwen-vl-sft
+"""
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trl
+from accelerate import PartialState
+from datasets import Dataset, DatasetDict, Features, Image, List, load_dataset
+from PIL import Image as Pillow
+from PIL import ImageDraw
+from rich.console import Console
+from transformers import set_seed
+
+from trl_padfix import SFTConfig, SFTTrainer
+from trl_padfix.report import plot_curves, summary_table
+from trl_padfix.tiny import build_llava, train_tokenizer
+
+
+COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
+FORMS = {"circle": "ellipse", "square": "rectangle", "line": "line"}
+SIZE = 32
+"""Pixels of a picture, along one side."""
+
+
+@dataclass
+class RecipeArguments(trl.ScriptArguments):
+    """TRL's script arguments, and the model and pictures that are made rather than loaded."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Path or name of the dataset to load."})
+    tiny: bool = field(
+        default=False,
+        metadata={"help": "Train a random LLaVA on pictures of coloured shapes, both made on the spot: no download."},
+    )
+
+
+def draw_shapes(count: int, seed: int) -> Dataset:
+    """Questions about pictures of one or two coloured shapes, and what is in them."""
+    draw = random.Random(seed)
+    rows = {"images": [], "prompt": [], "completion": []}
+    for _ in range(count):
+        named, pictures = [], []
+        for _ in range(draw.choice((1, 1, 2))):
+            colour, form = draw.choice(list(itertools.product(COLOURS, FORMS)))
+            named.append(f"a {colour} {form}")
+            pictures.append(draw_shape(draw, colour, form))
+        rows["images"].append(pictures)
+        rows["prompt"].append([{"role": "user", "content": "What do you see?"}])
+        rows["completion"].append([{"role": "assistant", "content": " and ".join(named)}])
+    message = [{"role": "", "content": ""}]
+    text = Dataset.from_dict({"prompt": [message], "completion": [message]}).features
+    return Dataset.from_dict(rows, features=Features({"images": List(Image()), **text}))
+
+
+def draw_shape(draw: random.Random, colour: str, form: str) -> Pillow.Image:
+    """One shape on a grey ground, somewhere."""
+    picture = Pillow.new("RGB", (SIZE, SIZE), "grey")
+    left, top, side = draw.randint(1, 10), draw.randint(1, 10), draw.randint(14, 20)
+    corners = (left, top, left + side, top + side)
+    width = {"width": 3} if form == "line" else {}
+    getattr(ImageDraw.Draw(picture), FORMS[form])(corners, fill=colour, **width)
+    return picture
+
+
+def build_tiny(directory: Path) -> str:
+    """A tokenizer for the names of the shapes and a random LLaVA, saved like a downloaded one."""
+    with PartialState().main_process_first():
+        if not directory.exists():
+            names = [f"a {colour} {form} and" for colour, form in itertools.product(COLOURS, FORMS)]
+            tokenizer = train_tokenizer([*names, "user\nWhat do you see?\nassistant\n"] * 2, vocab_size=512)
+            model, processor = build_llava(tokenizer, image_size=SIZE)
+            model.save_pretrained(directory)
+            processor.save_pretrained(directory)
+    return str(directory)
+
+
+def main(script_args, training_args, model_args, dataset_args) -> None:
+    set_seed(training_args.seed)
+    model = model_args.model_name_or_path
+    if script_args.tiny:
+        if model or script_args.dataset_name or dataset_args.datasets:
+            raise ValueError("`tiny` makes model and pictures: leave out `model_name_or_path` and the dataset.")
+        model = build_tiny(Path(training_args.output_dir) / "initial_model")
+        dataset = DatasetDict(train=draw_shapes(1024, seed=0), test=draw_shapes(64, seed=1))
+    elif dataset_args.datasets:
+        dataset = trl.get_dataset(dataset_args)
+    else:
+        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    evaluates = training_args.eval_strategy != "no"
+    training_args.model_init_kwargs = {
+        "revision": None if script_args.tiny else model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    trainer = SFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        quantization_config=trl.get_quantization_config(model_args),
+        peft_config=trl.get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    if trainer.is_world_process_zero():
+        history = trainer.state.log_history
+        Console().print(summary_table(history))
+        picture = plot_curves(history, Path(training_args.output_dir) / "curves.png")
+        print(f"model and curves: {training_args.output_dir} ({picture.name})")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    parser = trl.TrlParser((RecipeArguments, SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
