@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
 from accelerate.logging import get_logger
 from datasets import Dataset
 
 from ..collators import DataCollatorForPreference, check_pair
+from .budget import BudgetMixin, PairMeasure
 from .checks import require_columns, require_eos, require_rows
 from .mixin import PaddingRemovalMixin
 
@@ -19,7 +21,7 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(BudgetMixin, PaddingRemovalMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
@@ -56,6 +58,25 @@ class DPOTrainer(PaddingRemovalMixin, trl.DPOTrainer):
         if isinstance(prepared, Dataset):
             _report_pairs(prepared, len(dataset), args.max_length, dataset_name)
         return prepared
+
+    _rows_per_item = 2
+
+    def _not_a_mean_over_rows(self) -> str | None:
+        for loss in set(self.loss_types) & {"aot", "aot_unpaired", "sft"}:
+            return f"The loss {loss!r} compares the pairs of a forward, or weighs them by their tokens"
+        return super()._not_a_mean_over_rows()
+
+    def _measure(self) -> PairMeasure:
+        sharing = bool(getattr(self.args, "prefix_sharing", False))
+        return PairMeasure(self.args.max_length, self.args.truncation_mode, sharing)
+
+    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor:
+        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
+
+    def _metric_sizes(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+        both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+        return both | {"logits/chosen": chosen, "logits/rejected": rejected}
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.
