@@ -14,7 +14,13 @@ from trl_padfix import DPOConfig
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
-OURS = {"padding_free": False, "prefix_sharing": False, "padding_side": None, "parity_check": True}
+OURS = {
+    "padding_free": False,
+    "prefix_sharing": False,
+    "padding_side": None,
+    "parity_check": True,
+    "max_tokens_per_batch": None,
+}
 
 
 def parse(*flags):
@@ -65,12 +71,14 @@ def test_trls_own_checks_still_run():
 
 
 def test_flags_are_parsed():
-    config = parse("--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false")
+    given = ["--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false"]
+    config = parse(*given, "--max_tokens_per_batch", "4096")
     assert {name: getattr(config, name) for name in OURS} == {
         "padding_free": True,
         "prefix_sharing": True,
         "padding_side": "left",
         "parity_check": False,
+        "max_tokens_per_batch": 4096,
     }
 
 

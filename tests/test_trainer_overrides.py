@@ -8,7 +8,10 @@ import trl
 import trl_padfix
 
 
-TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"]
+TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
+
+
+BUDGET = ["training_step", "get_train_dataloader", "_get_train_sampler", "_get_num_items_in_batch"]
 
 
 def overridden(name: str) -> list[str]:
@@ -34,6 +37,8 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
 @pytest.mark.parametrize(
     ("name", "hooks"),
     {
+        "DPOTrainer": ["_prepare_dataset", *BUDGET],
+        "SFTTrainer": BUDGET,
         "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
         "RewardTrainer": ["_prepare_dataset"],
         "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
@@ -51,4 +56,5 @@ def test_configurations_are_trls_with_our_fields(name):
     assert issubclass(ours, theirs)
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
-    assert added == {"padding_free", "prefix_sharing", "parity_check"} | sided
+    split = {"max_tokens_per_batch"} if name in ("DPOTrainer", "SFTTrainer") else set()
+    assert added == {"padding_free", "prefix_sharing", "parity_check"} | sided | split

@@ -113,21 +113,24 @@ class BudgetSampler(Sampler[int]):
             Rows of one process in a global batch.
         processes (`int`):
             How many processes.
+        epoch (`Callable`):
+            The epoch that an iteration is for. It is asked, since a dataloader that skips batches at several processes
+            does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
     """
 
-    def __init__(self, order: Sampler[int], costs: RowCosts, per_process: int, processes: int):
+    def __init__(
+        self, order: Sampler[int], costs: RowCosts, per_process: int, processes: int, epoch: Callable[[], int]
+    ):
         self.order, self.costs, self.per_process, self.processes = order, costs, per_process, processes
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.costs)
 
     def __iter__(self) -> Iterator[int]:
+        if isinstance(self.order, SeedableRandomSampler):
+            self.order.set_epoch(self.epoch())
         return arrange(list(self.order), self.costs, self.per_process, self.processes)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in this epoch."""
-        if hasattr(self.order, "set_epoch"):
-            self.order.set_epoch(epoch)
 
 
 class BudgetMixin:
@@ -218,7 +221,8 @@ class BudgetMixin:
                 f"`max_tokens_per_batch={self.args.max_tokens_per_batch}`, the longest {costs.each.max()}: each is a "
                 "micro-batch of its own, and needs the memory of its size. Raise the budget, or lower `max_length`."
             )
-        return BudgetSampler(sampler, costs, self._train_batch_size, self.accelerator.num_processes)
+        per_process, processes = self._train_batch_size, self.accelerator.num_processes
+        return BudgetSampler(sampler, costs, per_process, processes, epoch=lambda: int(self.state.epoch or 0))
 
     def get_train_dataloader(self) -> Any:
         if getattr(self.args, "max_tokens_per_batch", None) is None:
