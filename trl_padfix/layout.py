@@ -17,6 +17,7 @@ aligned to the bottom right, which every variable-length attention kernel knows.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 
@@ -256,35 +257,26 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     mask_BL, *keys_BL = torch.stack([mask.to(torch.int64), *(k.to(torch.int64) for k in keys)]).cpu()
     _check_mask(mask, mask_BL)
     B, L = mask_BL.shape
-    real_BL = mask_BL.bool()
-    lengths = real_BL.sum(1)
-    real_index = real_BL.flatten().nonzero().squeeze(1)
-    row_R, column_R = real_index // L, real_index % L
-    position_R = column_R - mask_BL.argmax(1)[row_R]
+    lengths = mask_BL.sum(1)
+    real_index = mask_BL.flatten().nonzero().squeeze(1)
+    first_real = torch.arange(B) * L + mask_BL.argmax(1)
+    position_R = real_index - first_real.repeat_interleave(lengths)
 
     if not keys:
         source, key_index, packed_index, positions = None, None, real_index, position_R
-        query_lengths = key_lengths = lengths
-        last_R = lengths.cumsum(0) - 1
+        query_lengths = key_lengths = lengths.tolist()
     else:
-        depth_R = (real_BL.cumsum(1) - 1)[real_BL]
-        keys_RC = torch.stack([position_R, *(k[real_BL] for k in keys_BL)], dim=1)
-        rank, shared, packed_BM = _trie(row_R, depth_R, keys_RC, lengths)
-        source = packed_BM[rank[row_R], depth_R]
-        new_R = depth_R >= shared[rank[row_R]]
-        packed_index, positions = torch.empty(2, int(new_R.sum()), dtype=torch.int64)
-        packed_index[source[new_R]] = real_index[new_R]
-        positions[source[new_R]] = position_R[new_R]
+        keys_RC = torch.stack([position_R, *(k.flatten()[real_index] for k in keys_BL)], dim=1)
+        new, paths = _trie(keys_RC, lengths.tolist())
+        source = torch.cat([paths[row] for row in range(B)])
+        packed_index, positions = (torch.cat([x[tokens] for tokens in new.values()]) for x in (real_index, position_R))
         # Rows that are whole prefixes of others have no token of their own and no segment.
-        sorted_lengths = lengths[rank.argsort()]
-        has_new = sorted_lengths > shared
-        key_lengths, query_lengths = sorted_lengths[has_new], (sorted_lengths - shared)[has_new]
-        in_row = torch.arange(packed_BM.shape[1]) < sorted_lengths[:, None]
-        key_index = packed_BM[in_row & has_new[:, None]]
-        last_R = query_lengths.cumsum(0) - 1
-        if key_index.numel() == packed_index.numel():
-            key_index = None  # nothing is shared
+        segments = {row: tokens.stop - tokens.start for row, tokens in new.items() if tokens.stop > tokens.start}
+        query_lengths, key_lengths = list(segments.values()), [len(paths[row]) for row in segments]
+        shares = sum(key_lengths) > packed_index.numel()
+        key_index = torch.cat([paths[row] for row in segments]) if shares else None
 
+    cu_seqlens_q, cu_seqlens_k = _cumulative(query_lengths), _cumulative(key_lengths)
     layout = Layout(
         batch_shape=(B, L),
         real_index=real_index,
@@ -292,42 +284,37 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
         packed_index=packed_index,
         positions=positions,
         key_index=key_index,
-        cu_seqlens_q=_cumulative(query_lengths),
-        cu_seqlens_k=_cumulative(key_lengths),
-        query_lengths=tuple(query_lengths.tolist()),
-        key_lengths=tuple(key_lengths.tolist()),
-        spans=tuple((positions[last_R] + 1).tolist()),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+        spans=tuple((positions[cu_seqlens_q[1:] - 1] + 1).tolist()),
     )
     return layout.to(mask.device)
 
 
-def _trie(
-    row_R: torch.Tensor, depth_R: torch.Tensor, keys_RC: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _trie(keys_RC: torch.Tensor, lengths: list[int]) -> tuple[dict[int, slice], dict[int, torch.Tensor]]:
     """
     Sort the rows and merge their common prefixes.
 
     Returns:
-        `rank` (`(B,)`, the place of each row in sorted order), `shared` (`(B,)`, in sorted order: tokens that a row
-        shares with the rows before it) and `packed_BM` (`(B, M)`, in sorted order: the packed token at each depth).
+        By row, in sorted order: the real tokens that no row before it has, and the packed tokens of the whole row.
     """
-    B, M = lengths.numel(), int(lengths.max())
-    keys_BMC = keys_RC.new_full((B, M, keys_RC.shape[1]), torch.iinfo(torch.int64).min)
-    keys_BMC[row_R, depth_R] = keys_RC
-    order = keys_BMC.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
-    rank = order.argsort()
-
-    # In sorted order a row shares with all rows before it what it shares with the one just before it.
-    sorted_BMC = keys_BMC[order]
-    agree = (sorted_BMC[1:] == sorted_BMC[:-1]).all(-1).long().cumprod(1).sum(1)
-    shared = torch.cat([agree.new_zeros(1), agree]).minimum(lengths[order])
-    new = lengths[order] - shared
-    offset = new.cumsum(0) - new
-
-    # The token of row `i` at depth `t` was new in the last row up to `i` that did not share depth `t`.
-    depth_M = torch.arange(M)
-    owner_BM = torch.where(depth_M >= shared[:, None], torch.arange(B)[:, None], 0).cummax(0).values
-    return rank, shared, (offset - shared)[owner_BM] + depth_M
+    keys, each = keys_RC.flatten().numpy(), keys_RC.shape[1]
+    ends = list(accumulate(lengths))
+    rows = [keys[each * (end - length) : each * end] for end, length in zip(ends, lengths, strict=True)]
+    new, paths, begin = {}, {}, 0
+    before, path = keys[:0], torch.empty(0, dtype=torch.int64)
+    # Big-endian numbers are ordered as their bytes are.
+    for row in sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes()):
+        # In sorted order a row shares with all rows before it what it shares with the one just before it.
+        most = min(len(before), len(rows[row]))
+        differ = rows[row][:most] != before[:most]
+        shared = int(differ.argmax() if differ.any() else most) // each
+        new[row] = slice(ends[row] - lengths[row] + shared, ends[row])
+        path = torch.cat([path[:shared], torch.arange(begin, begin + lengths[row] - shared)])
+        paths[row], before, begin = path, rows[row], begin + lengths[row] - shared
+    return new, paths
 
 
 def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:
@@ -346,8 +333,8 @@ def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:
         )
 
 
-def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+def _cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _upload(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
