@@ -268,9 +268,8 @@ def _by_segment(
     chunk: int | None = kwargs.get("attention_chunk_size")
     is_eager = attend is _eager_function(module)
     key, value = _gather_keys(key, layout), _gather_keys(value, layout)
-    positions_k = layout.positions
-    if layout.key_index is not None:
-        positions_k = positions_k.index_select(0, layout.key_index)
+    index = layout.key_index
+    positions_k = layout.positions if index is None else layout.positions.index_select(0, index)
     outputs, first_q, first_k = [], 0, 0
     for queries, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True):
         windowed = window if window is not None and window < span else None

@@ -17,15 +17,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 
 from . import __version__
+from .data import load_rows
 from .decoder import remove_padding
 from .layout import padding_free_layout, prefix_sharing_layout
 from .tiny import SHAPES, build_qwen2, train_tokenizer
@@ -98,15 +98,7 @@ def load_pairs(data: str) -> Dataset:
         FileNotFoundError: If `data` looks like a local file and there is none.
         ValueError: If columns are missing.
     """
-    path = Path(data)
-    if path.suffix in {".gz", ".json", ".jsonl", ".parquet"}:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"There is no file {data}. Give a local file of pairs, or the id of a Hub dataset."
-            )
-        dataset = load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
-    else:
-        dataset = load_dataset(data, split="test")
+    dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
         raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
     return dataset
