@@ -292,7 +292,7 @@ def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length:
     shared = np.concatenate([np.repeat([k for k, _ in s], [n for _, n in s]) for s in once])
 
     figure = Figure(figsize=(13, 6.4), layout="constrained")
-    histograms, picture = figure.subfigures(2, 1, height_ratios=(1, 1.2))
+    histograms, picture = np.ravel(figure.subfigures(2, 1, height_ratios=(1, 1.2)))
     for axes, (name, part) in zip(histograms.subplots(1, len(lengths.parts), squeeze=False)[0], lengths.parts.items(),
                                   strict=True):  # fmt: skip
         axes.hist(part, bins=50, color=_COLOURS[_KINDS[name]])
