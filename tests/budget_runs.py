@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from transformers import PrinterCallback
@@ -62,15 +64,21 @@ def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **c
 def main(folder: Path) -> None:
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
-    batch = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2}
+    config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
+    checkpoints = [None, "checkpoint-6"]
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        # accelerate shards over devices that it knows; the processes of this machine pass for GPUs that talk by gloo.
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged = {}
     for name in TRAINERS:
-        for checkpoint in (None, "checkpoint-6"):
-            trainer = make(name, folder / name, ours=True, **batch | LAUNCHED)
+        for checkpoint in checkpoints:
+            trainer = make(name, folder / name, ours=True, **config)
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
     if trainer.accelerator.is_main_process:
-        (folder / "logged.json").write_text(json.dumps(logged))
+        found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
+        (folder / "logged.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ gradient norm and every metric of every step.
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -162,20 +163,32 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
     assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
 
 
-def test_two_processes_give_the_trajectory_of_one_and_resume_it(fixed, tmp_path):
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("MULTI_CPU", ["--multi_gpu"]), pytest.param("FSDP", FSDP2, marks=pytest.mark.slow)],
+    ids=["ddp", "fsdp2"],
+)
+def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script = str(Path(__file__).parent / "budget_runs.py")
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
     command += ["--main_process_port", str(port), script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | ({"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == kind
     for name in TRAINERS:
-        whole, resumed = logged[name]
+        whole, *resumed = logged[name]
         assert_same(figures(whole), figures(fixed(name)))
-        assert_same(figures(resumed, COUNTED), figures(fixed(name), COUNTED))
+        for history in resumed:
+            assert_same(figures(history, COUNTED), figures(fixed(name), COUNTED))
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -238,7 +239,7 @@ def test_bad_input_is_an_error_that_says_so(arguments, message, files):
 )
 def test_hh_rlhf_has_the_known_figures_within_a_minute(tmp_path):
     begin = time.process_time()
-    command = ["stats", HH_RLHF, "--train-tokenizer", "8192", "--world-size", "2"]
+    command = ["stats", HH_RLHF, "--train-tokenizer", "8192", "--world-size", "2,8,64,512"]
     result = trl_padfix_command(*command, "--json", str(tmp_path / "hh.json"))
     assert result.exit_code == 0, result.output
     assert time.process_time() - begin < 60
@@ -252,5 +253,10 @@ def test_hh_rlhf_has_the_known_figures_within_a_minute(tmp_path):
         b = batches[size]
         ours = (b["padded"] / b["real"], b["real"] / b["distinct"], b["padded"] / b["distinct"])
         assert ours == pytest.approx(ratios, rel=0.05)
-    two = next(w for w in found["waiting"] if w["processes"] == 2)
+    two, *more = found["waiting"]
     assert 1 - two["budget"] < 0.5 * (1 - two["fixed"])
+    page = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+    rows = re.findall(r"\| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", page)
+    assert [int(row[0]) for row in rows] == [w["processes"] for w in more]
+    for row, w in zip(rows, more, strict=True):
+        assert [float(share) for share in row[1:]] == pytest.approx([100 * w["fixed"], 100 * w["budget"]], abs=1)

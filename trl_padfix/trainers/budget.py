@@ -272,7 +272,8 @@ class BudgetMixin:
         saved = state.sync_gradients
         state._set_sync_gradients(saved and last)
         try:
-            if last or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            each = state.plugin_kwargs.get("sync_each_batch", False)
+            if last or each or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
                 yield
             else:
                 with self.accelerator.no_sync(model):
