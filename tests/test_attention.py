@@ -9,7 +9,9 @@ import pytest
 import reference_flash_attn
 import torch
 from flash_stand_in import flash_attention_stand_in
-from models import batch, build
+from hypothesis import given
+from models import batch, build, drawn_batches
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -19,6 +21,7 @@ from trl_padfix.attention import (
     LAYOUT,
     PACKED,
     PackedCall,
+    _gather_keys,
     packed_attention,
     packed_dispatch,
     refuse_implementation,
@@ -177,6 +180,73 @@ def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
     assert call.segments == len(layout.query_lengths)
     assert call.causal
     assert call.window_size[0] == 3
+
+
+# -- gradients of shared keys, and waiting for the device
+
+
+class Recorded(TorchDispatchMode):
+    """Every operation below autograd, with what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args))
+        return func(*args, **kwargs or {})
+
+    def waits(self):
+        """Operations for which the host would wait for another device."""
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        return [str(func) for func, _ in self.calls if tags & set(func.tags)]
+
+
+def gathered_gradient(layout, select):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.zeros(1, KV_HEADS, layout.packed_tokens, SIZE, requires_grad=True)
+    keys = layout.key_index.numel() if layout.key_index is not None else layout.packed_tokens
+    upstream = torch.randn(1, KV_HEADS, keys, SIZE, generator=generator)
+    return torch.autograd.grad(select(states), states, upstream)[0]
+
+
+@given(drawn_batches())
+def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
+    layout = prefix_sharing_layout(*drawn)
+    index = layout.key_index
+    if index is not None:
+        first = torch.tensor([token not in index[:place] for place, token in enumerate(index)])[:, None]
+
+        def forgetting(states):
+            return torch.where(first, states.index_select(2, index), states.detach().index_select(2, index))
+
+        ours = gathered_gradient(layout, lambda states: _gather_keys(states, layout))
+        torch.testing.assert_close(ours, gathered_gradient(layout, lambda states: states.index_select(2, index)))
+        assert not torch.allclose(ours, gathered_gradient(layout, forgetting))
+
+
+@pytest.mark.parametrize(("ours", "ordered"), [(True, True), (False, False)])
+def test_no_two_threads_add_to_one_gradient(ours, ordered):
+    layout, _ = layout_of("mixed", sharing=True)
+    select = (lambda s: _gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
+    with Recorded() as recorded:
+        gathered_gradient(layout, select)
+    indices = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
+    assert indices
+    assert all(index.unique().numel() == index.numel() for index in indices) is ordered
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_does_not_wait_for_the_device(implementation):
+    layout, _ = layout_of("holes", sharing=True)
+    module = attention_module("mistral", implementation)
+    with Recorded() as recorded:
+        attend(module, random_states(layout), layout, sliding_window=4).sum().backward()
+    assert recorded.calls
+    assert recorded.waits() == []
+    with Recorded() as recorded:
+        layout.real_index.max().item()
+    assert recorded.waits() == ["aten._local_scalar_dense.default"]
 
 
 # -- memory

@@ -26,6 +26,7 @@ OURS = {
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,
     "eval_generation_samples": None,
+    "max_tokens_per_batch": None,
 }
 
 
@@ -77,9 +78,11 @@ def test_trls_own_checks_still_run():
 
 
 def test_flags_are_parsed():
-    config = parse("--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false")
-    given = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
-    assert {name: getattr(config, name) for name in OURS} == OURS | given
+    given = ["--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false"]
+    config = parse(*given, "--max_tokens_per_batch", "4096")
+    expected = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
+    expected["max_tokens_per_batch"] = 4096
+    assert {name: getattr(config, name) for name in OURS} == OURS | expected
 
 
 def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):

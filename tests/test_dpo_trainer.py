@@ -653,6 +653,12 @@ OVERRIDDEN = {
     "log": "self, logs, start_time",
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",
+    "training_step": "self, args, kwargs",
+    "get_train_dataloader": "self",
+    "floating_point_ops": "self, inputs",
+    "_get_train_sampler": "self, train_dataset",
+    "_get_num_items_in_batch": "self, batch_samples, device",
+    "_track_num_input_tokens": "self, inputs",
 }
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_padfix import remove_padding
-from trl_padfix.attention import torch_varlen_is_complete
+from trl_padfix import prefix_sharing_layout, remove_padding
+from trl_padfix.attention import _gather_keys, torch_varlen_is_complete
 
 
 pytestmark = pytest.mark.gpu
@@ -101,3 +101,12 @@ def test_float32_on_the_gpu_equals_the_padded_computation(sharing):
         packed_logps, packed_gradient = log_probs_and_gradient(model, ids, mask)
     assert (packed_logps - logps).abs().max() < 1e-4
     assert ((packed_gradient - gradient).norm() / gradient.norm()).item() < 1e-4
+
+
+def test_the_gradients_of_shared_keys_are_the_same_in_every_run():
+    ids, mask = pairs("cuda")
+    layout = prefix_sharing_layout(ids, mask)
+    states = torch.randn(1, 2, layout.packed_tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(1, 2, layout.key_index.numel(), 64, device="cuda", dtype=torch.bfloat16)
+    runs = [torch.autograd.grad(_gather_keys(states, layout), states, upstream)[0] for _ in range(20)]
+    assert all(torch.equal(run, runs[0]) for run in runs)

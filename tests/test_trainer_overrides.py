@@ -12,6 +12,9 @@ from trl_padfix.config import GeneratingConfig
 TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
 
 
+BUDGET = ["training_step", "get_train_dataloader", "_get_train_sampler", "_get_num_items_in_batch"]
+
+
 def overridden(name: str) -> list[str]:
     ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
     own = [c for c in ours.__mro__ if c.__module__.startswith("trl_padfix.")]
@@ -35,9 +38,10 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
 @pytest.mark.parametrize(
     ("name", "hooks"),
     {
+        "DPOTrainer": ["_prepare_dataset", *BUDGET],
         "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
         "RewardTrainer": ["_prepare_dataset"],
-        "SFTTrainer": ["_prepare_dataset", "evaluation_loop"],
+        "SFTTrainer": ["_prepare_dataset", "evaluation_loop", *BUDGET],
         "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
         "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
     }.items(),
@@ -54,6 +58,7 @@ def test_configurations_are_trls_with_our_fields(name):
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
     with_reference = set() if name == "RewardTrainer" else {"ref_attn_implementation"}
-    generating = set(GeneratingConfig.__dataclass_fields__) if name in ("DPOTrainer", "SFTTrainer") else set()
+    both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch"}
+    both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
-    assert added == ours | sided | with_reference | generating
+    assert added == ours | sided | with_reference | both

@@ -270,7 +270,7 @@ def _by_segment(
     window: int | None = kwargs.get("sliding_window")
     chunk: int | None = kwargs.get("attention_chunk_size")
     is_eager = attend is _eager_function(module)
-    positions_k = layout.positions if layout.key_index is None else layout.positions[layout.key_index]
+    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
     # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
     segments = zip(
         query.split(layout.query_lengths, dim=2),
@@ -360,7 +360,33 @@ def torch_varlen_is_complete() -> bool:
 
 
 def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return states if layout.key_index is None else states.index_select(2, layout.key_index)
+    return states if layout.key_index is None else _GatherKeys.apply(states, layout)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """
+    The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`.
+
+    The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
+    GPU come. This one adds what a segment shares to the segment before it, from the last to the first, and each ends
+    up with the gradients of its own tokens: always the same sums, and no scattered writes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        return states.index_select(2, layout.key_index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        layout: Layout = ctx.layout
+        segments, indices = grads[0].split(layout.key_lengths, dim=2), layout.key_index.split(layout.key_lengths)
+        shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
+        states = torch.cat([segment[:, :, n:] for segment, n in zip(segments, shared, strict=True)], dim=2)
+        for segment, index, n in zip(segments, indices, shared, strict=True):
+            if n:
+                states.index_add_(2, index[:n], segment[:, :, :n])
+        return states, None
 
 
 def _is_flash(implementation: str) -> bool:

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, doctor
+from .commands import bench, doctor, stats
 
 
 app = typer.Typer(no_args_is_help=True, help="TRL's trainers without padding.", pretty_exceptions_show_locals=False)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
+app.command()(stats.stats)
 
 
 @app.callback(invoke_without_command=True)

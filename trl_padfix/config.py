@@ -180,7 +180,58 @@ class GeneratingConfig:
 
 
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, PaddingConfig, trl.DPOConfig):
+class BudgetConfig(PaddingConfig):
+    """The same, for trainers that split the batch of an optimizer step by tokens."""
+
+    max_tokens_per_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens that one forward computes on a device: the rows of an optimizer step are split into "
+            "micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of "
+            "them. The batch of an optimizer step stays `per_device_train_batch_size` x "
+            "`gradient_accumulation_steps` x processes. Needs `padding_free`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_budget(self)
+        if self.max_tokens_per_batch is not None:
+            # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
+            self.per_device_train_batch_size *= self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
+        super().__post_init__()
+
+
+def check_budget(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `max_tokens_per_batch` is no number of tokens, is less than one row may have, or is set without
+            `padding_free` or with `packing`.
+    """
+    budget = getattr(config, "max_tokens_per_batch", None)
+    if budget is None:
+        return
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
+    if not config.padding_free:
+        raise ValueError(
+            f"`max_tokens_per_batch={budget}` needs `padding_free=True`: it counts the tokens that are computed, and "
+            "a padded batch computes others."
+        )
+    if getattr(config, "packing", False):
+        raise ValueError(
+            "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
+            "of `packing` and `max_tokens_per_batch`."
+        )
+    if config.max_length is not None and config.max_length > budget:
+        raise ValueError(
+            f"A row may have `max_length={config.max_length}` tokens, more than `max_tokens_per_batch={budget}`, and "
+            f"no batch could hold it. Raise the budget to {config.max_length} at least, or lower `max_length`."
+        )
+
+
+@dataclass
+class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -206,12 +257,16 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, PaddingConfig, trl.D
             More keyword arguments of `generate`; they go before the model's own generation config.
         eval_generation_samples (`int`, *optional*):
             Rows of each evaluation set to generate from, the first ones; by default all.
+        max_tokens_per_batch (`int`, *optional*):
+            Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
+            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
+            the pairs of an optimizer step are computed.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` without `padding_free`, and for
-            `generation_kwargs` that `generate` would refuse.
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
+            for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
     """
 
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
@@ -324,7 +379,7 @@ class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
 
 
 @dataclass
-class SFTConfig(AttentionConfig, GeneratingConfig, PaddingConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 
@@ -348,12 +403,16 @@ class SFTConfig(AttentionConfig, GeneratingConfig, PaddingConfig, trl.SFTConfig)
             More keyword arguments of `generate`; they go before the model's own generation config.
         eval_generation_samples (`int`, *optional*):
             Rows of each evaluation set to generate from, the first ones; by default all.
+        max_tokens_per_batch (`int`, *optional*):
+            Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
+            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
+            the rows of an optimizer step are computed.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` without `padding_free`, and for
-            `generation_kwargs` that `generate` would refuse.
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
+            for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
     """
 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]

@@ -17,6 +17,7 @@ aligned to the bottom right, which every variable-length attention kernel knows.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 
 import torch
 
@@ -258,10 +259,11 @@ def packed_layout(
         begins.view(-1)[bounds[bounds < B * L]] = True
     begins[:, 0] = True  # no sequence goes on in the next row
     place = torch.arange(B * L)
-    sequence = begins.flatten().cumsum(0) - 1
     first = begins.flatten().nonzero().squeeze(1)
+    lengths = first.diff(append=torch.tensor([B * L]))
     keys = [] if input_ids is None else [x.flatten() for x in given_BL]
-    return _lay_out((B, L), place, sequence, place - first[sequence], keys).to(position_ids.device)
+    position = place - first.repeat_interleave(lengths)
+    return _lay_out((B, L), place, position, lengths.tolist(), keys).to(position_ids.device)
 
 
 def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -323,48 +325,40 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     mask_BL, *keys_BL = torch.stack([mask.to(torch.int64), *(k.to(torch.int64) for k in keys)]).cpu()
     _check_mask(mask, mask_BL)
     B, L = mask_BL.shape
-    real_BL = mask_BL.bool()
-    real_index = real_BL.flatten().nonzero().squeeze(1)
-    row_R, column_R = real_index // L, real_index % L
-    position_R = column_R - mask_BL.argmax(1)[row_R]
-    return _lay_out((B, L), real_index, row_R, position_R, [k[real_BL] for k in keys_BL]).to(mask.device)
+    lengths = mask_BL.sum(1)
+    real_index = mask_BL.flatten().nonzero().squeeze(1)
+    first_real = torch.arange(B) * L + mask_BL.argmax(1)
+    position_R = real_index - first_real.repeat_interleave(lengths)
+    keys_R = [k.flatten()[real_index] for k in keys_BL]
+    return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
 
 
 def _lay_out(
     batch_shape: tuple[int, int],
     real_index: torch.Tensor,
-    row_R: torch.Tensor,
     position_R: torch.Tensor,
+    lengths: list[int],
     keys_R: list[torch.Tensor],
 ) -> Layout:
     """
-    The layout of the sequences `row_R` of the real tokens, numbered in their order, on the host.
+    The layout of the real tokens of sequences of `lengths`, one behind the other, on the host.
 
     Sequences that agree in all `keys_R` and in their positions are shared; without keys nothing is.
     """
-    lengths = row_R.bincount()
     if not keys_R:
         source, key_index, packed_index, positions = None, None, real_index, position_R
         query_lengths = key_lengths = lengths
-        last_R = lengths.cumsum(0) - 1
     else:
-        depth_R = torch.arange(len(row_R)) - (lengths.cumsum(0) - lengths)[row_R]
-        rank, shared, packed_BM = merge_prefixes(row_R, depth_R, torch.stack([position_R, *keys_R], dim=1), lengths)
-        source = packed_BM[rank[row_R], depth_R]
-        new_R = depth_R >= shared[rank[row_R]]
-        packed_index, positions = torch.empty(2, int(new_R.sum()), dtype=torch.int64)
-        packed_index[source[new_R]] = real_index[new_R]
-        positions[source[new_R]] = position_R[new_R]
+        new, paths = merge_prefixes(torch.stack([position_R, *keys_R], dim=1), lengths)
+        source = torch.cat([paths[row] for row in range(len(lengths))])
+        packed_index, positions = (torch.cat([x[tokens] for tokens in new.values()]) for x in (real_index, position_R))
         # Rows that are whole prefixes of others have no token of their own and no segment.
-        sorted_lengths = lengths[rank.argsort()]
-        has_new = sorted_lengths > shared
-        key_lengths, query_lengths = sorted_lengths[has_new], (sorted_lengths - shared)[has_new]
-        in_row = torch.arange(packed_BM.shape[1]) < sorted_lengths[:, None]
-        key_index = packed_BM[in_row & has_new[:, None]]
-        last_R = query_lengths.cumsum(0) - 1
-        if key_index.numel() == packed_index.numel():
-            key_index = None  # nothing is shared
+        segments = {row: tokens.stop - tokens.start for row, tokens in new.items() if tokens.stop > tokens.start}
+        query_lengths, key_lengths = list(segments.values()), [len(paths[row]) for row in segments]
+        shares = sum(key_lengths) > packed_index.numel()
+        key_index = torch.cat([paths[row] for row in segments]) if shares else None
 
+    cu_seqlens_q, cu_seqlens_k = _cumulative(query_lengths), _cumulative(key_lengths)
     return Layout(
         batch_shape=batch_shape,
         real_index=real_index,
@@ -372,11 +366,11 @@ def _lay_out(
         packed_index=packed_index,
         positions=positions,
         key_index=key_index,
-        cu_seqlens_q=_cumulative(query_lengths),
-        cu_seqlens_k=_cumulative(key_lengths),
-        query_lengths=tuple(query_lengths.tolist()),
-        key_lengths=tuple(key_lengths.tolist()),
-        spans=tuple((positions[last_R] + 1).tolist()),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        query_lengths=tuple(query_lengths),
+        key_lengths=tuple(key_lengths),
+        spans=tuple((positions[cu_seqlens_q[1:] - 1] + 1).tolist()),
     )
 
 
@@ -396,8 +390,8 @@ def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:
         )
 
 
-def _cumulative(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+def _cumulative(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _upload(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 
 __all__ = ["merge_prefixes"]
 
 
-def merge_prefixes(
-    row_R: torch.Tensor, depth_R: torch.Tensor, keys_RC: torch.Tensor, lengths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def merge_prefixes(keys_RC: torch.Tensor, lengths: list[int]) -> tuple[dict[int, slice], dict[int, torch.Tensor]]:
     """
     Sort the rows and merge their common prefixes.
 
+    Args:
+        keys_RC (`torch.Tensor` of shape `(R, C)`):
+            What each real token is told apart by, row after row.
+        lengths (`list[int]`):
+            Real tokens of each row.
+
     Returns:
-        `rank` (`(B,)`, the place of each row in sorted order), `shared` (`(B,)`, in sorted order: tokens that a row
-        shares with the rows before it) and `packed_BM` (`(B, M)`, in sorted order: the packed token at each depth).
+        By row, in sorted order: the real tokens that no row before it has, and the packed tokens of the whole row.
     """
-    B, M = lengths.numel(), int(lengths.max())
-    keys_BMC = keys_RC.new_full((B, M, keys_RC.shape[1]), torch.iinfo(torch.int64).min)
-    keys_BMC[row_R, depth_R] = keys_RC
-    order = keys_BMC.flatten(1).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
-    rank = order.argsort()
-
-    # In sorted order a row shares with all rows before it what it shares with the one just before it.
-    sorted_BMC = keys_BMC[order]
-    agree = (sorted_BMC[1:] == sorted_BMC[:-1]).all(-1).long().cumprod(1).sum(1)
-    shared = torch.cat([agree.new_zeros(1), agree]).minimum(lengths[order])
-    new = lengths[order] - shared
-    offset = new.cumsum(0) - new
-
-    # The token of row `i` at depth `t` was new in the last row up to `i` that did not share depth `t`.
-    depth_M = torch.arange(M)
-    owner_BM = torch.where(depth_M >= shared[:, None], torch.arange(B)[:, None], 0).cummax(0).values
-    return rank, shared, (offset - shared)[owner_BM] + depth_M
+    keys, each = keys_RC.flatten().numpy(), keys_RC.shape[1]
+    ends = list(accumulate(lengths))
+    rows = [keys[each * (end - length) : each * end] for end, length in zip(ends, lengths, strict=True)]
+    new, paths, begin = {}, {}, 0
+    before, path = keys[:0], torch.empty(0, dtype=torch.int64)
+    # Big-endian numbers are ordered as their bytes are.
+    for row in sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes()):
+        # In sorted order a row shares with all rows before it what it shares with the one just before it.
+        most = min(len(before), len(rows[row]))
+        differ = rows[row][:most] != before[:most]
+        shared = int(differ.argmax() if differ.any() else most) // each
+        new[row] = slice(ends[row] - lengths[row] + shared, ends[row])
+        path = torch.cat([path[:shared], torch.arange(begin, begin + lengths[row] - shared)])
+        paths[row], before, begin = path, rows[row], begin + lengths[row] - shared
+    return new, paths

@@ -22,7 +22,9 @@ import trl
 from datasets import Dataset
 
 from .. import __version__
+from ..batching import split
 from ..layout import padding_free_layout, prefix_sharing_layout
+from ..trainers.budget import PairMeasure, TextMeasure
 from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
 from .steps import Step, attached, build, decoder_inputs, step_flops
 
@@ -269,7 +271,10 @@ def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: B
         rows.sort(key=lambda i: _longest(step.rows[i]), reverse=True)
         batches = [rows[i : i + settings.pairs] for i in range(0, len(rows), settings.pairs)]
     else:
-        raise NotImplementedError
+        measure = TextMeasure() if settings.trainer == "sft" else PairMeasure(sharing=variant.shares)
+        costs = measure.examples([step.rows[i] for i in rows])
+        budget = settings.max_tokens_per_batch or int(costs.each.sum() / len(counted))
+        batches = [[rows[i] for i in part] for part in split(costs, budget)]
     random.Random(settings.seed).shuffle(batches)
     return batches
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
+
+from ..data import load_rows
 
 
 __all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_completions"]
@@ -14,21 +15,13 @@ __all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_compl
 
 def load_pairs(data: str) -> Dataset:
     """
-    Preference pairs with `chosen` and `rejected`, from a Hub id or a local `.jsonl`, `.jsonl.gz` or `.parquet`.
+    Preference pairs with `chosen` and `rejected`, from wherever [`load_rows`] finds them; of a Hub id the test split.
 
     Raises:
         FileNotFoundError: If `data` looks like a local file and there is none.
         ValueError: If columns are missing.
     """
-    path = Path(data)
-    if path.suffix in {".gz", ".json", ".jsonl", ".parquet"}:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"There is no file {data}. Give a local file of pairs, or the id of a Hub dataset."
-            )
-        dataset = load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
-    else:
-        dataset = load_dataset(data, split="test")
+    dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
         raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
     return dataset

@@ -13,6 +13,7 @@ from datasets import Dataset
 from ..collators import DataCollatorForPreference, check_pair
 from ..vision_collators import DataCollatorForVisionPreference
 from .attention import AttentionChoiceMixin
+from .budget import BudgetMixin, PairMeasure
 from .checks import require_columns, require_eos, require_rows
 from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
@@ -23,7 +24,7 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemovalMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
@@ -70,12 +71,24 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
             _report_pairs(prepared, len(dataset), args.max_length, dataset_name)
         return prepared
 
-    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        mask = inputs["completion_mask"][:, 1:]
-        chosen, rejected = (half.sum() for half in mask.chunk(2))
-        pairs = torch.tensor(len(mask) // 2, device=mask.device)
-        by_tokens = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
-        return {"loss": pairs, **by_tokens, "logits/chosen": chosen, "logits/rejected": rejected}
+    _rows_per_item = 2
+
+    def _not_a_mean_over_rows(self) -> str | None:
+        for loss in set(self.loss_types) & {"aot", "aot_unpaired", "sft"}:
+            return f"The loss {loss!r} compares the pairs of a forward, or weighs them by their tokens"
+        return super()._not_a_mean_over_rows()
+
+    def _measure(self) -> PairMeasure:
+        sharing = bool(getattr(self.args, "prefix_sharing", False))
+        return PairMeasure(self.args.max_length, self.args.truncation_mode, sharing)
+
+    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor:
+        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
+
+    def _metric_sizes(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+        both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+        return both | {"logits/chosen": chosen, "logits/rejected": rejected}
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.

@@ -251,22 +251,27 @@ class PaddingRemovalMixin:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, batch | self._beside_text(inputs))
         self._meters[mode].start()
-        weights = None if mode == "train" else self._eval_weights(inputs)
+        size = None if mode == "train" else self._batch_size_of(inputs)
         logged = {name: len(values) for name, values in self._metrics[mode].items()}
         with self._counting(mode, inputs):
             result = super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
-        if weights is not None:
+        if size is not None:
+            weights = {"loss": size, **self._metric_sizes(inputs)}
             new = {name: v[-1] for name, v in self._metrics[mode].items() if len(v) > logged.get(name, 0)}
             self._eval_means.add(self.accelerator, weights, result[0] if isinstance(result, tuple) else result, new)
         return result
 
-    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """
-        What an evaluation batch counts for in the mean of each metric; `"loss"` stands for those that are not named.
+        What the loss of a batch is a mean over, counted.
 
-        `None` counts every batch alike, as TRL does: the means then depend on the batch size.
+        Where it is `None`, evaluation counts every batch alike, as TRL does: its means then depend on the batch size.
         """
         return None
+
+    def _metric_sizes(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What some metrics of a batch are means over, counted; the others are over what the loss is."""
+        return {}
 
     def _called_by_loss(self, model: Any) -> Any:
         """What TRL's loss is to call for the model."""

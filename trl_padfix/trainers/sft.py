@@ -18,6 +18,7 @@ from ..compat import packing_with_any_attention
 from ..decoder import remove_padding
 from ..vision_collators import DataCollatorForVisionLanguageModeling
 from .attention import AttentionChoiceMixin
+from .budget import BudgetMixin, TextMeasure
 from .checks import require_columns, require_eos, require_rows
 from .generating import GeneratingMixin
 from .mixin import PaddingRemovalMixin
@@ -28,7 +29,7 @@ __all__ = ["SFTTrainer"]
 logger = get_logger(__name__)
 
 
-class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl.SFTTrainer):
+class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemovalMixin, trl.SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`] without padding.
 
@@ -112,9 +113,16 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, PaddingRemovalMixin, trl
             names = ("input_ids", "position_ids", "cu_seq_lens_q")
         return [{name: inputs[name] for name in names if name in inputs}]
 
-    def _eval_weights(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        labels = inputs.get("labels")
-        return None if labels is None else {"loss": (labels[:, 1:] != -100).sum()}
+    def _not_a_mean_over_rows(self) -> str | None:
+        if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
+            return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
+        return super()._not_a_mean_over_rows()
+
+    def _measure(self) -> TextMeasure:
+        return TextMeasure(self.args.max_length)
+
+    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        return (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else None
 
 
 def _check_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> None:
