@@ -57,7 +57,7 @@ def test_configurations_are_trls_with_our_fields(name):
     assert issubclass(ours, theirs)
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
-    with_reference = set() if name == "RewardTrainer" else {"ref_attn_implementation"}
+    with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
     both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch"}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
