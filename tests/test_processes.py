@@ -1,0 +1,168 @@
+"""
+Two processes on CPU, through `accelerate launch`: the trajectory of one process with as many rows in a step.
+
+The one process runs TRL's own script, padded. Each of the two takes every other micro-batch of half the size, so the
+optimizer steps of both runs are over the same rows. Rows are evaluated one by one: TRL fills the last evaluation batch
+up with rows from the beginning, and where a batch is one row those are left out of the loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from trainer_runs import WORDS, words
+
+from trl_padfix.tiny import build_qwen2, train_tokenizer
+
+
+ROOT = Path(__file__).parent.parent
+STEPS = 4
+METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "num_tokens")}
+PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
+SHARDED = ["fsdp2", "zero2", "zero3"]
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
+
+
+@dataclass
+class Run:
+    history: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+    def curve(self, *names: str) -> torch.Tensor:
+        logs = [log for log in self.history if "loss" in log]
+        evaluated = [log["eval_loss"] for log in self.history if "eval_loss" in log]
+        assert len(logs) == STEPS
+        assert len(evaluated) == STEPS // 2
+        return torch.tensor([log[name] for log in logs for name in ("loss", "grad_norm", *names)] + evaluated)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """A model with sharp attention and ragged rows with common prompts, nine of them held out."""
+    directory, draw = tmp_path_factory.mktemp("material"), random.Random(0)
+    tokenizer = train_tokenizer([" ".join(WORDS)], vocab_size=320)
+    tokenizer.save_pretrained(directory / "model")
+    shape = dict(layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, initializer_range=0.2)
+    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    prompts = [words(draw, 2, 18) for _ in range(12)]
+    for split, count in (("train", 24), ("test", 9)):
+        pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
+        for method, names in (("dpo", ("prompt", "chosen", "rejected")), ("sft", ("prompt", "completion"))):
+            (directory / method).mkdir(exist_ok=True)
+            rows = "".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in pairs)
+            (directory / method / f"{split}.jsonl").write_text(rows)
+    return directory
+
+
+def flags(material: Path, method: str, output: Path, rows: int) -> list[str]:
+    settings = {
+        "model_name_or_path": material / "model",
+        "dataset_name": material / method,
+        "output_dir": output,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "bf16": "false",
+        "gradient_checkpointing": "false",
+        "report_to": "none",
+        "disable_tqdm": "true",
+    }
+    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def alone(material, tmp_path_factory):
+    """TRL's own script in this process."""
+
+    @cache
+    def run(method: str, *more: str) -> Run:
+        script = importlib.import_module(f"trl.scripts.{method}")
+        output = tmp_path_factory.mktemp("alone")
+        args = [*flags(material, method, output, rows=4), "--use_cpu", "true", *more]
+        script.main(*script.make_parser().parse_args_and_config(args))
+        return outcome(output)
+
+    return run
+
+
+def outcome(output: Path) -> Run:
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return Run(state["log_history"], load_file(output / "model.safetensors"))
+
+
+def accelerate_config(strategy: str, directory: Path) -> Path:
+    """The configuration of `recipes/accelerate`, for two processes in float32."""
+    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{strategy}.yaml").read_text())
+    path = directory / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(settings | {"num_processes": 2, "mixed_precision": "no"}))
+    return path
+
+
+@pytest.fixture
+def together(material, tmp_path):
+    """Our script in two processes; says what they said where they fail."""
+
+    def run(method: str, strategy: str, *more: str, fails: bool = False, env: dict[str, str] | None = None) -> Any:
+        config = accelerate_config(strategy, tmp_path)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
+        # accelerate takes processes on CPU for DDP only: see `launched.py`.
+        more = (*more, "--use_cpu", "true") if strategy == "multi_gpu" else more
+        environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} if strategy != "multi_gpu" else {}
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+        command += ["--main_process_port", "0", str(ROOT / "tests/launched.py"), method]
+        command += [*flags(material, method, tmp_path / "run", rows=2), *more]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        if fails:
+            assert done.returncode != 0
+            return done.stderr
+        assert done.returncode == 0, done.stderr[-6000:]
+        return outcome(tmp_path / "run")
+
+    return run
+
+
+def assert_same(ours: Run, theirs: Run, *metrics: str) -> None:
+    torch.testing.assert_close(ours.curve(*metrics), theirs.curve(*metrics), rtol=1e-5, atol=1e-5)
+    assert ours.weights.keys() >= theirs.weights.keys()  # FSDP2 saves tied weights twice
+    for name, weight in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=1e-5)
+
+
+def assert_packed(run: Run) -> None:
+    logs = [log for log in run.history if "loss" in log]
+    assert all(log["padfix/pad_fraction"] > 0.1 and log["padfix/shared_fraction"] > 0.1 for log in logs)
+
+
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_two_processes_give_the_trajectory_of_one(strategy, together, alone):
+    ours, theirs = together("dpo", strategy, *PACKED), alone("dpo")
+    assert_same(ours, theirs, *METRICS["dpo"])
+    assert_packed(ours)
+
+
+def test_rows_that_see_each_other_do_not(together, alone):
+    env = {"BROKEN_LAYOUT": "1"}
+    ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, alone("dpo"), *METRICS["dpo"])
