@@ -12,8 +12,10 @@ import importlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -33,7 +35,6 @@ ROOT = Path(__file__).parent.parent
 STEPS = 4
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "num_tokens")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
-SHARDED = ["fsdp2", "zero2", "zero3"]
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
@@ -106,14 +107,15 @@ def alone(material, tmp_path_factory):
     return run
 
 
-def outcome(output: Path) -> Run:
+def outcome(output: Path, weights: str = "model.safetensors") -> Run:
     state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return Run(state["log_history"], load_file(output / "model.safetensors"))
+    return Run(state["log_history"], load_file(output / weights))
 
 
 def accelerate_config(strategy: str, directory: Path) -> Path:
     """The configuration of `recipes/accelerate`, for two processes in float32."""
-    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{strategy}.yaml").read_text())
+    name = "multi_gpu" if strategy == "tensor_parallel" else strategy
+    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{name}.yaml").read_text())
     path = directory / "accelerate.yaml"
     path.write_text(yaml.safe_dump(settings | {"num_processes": 2, "mixed_precision": "no"}))
     return path
@@ -123,21 +125,36 @@ def accelerate_config(strategy: str, directory: Path) -> Path:
 def together(material, tmp_path):
     """Our script in two processes; says what they said where they fail."""
 
-    def run(method: str, strategy: str, *more: str, fails: bool = False, env: dict[str, str] | None = None) -> Any:
-        config = accelerate_config(strategy, tmp_path)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
-        # accelerate takes processes on CPU for DDP only: see `launched.py`.
-        more = (*more, "--use_cpu", "true") if strategy == "multi_gpu" else more
-        environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} if strategy != "multi_gpu" else {}
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        command += ["--main_process_port", "0", str(ROOT / "tests/launched.py"), method]
+    def run(
+        method: str,
+        strategy: str,
+        *more: str,
+        launch: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        adapters: bool = False,
+        fails: bool = False,
+    ) -> Any:
+        environment = (
+            os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
+        )
+        if strategy == "multi_gpu":
+            more = (*more, "--use_cpu", "true")
+        else:  # accelerate takes processes on CPU for DDP only: see `launched.py`
+            environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *launch]
+        command += [
+            "--config_file",
+            str(accelerate_config(strategy, tmp_path)),
+            str(ROOT / "tests/launched.py"),
+            method,
+        ]
         command += [*flags(material, method, tmp_path / "run", rows=2), *more]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
         if fails:
             assert done.returncode != 0
             return done.stderr
         assert done.returncode == 0, done.stderr[-6000:]
-        return outcome(tmp_path / "run")
+        return outcome(tmp_path / "run", "adapter_model.safetensors" if adapters else "model.safetensors")
 
     return run
 
@@ -166,3 +183,72 @@ def test_rows_that_see_each_other_do_not(together, alone):
     ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours, alone("dpo"), *METRICS["dpo"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METRICS)
+@pytest.mark.parametrize(
+    "strategy",
+    ["multi_gpu", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)],
+)
+def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, alone, tmp_path):
+    ours = together(method, strategy, *PACKED)
+    assert_same(ours, alone(method), *METRICS[method])
+    assert_packed(ours)
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
+    resumed = together(method, strategy, *PACKED, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"))
+    assert_same(resumed, alone(method), *METRICS[method])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--gradient_checkpointing", "true"),
+        ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0"),
+        ("--precompute_ref_log_probs", "true"),
+        ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
+    ],
+    ids=lambda more: more[0].lstrip("-"),
+)
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
+    """All that is logged, in evaluation too, where TRL counts the rows twice that it fills the last batch up with."""
+    theirs, ours = (together("dpo", strategy, *mode, *more, adapters=more[0] == "--use_peft") for mode in ((), PACKED))
+    names = {name for log in theirs.history for name, value in log.items() if isinstance(value, float)}
+    names -= {name for name in names if "runtime" in name or "per_second" in name or "padfix" in name}
+    assert {"rewards/margins", "eval_rewards/margins", "grad_norm"} <= names
+    for our, their in zip(ours.history, theirs.history, strict=True):
+        got, wanted = ({name: log[name] for name in names & their.keys()} for log in (our, their))
+        assert got == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert_packed(ours)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
+    # Each process has half the heads of every layer, and all rows.
+    sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")
+    ours = together("dpo", "tensor_parallel", *PACKED, *sharded, "--per_device_train_batch_size", "4")
+    assert_same(ours, alone("dpo"), *METRICS["dpo"])
+    assert_packed(ours)
+
+
+@pytest.mark.slow
+def test_context_parallel_processes_are_refused(together):
+    context = ("--use_parallelism_config", "--parallelism_config_cp_size", "2")
+    said = together("sft", "fsdp2", *PACKED, launch=context, fails=True)
+    assert "`cp_size` splits every padded row over processes" in said
+
+
+@pytest.mark.slow
+def test_one_process_that_differs_stops_the_run(together):
+    said = together("dpo", "fsdp2", *PACKED, env={"BROKEN_LAYOUT": "1"}, fails=True)
+    assert "ParityError: parity FAILED" in said
+
+
+@pytest.mark.slow
+def test_tokens_are_averaged_over_processes_unless_that_is_switched_off(together, alone):
+    ours = together("sft", "multi_gpu", *PACKED, "--average_tokens_across_devices", "false")
+    theirs = alone("sft")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, theirs, *METRICS["sft"])
