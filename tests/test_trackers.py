@@ -7,7 +7,6 @@ import pytest
 import trl
 from datasets import Dataset
 from trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, words
-from transformers import AutoTokenizer
 
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer
