@@ -227,6 +227,26 @@ def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
 
 
 @pytest.mark.slow
+def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
+    def run(rows: int, *launch: str) -> Run:
+        output = tmp_path / str(rows)
+        settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
+        settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
+        settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output}
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "recipes/dpo.py"]
+        command += ["--config", "recipes/dpo_tiny.yaml"]
+        command += [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.stdout.count("padding not computed") == 1
+        return outcome(output)
+
+    two = run(4, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    assert_same(two, run(8, "--cpu"), *METRICS["dpo"])
+
+
+@pytest.mark.slow
 def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
     # Each process has half the heads of every layer, and all rows.
     sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")

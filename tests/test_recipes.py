@@ -103,6 +103,12 @@ def test_every_recipe_is_run_by_one_of_our_commands():
     assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo"}
 
 
+def test_the_index_names_every_recipe_and_every_way_to_launch():
+    index = (ROOT / "recipes/README.md").read_text()
+    names = [*COMMANDS, *(path.stem for path in (ROOT / "recipes/accelerate").iterdir())]
+    assert all(f"`{name}`" in index for name in names)
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_command_of_a_recipe_parses(name, monkeypatch):
     monkeypatch.chdir(ROOT)

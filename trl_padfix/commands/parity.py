@@ -52,17 +52,20 @@ def parity(
     if model is None:
         raise typer.BadParameter("give a model, here or as `model_name_or_path` of `--config`.", param_hint="--model")
     max_length = max_length or recipe.get("max_length") or 512
+    hint = "--model"
     try:
-        dataset = load_rows(data, recipe)
-        batch = tokenize_rows(dataset, AutoTokenizer.from_pretrained(model), rows, max_length)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        hint = "--data"
+        batch = tokenize_rows(load_rows(data, recipe), tokenizer, rows, max_length)
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--data or --model") from error
+        raise typer.BadParameter(str(error), param_hint=hint) from error
     batch = {name: value.to(device) for name, value in batch.items()}
 
     def load(backend: str, precision: torch.dtype) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(model, attn_implementation=backend, dtype=precision).to(device)
 
-    backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
+    flash = dtype != "float32" and device == "cuda" and is_flash_attn_2_available()
+    backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if flash else [])]
     table = Table(box=box.MARKDOWN)  # as an issue shows it
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)

@@ -200,8 +200,9 @@ class PaddingRemovalMixin:
 
     def _add_tokens(self, mode: str, counts: list[int]) -> None:
         if self.accelerator.num_processes > 1:
-            counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
-            counts = (counts // getattr(self, "get_tp_size", lambda: 1)()).tolist()  # those have the same rows
+            alike = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+            summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
+            counts = [count // alike for count in summed.tolist()]
         self._meters[mode].add(*counts)
 
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
