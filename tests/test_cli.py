@@ -16,8 +16,9 @@ from trl_padfix.cli import app
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 
 
-def trl_padfix_command(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120", "TERMINAL_WIDTH": "120", "NO_COLOR": "1"})
+def trl_padfix_command(*arguments: str, env: dict[str, str] | None = None):
+    env = {"COLUMNS": "120", "TERMINAL_WIDTH": "120", "NO_COLOR": "1"} | (env or {})
+    return CliRunner().invoke(app, list(arguments), env=env, prog_name="trl-padfix")
 
 
 @pytest.fixture(scope="module")

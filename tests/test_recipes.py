@@ -3,21 +3,35 @@
 import importlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
+from trl_padfix.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.train import main, parse
 
 
 ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
+SLOW = pytest.mark.slow
+
+COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTILINE)[1]) for p in RECIPES}
+"""The command in the header of each recipe."""
+
+QUICK = ["dpo_qwen2.5_0.5b_lora.yaml", "sft_qwen2.5_0.5b.yaml", "reward_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
+TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
 
 
 def launch(recipe: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -105,15 +119,105 @@ def test_an_unknown_key_stops_the_recipe(tmp_path):
     assert "paddingfree" in result.stderr
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "recipes").glob("dpo*.yaml")))
-def test_every_recipe_parses(name):
-    recipe, config = import_recipe(name[:3]), getattr(trl_padfix, f"{name[:3].upper()}Config")
+SCRIPTS = {name: re.search(r"recipes/(\w+)\.py", " ".join(command)) for name, command in COMMANDS.items()}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, script in SCRIPTS.items() if script and script[1] != "sft_vlm"))
+def test_every_recipe_of_a_script_parses(name):
+    method = SCRIPTS[name][1]
+    recipe, config = import_recipe(method), getattr(trl_padfix, f"{method.upper()}Config")
     parser = trl.TrlParser((recipe.RecipeArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))
     script, training, _, mixture = parser.parse_args_and_config(
         ["--config", str(ROOT / "recipes" / name)], fail_with_unknown_args=True
     )
     assert training.padding_free
     assert bool(script.dataset_name) != bool(mixture.datasets)
+
+
+def test_every_recipe_is_run_by_one_of_our_commands():
+    scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
+    assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
+    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo"}
+
+
+def test_the_index_names_every_recipe_and_every_way_to_launch():
+    index = (ROOT / "recipes/README.md").read_text()
+    names = [*COMMANDS, *(path.stem for path in (ROOT / "recipes/accelerate").iterdir())]
+    assert all(f"`{name}`" in index for name in names)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_command_of_a_recipe_parses(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, method, *args = TRAINED[name]
+    assert method == name.split("_")[0]
+    (script, training, model, _), launch = parse(method, [*args, "--use_cpu", "true", "--bf16", "false"])
+    assert training.padding_free
+    assert script.dataset_name
+    assert model.model_name_or_path
+    assert Path(launch.config_file).exists()
+    assert launch.training_script_args[0] == method
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A tiny model, and the pairs of the repository as data for each method."""
+    directory = tmp_path_factory.mktemp("material")
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
+    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"] + row["chosen"]), vocab_size=512)
+    tokenizer.save_pretrained(directory / "model")
+    build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}).save_pretrained(directory / "model")
+    for method in ("dpo", "reward", "sft", "grpo"):
+        rows = pairs.to_list()
+        if method == "sft":
+            rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
+        elif method == "grpo":
+            rows = [{"prompt": row["prompt"]} for row in rows]
+        for split in ("train", "test"):
+            Dataset.from_list(rows).to_json(directory / method / f"{split}.jsonl")
+    return directory
+
+
+def two_steps(material: Path, method: str, output: Path) -> list[str]:
+    """What a recipe is given to run here: another model, less data, no GPU."""
+    settings = {
+        "model_name_or_path": material / "model",
+        "dataset_name": material / method,
+        "output_dir": output,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "use_cpu": "true",
+        "bf16": "false",
+        "disable_tqdm": "true",
+    }
+    if method == "grpo":
+        settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
+        settings |= {"reward_funcs": "think_format_reward"}  # the recipe's needs `math-verify`
+    else:
+        settings |= {"max_length": 256, "eval_strategy": "no"}
+    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name],
+)
+def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, method, *args = TRAINED[name]
+    args += two_steps(material, method, tmp_path)
+    if not torch.cuda.is_available():  # Liger's kernels are Triton's
+        args += ["--use_liger_kernel", "false"]
+    if find_spec("bitsandbytes") is None:
+        args += ["--load_in_4bit", "false", "--use_bnb_nested_quant", "false"]
+    main(method, [*args, "--save_strategy", "steps", "--save_steps", "2"])
+    history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    losses = [log for log in history if "loss" in log]
+    assert len(losses) == 2
+    assert all(log["padfix/pad_fraction"] > 0 for log in losses)
+    assert any(tmp_path.glob("*model.safetensors"))
 
 
 @pytest.mark.slow

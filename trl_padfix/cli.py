@@ -7,13 +7,17 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .commands import bench, doctor, stats
+from .commands import bench, doctor, parity, stats, train
+from .train import METHODS
 
 
 app = typer.Typer(no_args_is_help=True, help="TRL's trainers without padding.", pretty_exceptions_show_locals=False)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
+app.command()(parity.parity)
+for method in METHODS:
+    app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))
 
 
 @app.callback(invoke_without_command=True)

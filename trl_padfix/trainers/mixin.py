@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..decoder import (
 from ..forwards import Attachment
 from ..multimodal import find_multimodal
 from ..parity import check_parity
+from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
     check_settings,
@@ -317,7 +319,9 @@ class PaddingRemovalMixin:
 
     def _add_tokens(self, mode: str, counts: list[int]) -> None:
         if self.accelerator.num_processes > 1:
-            counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device)).tolist()
+            alike = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+            summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
+            counts = [count // alike for count in summed.tolist()]
         self._meters[mode].add(*counts)
 
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
@@ -352,6 +356,15 @@ class PaddingRemovalMixin:
         for name, value in self._meters[mode].report(self._removes_padding).items():
             self._metrics[mode][name] = [value]
         super().log(logs, *args, **kwargs)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        handle = self._handles[0] if self._handles else None
+        given = [tags] if isinstance(tags, str) else list(tags or [])
+        super().create_model_card(model_name, dataset_name, [*given, *card_tags(handle)])
+        if self.is_world_process_zero():
+            describe_in_card(Path(self.args.output_dir) / "README.md", handle)
 
 
 @contextlib.contextmanager

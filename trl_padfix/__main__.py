@@ -1,0 +1,6 @@
+"""`python -m trl_padfix`: the `trl-padfix` command."""
+
+from .cli import app
+
+
+app(prog_name="trl-padfix")

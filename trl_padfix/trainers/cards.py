@@ -1,0 +1,45 @@
+"""What a model card says of the padding that was removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trl_padfix
+
+from ..decoder import PaddingRemoval
+
+
+__all__ = ["card_tags", "describe_in_card"]
+
+VERSIONS = "### Framework versions\n\n"
+"""Heading of TRL's template under which versions are listed."""
+
+
+def card_tags(handle: PaddingRemoval | None) -> list[str]:
+    """The tags of a model that was trained here: the package, and the modes that were on."""
+    return ["trl_padfix", *_modes(handle)]
+
+
+def describe_in_card(path: Path, handle: PaddingRemoval | None) -> None:
+    """
+    Add version, mode and attention backend to a card that TRL has written.
+
+    Args:
+        path (`Path`):
+            The card, changed in place.
+        handle ([`PaddingRemoval`], *optional*):
+            What is attached to the policy.
+    """
+    mode = " and ".join(_modes(handle)) or "padded"
+    if handle is not None:
+        mode += f", attention `{handle.decoder.config._attn_implementation}`"
+    line = f"- trl_padfix: {trl_padfix.__version__} ({mode})\n"
+    text = path.read_text()
+    before, heading, after = text.partition(VERSIONS)
+    path.write_text(f"{before}{heading}{line}{after}" if heading else f"{text}\n{VERSIONS}{line}")
+
+
+def _modes(handle: PaddingRemoval | None) -> list[str]:
+    if handle is None:
+        return []
+    return ["padding-free", "prefix-sharing"] if handle.prefix_sharing else ["padding-free"]
