@@ -1,14 +1,19 @@
 """What the README shows, runs."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+import trl
 from datasets import load_dataset
+from typer.testing import CliRunner
 
 import trl_padfix
+from trl_padfix.cli import app
 from trl_padfix.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.train import METHODS, parse
 
 
 ROOT = Path(__file__).parent.parent
@@ -62,11 +67,45 @@ def test_the_one_line_example_packs(tiny_model, capsys):
 
 def test_the_field_table_names_our_fields_and_their_defaults():
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", README, flags=re.MULTILINE))
-    fields = trl_padfix.DPOConfig.__dataclass_fields__
-    assert rows == {name: str(fields[name].default) for name in rows}
-    assert set(rows) == {"padding_free", "prefix_sharing", "padding_side", "parity_check"}
+    ours, theirs = (config.__dataclass_fields__ for config in (trl_padfix.DPOConfig, trl.DPOConfig))
+    assert rows == {name: str(ours[name].default) for name in rows}
+    assert set(rows) == set(ours) - set(theirs) | {"padding_free"}
 
 
 def test_every_file_that_the_readme_names_exists():
-    for name in re.findall(r"`((?:trl_padfix|tests|recipes)/[\w/]+\.(?:py|yaml))`", README):
+    for name in re.findall(r"(?:trl_padfix|tests|recipes|notebooks|docs)/[\w./]+\.(?:py|yaml|md|ipynb)", README):
         assert (ROOT / name).exists(), name
+
+
+COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfix \w[^`]*)`", README)})
+TINY = {  # what stands for what a test has not: the Hub, a GPU, time
+    "--model Qwen/Qwen2.5-0.5B-Instruct": "--model {model}",
+    "parity --config recipes/dpo_qwen2.5_0.5b.yaml": "parity --model {model} --data recipes/data/preferences --rows 2",
+    "--device cuda --dtype bfloat16 --shape 0.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
+    "--data test.jsonl.gz": "--data lengths:20/6 --shape tiny",
+    "--data equal": "--data equal --shape tiny",
+    "--trainer grpo": "--trainer grpo --shape tiny --prompt-length 20 --completion-length 8",
+}
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] not in METHODS])
+def test_every_command_runs(command, tiny_model, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for shown, here in TINY.items():
+        command = command.replace(shown, here.format(model=tiny_model))
+    command = re.sub(r"--(steps|pairs) \d+", r"--\1 2", command)
+    result = CliRunner().invoke(app, shlex.split(command)[1:], env={"COLUMNS": "120", "HF_HUB_OFFLINE": "1"})
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in METHODS])
+def test_every_training_command_parses(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, method, *args = shlex.split(command)
+    parse(method, [*args, "--use_cpu", "true", "--bf16", "false"])  # `tests/test_recipes.py` trains with each recipe
+
+
+def test_ci_runs_what_is_to_be_typed():
+    typed = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
+    run_by_ci = re.findall(r"readme '(.*?)'", (ROOT / ".ci/run").read_text())
+    assert [any(line.startswith(begin) for begin in run_by_ci) for line in typed] == [True] * len(typed)
