@@ -278,17 +278,8 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
-        padding_side (`str`, *optional*):
-            `"left"` or `"right"`; by default the tokenizer's.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
-        attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the model runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation:
+            As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -303,19 +294,8 @@ class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
-        padding_side (`str`, *optional*):
-            `"left"` or `"right"`; by default the tokenizer's.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
-        attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
-        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            The same for the reference model; by default the policy's.
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -332,17 +312,9 @@ class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding where log-probabilities are taken.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
-        attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
-        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            The same for the reference model; by default the policy's.
+        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
+            of a group is computed once for all its completions.
         **kwargs:
             All fields of [`~trl.GRPOConfig`].
 
@@ -356,20 +328,9 @@ class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
-    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
-
     Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding where log-probabilities are taken.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute the prompt of a group once for all its completions. Needs `padding_free`.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
-        attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
-        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            The same for the reference model; by default the policy's.
+        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
 
@@ -384,35 +345,14 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
-        padding_side (`str`, *optional*):
-            `"left"` or `"right"`; by default the tokenizer's.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
-        attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the model runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
-        predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Whether to continue the prompts of the evaluation set during evaluation.
-        generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            Tokens to generate after a prompt, at most.
-        generation_kwargs (`dict`, *optional*):
-            More keyword arguments of `generate`; they go before the model's own generation config.
-        eval_generation_samples (`int`, *optional*):
-            Rows of each evaluation set to generate from, the first ones; by default all.
-        max_tokens_per_batch (`int`, *optional*):
-            Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
-            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
-            the rows of an optimizer step are computed.
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
+        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
+            As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
-            for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
+        ValueError: As [`DPOConfig`].
     """
 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
