@@ -303,5 +303,5 @@ with remove_padding(model):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     growth = [float(line) for line in done.stdout.split()]
     print({tokens: f"{mib:.0f} MiB" for tokens, mib in zip(LENGTHS, growth, strict=True)})
-    assert growth[2] <= 4.5 * growth[1]
+    assert growth[2] <= 6 * growth[1]  # four times the tokens; what grew with their square would be sixteen times
     assert growth[2] < LENGTHS[2] ** 2 / 2**20  # the mask that transformers would build

@@ -5,10 +5,15 @@ Evaluations that are compared with TRL's are one batch: TRL's metrics are means 
 """
 
 import inspect
+import json
 import logging
+import os
 import random
 import re
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -184,7 +189,7 @@ def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run)
     assert all(mask[:, -1 if side == "left" else 0].all() for _, mask in ours.batches)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("mode", [pytest.param(TWO_MODES[0], marks=pytest.mark.slow), TWO_MODES[1]])
 @pytest.mark.parametrize("case", SET_UPS)
 def test_every_set_up_is_trls(case, mode, make, trl_run):
     skip_other_counts(mode, case)
@@ -209,7 +214,7 @@ def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     assert_same(runs[0].trajectory(), runs[1].trajectory(), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", SIDED_MODES)
+@pytest.mark.parametrize("mode", ["padded, left", *TWO_MODES])
 def test_flash_attention_2_is_trls(mode, make, trl_run):
     with flash_attention_stand_in() as calls:
         model = build_model(attn_implementation="flash_attention_2")
@@ -562,6 +567,51 @@ def test_the_longest_batch_is_first_where_transformers_sorts_by_length(make):
     ours = run(make(config=config), watch_inputs(""))
     lengths = [mask.sum(1).max().item() for _, mask in ours.batches]
     assert lengths[0] == max(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packs", [False, True])
+def test_two_processes_normalise_as_trl_does_and_evaluate_as_one(packs, tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(f"""
+import json
+import torch
+import trl
+import trl_padfix
+from test_sft_trainer import METRICS, TEMPLATE, build_rows
+from trainer_runs import SETTINGS, build_model, build_tokenizer
+torch.set_num_threads(1)
+config = dict(max_length=48, packing=True) if {packs} else dict(max_length=26)
+for library, more in ((trl, {{}}), (trl_padfix, dict(padding_free=True))):
+    args = SETTINGS | config | more | dict(
+        output_dir={str(tmp_path)!r}, max_steps=5, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        per_device_eval_batch_size=2,
+    )
+    trainer = library.SFTTrainer(
+        build_model(), args=library.SFTConfig(**args), train_dataset=build_rows(), eval_dataset=build_rows(8, 1),
+        processing_class=build_tokenizer(chat_template=TEMPLATE),
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.accelerator.num_processes == 2
+    logs = trainer.state.log_history
+    losses = [log["loss"] for log in logs if "loss" in log]
+    evaluated = {{name: logs[-1]["eval_" + name] for name in ("loss", "mean_token_accuracy")}}
+    if trainer.is_world_process_zero():
+        print("figures", json.dumps([losses, evaluated]))
+    if library is trl_padfix:
+        stats = trainer._handles[0].stats
+        assert 0 < stats.packed_tokens
+        assert (stats.packed_tokens == stats.padded_tokens) is {packs}
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = (json.loads(line.removeprefix("figures")) for line in done.stdout.splitlines() if "figures" in line)
+    assert ours[0] == pytest.approx(theirs[0], abs=1e-5)
+    assert ours[1] != pytest.approx(theirs[1], abs=1e-5)  # a mean over batches
 
 
 # The seeds' own scenario
