@@ -33,7 +33,7 @@ from trl_padfix.tiny import build_qwen2, train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
-METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "num_tokens")}
+METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")

@@ -82,7 +82,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
 
     *parsed, others = make_parser(method).parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
-    script = ["--module", __name__ if __name__ != "__main__" else "trl_padfix.train", method, *args]
+    script = ["--module", "trl_padfix.train", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         unknown = unknown or [launch.training_script]

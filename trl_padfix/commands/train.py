@@ -41,7 +41,7 @@ def training(method: str) -> Callable[[typer.Context], None]:
 
         try:
             _, launch = parse(method, ctx.args)
-        except (OSError, ValueError) as error:
+        except (ImportError, OSError, ValueError) as error:
             typer.echo(f"trl-padfix {method}: {error}", err=True)
             raise typer.Exit(2) from error
         try:
