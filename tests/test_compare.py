@@ -103,7 +103,7 @@ def test_a_yaml_of_a_training_names_model_and_data(material, tmp_path):
     ("options", "message"),
     [
         ([], "give a model"),
-        (["--model", "{model}"], "There is no data"),
+        (["--model", "{model}"], "give the data"),
         (["--model", "{model}", "--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
         (["--model", "{model}", "--data", "{data}", "--dtype", "float8"], "'float8' is not one of float32"),
         (["--model", "{model}", "--data", "{data}", "--device", "abacus"], "'abacus' is not one of cpu"),

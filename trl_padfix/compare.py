@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from torch import nn
 
 from .attention import PaddingRemovalError
@@ -22,7 +21,7 @@ from .decoder import remove_padding
 from .parity import TOLERANCES, ParityReport, check_parity
 
 
-__all__ = ["MODES", "Comparison", "compare", "load_rows", "tokenize_rows"]
+__all__ = ["MODES", "Comparison", "compare", "tokenize_rows"]
 
 MODES = {"padded": None, "padding-free": False, "prefix sharing": True}
 """Modes, and whether prefixes are shared in them."""
@@ -58,35 +57,6 @@ class Comparison:
     parity: ParityReport | None = None
     ok: bool = True
     note: str = ""
-
-
-def load_rows(data: str | None, recipe: dict[str, Any]) -> Dataset:
-    """
-    The training rows of a local file or folder or a Hub dataset, or of the YAML of a training.
-
-    Args:
-        data (`str`, *optional*):
-            Path or id; by default what the recipe says.
-        recipe (`dict`):
-            `dataset_name` or `datasets`, as TRL's scripts take them.
-
-    Raises:
-        FileNotFoundError: If `data` names a file that is not there.
-        ValueError: If neither says where the data is.
-    """
-    if data is None and recipe.get("datasets"):
-        from trl import DatasetMixtureConfig, get_dataset
-
-        return get_dataset(DatasetMixtureConfig(datasets=recipe["datasets"]))["train"]
-    name = data or recipe.get("dataset_name")
-    if name is None:
-        raise ValueError("There is no data: name it with `--data`, or in the YAML of `--config`.")
-    kind = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".gz": "json"}.get(Path(name).suffix)
-    if kind is None:
-        return load_dataset(name, name=recipe.get("dataset_config"), split=recipe.get("dataset_train_split", "train"))
-    if not Path(name).exists():
-        raise FileNotFoundError(f"There is no file {name}. Give a local file or folder, or the id of a Hub dataset.")
-    return load_dataset(kind, data_files=name, split="train")
 
 
 def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:

@@ -37,26 +37,28 @@ def parity(
 
     import torch
     import transformers
-    import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import is_flash_attn_2_available
 
-    from ..compare import compare, load_rows, tokenize_rows
+    from ..compare import compare, tokenize_rows
+    from ..data import load_recipe, load_rows
 
     transformers.logging.disable_progress_bar()
     one_of("--dtype", dtype, DTYPES)
     one_of("--device", device or "cpu", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = yaml.safe_load(config.read_text()) if config is not None else {}
+    recipe = load_recipe(str(config)) if config is not None else {}
     model = model or recipe.get("model_name_or_path")
     if model is None:
         raise typer.BadParameter("give a model, here or as `model_name_or_path` of `--config`.", param_hint="--model")
+    if data is None and config is None:
+        raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
     max_length = max_length or recipe.get("max_length") or 512
     hint = "--model"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         hint = "--data"
-        batch = tokenize_rows(load_rows(data, recipe), tokenizer, rows, max_length)
+        batch = tokenize_rows(load_rows(data or str(config)), tokenizer, rows, max_length)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint=hint) from error
     batch = {name: value.to(device) for name, value in batch.items()}
