@@ -503,13 +503,14 @@ def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
 
 @pytest.mark.parametrize("mode", TWO_MODES)
 def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(mode, make):
-    fresh = {"fresh": build_pairs(9, seed=2), "other": build_pairs(5, seed=3)}
+    fresh = {"fresh": build_pairs(8, seed=2), "other": build_pairs(4, seed=3)}
     trainers = make(trl.DPOTrainer), make(config=MODES[mode])
     theirs, ours = (trainer.evaluate(fresh["fresh"]) | trainer.evaluate(fresh) for trainer in trainers)
     losses = ["eval_loss", "eval_fresh_loss", "eval_other_loss"]
     assert [ours[name] for name in losses] == pytest.approx([theirs[name] for name in losses], rel=1e-4)
     first, again, other = (log["eval_padfix/pad_fraction"] for log in trainers[1].state.log_history)
     assert first == again != other
+    assert "eval_loss" not in trainers[1].evaluate(fresh)
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
@@ -650,6 +651,7 @@ OVERRIDDEN = {
     "evaluation_loop": "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
     "get_eval_dataloader": "self, eval_dataset",
     "get_test_dataloader": "self, test_dataset",
+    "create_model_card": "self, model_name, dataset_name, tags",
     "log": "self, logs, start_time",
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",

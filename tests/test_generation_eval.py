@@ -477,7 +477,7 @@ UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
         ("dpo", {"include_for_metrics": ["loss"]}, "`include_for_metrics`"),
         ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
         ("dpo", {"tokenizer": build_tokenizer(pad_token=None, eos_token=None)}, "neither a pad token nor an EOS"),
-        ("sft", {"eval_dataset": CHAT}, "chat_template is not set"),
+        ("sft", {"eval_dataset": CHAT}, "no chat template to write them out"),
         (
             "sft",
             {"tokenizer": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},

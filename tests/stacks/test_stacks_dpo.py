@@ -67,7 +67,7 @@ SET_UPS = {
 def trajectory(trainer_class, config_class, tmp_path, peft=False, **settings) -> torch.Tensor:
     """Loss, gradient norm and margin of every step, and loss and margin of the evaluation after the last."""
     args = config_class(
-        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=4, per_device_eval_batch_size=4,
+        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=4, per_device_eval_batch_size=8,
         learning_rate=1e-2, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
         bf16=False, **{"gradient_checkpointing": False} | settings,
     )  # fmt: skip

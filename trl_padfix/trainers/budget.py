@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
@@ -28,6 +27,7 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from ..batching import RowCosts, arrange, pair_costs, split, text_costs
 from ..config import check_budget
+from .meters import gathering_nothing
 from .mixin import _field
 
 
@@ -187,9 +187,6 @@ class BudgetMixin:
         """What the rows of this trainer's data cost."""
         raise NotImplementedError
 
-    _rows_per_item = 1
-    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(train_dataset)
         if getattr(self.args, "max_tokens_per_batch", None) is None:
@@ -284,7 +281,7 @@ class BudgetMixin:
         metrics, tokens = self._metrics["train"], self._total_train_tokens
         try:
             self._metrics["train"] = collected = defaultdict(list)
-            with _gathering_nothing(self.accelerator):
+            with gathering_nothing(self.accelerator):
                 yield
         finally:
             self._metrics["train"], self._weight = metrics, None
@@ -324,23 +321,6 @@ def _halved(batches: list[dict[str, Any]], count: int, rows_per_item: int) -> li
             {k: torch.cat([rows[half] for rows in v.split(items)]) for k, v in batches[at].items()} for half in cut
         ]
     return batches
-
-
-@contextlib.contextmanager
-def _gathering_nothing(accelerator: Accelerator) -> Iterator[None]:
-    """`accelerator.gather` and `gather_for_metrics` return what they are given, until the block ends."""
-
-    def own(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    saved = dict(vars(accelerator))
-    vars(accelerator).update(gather=own, gather_for_metrics=own)
-    try:
-        yield
-    finally:
-        for name in ("gather", "gather_for_metrics"):
-            del vars(accelerator)[name]
-            vars(accelerator).update({name: saved[name]} if name in saved else {})
 
 
 def _numbers(keys: Any) -> list[int]:

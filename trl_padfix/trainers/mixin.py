@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..attention import PaddingRemovalError
 from ..decoder import (
@@ -41,7 +42,7 @@ from .checks import (
     refuse_images,
     require_rows,
 )
-from .meters import EvalMeans, TokenMeter
+from .meters import EvalMeans, TokenMeter, gathering_nothing, own_rows
 
 
 __all__ = ["PaddingRemovalMixin"]
@@ -191,15 +192,25 @@ class PaddingRemovalMixin:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, batch | self._beside_text(inputs))
         self._meters[mode].start()
-        size = None if mode == "train" else self._batch_size_of(inputs)
+        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
+        own, counts = inputs, True
+        if mode == "eval" and self._batch_size_of(inputs) is not None and not returns_outputs:
+            own, counts = own_rows(self.accelerator, inputs, self._rows_per_item)
+        size = None if mode == "train" else self._batch_size_of(own)
         logged = {name: len(values) for name, values in self._metrics[mode].items()}
-        with self._counting(mode, inputs):
-            result = super().compute_loss(self._called_by_loss(model), inputs, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._counting(mode, own))
+            if size is not None:
+                stack.enter_context(gathering_nothing(self.accelerator))
+            result = super().compute_loss(self._called_by_loss(model), own, *args, **kwargs)
         if size is not None:
-            weights = {"loss": size, **self._metric_sizes(inputs)}
+            sizes = {name: counts * n for name, n in {"loss": size, **self._metric_sizes(own)}.items()}
             new = {name: v[-1] for name, v in self._metrics[mode].items() if len(v) > logged.get(name, 0)}
-            self._eval_means.add(self.accelerator, weights, result[0] if isinstance(result, tuple) else result, new)
+            self._eval_means.add(self.accelerator, sizes, result[0] if returns_outputs else result, new)
         return result
+
+    _rows_per_item = 1
+    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
 
     def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """
@@ -277,12 +288,20 @@ class PaddingRemovalMixin:
         self._meters["eval"] = TokenMeter()
         return super().evaluate(*args, **kwargs)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
         self._eval_means = EvalMeans()
-        output = super().evaluation_loop(*args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
         for mean in self._eval_means.of("loss").values():
-            output.metrics[f"{prefix}_loss"] = mean
+            output.metrics[f"{metric_key_prefix}_loss"] = mean
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
