@@ -124,18 +124,19 @@ def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, st
 def _table(results: list[VariantResult], title: str) -> Table:
     table = Table(
         box=SIMPLE,
+        padding=0,
         title=title,
-        caption="limit: TRL's padded tokens over those computed; share: of that limit; MFU: the arithmetic that "
+        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the arithmetic that "
         "distinct tokens need at the least, over time and peak; GiB: peak memory",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("median s", "min-max s", "x TRL", "limit", "share", "real tok/s", "MFU", "GiB"):
-        table.add_column(column, justify="right")
+    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
             r.name,
-            f"{r.seconds:.3f}",
-            f"{r.low:.3f}-{r.high:.3f}",
+            f"{r.seconds:.2f}",
+            f"{r.low:.2f}-{r.high:.2f}",
             f"{r.speedup:.2f}",
             f"{r.token_limit:.2f}",
             f"{r.speedup / r.token_limit:.2f}",
