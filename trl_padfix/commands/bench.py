@@ -126,8 +126,8 @@ def _table(results: list[VariantResult], title: str) -> Table:
         box=SIMPLE,
         padding=0,
         title=title,
-        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the arithmetic that "
-        "distinct tokens need at the least, over time and peak; GiB: peak memory",
+        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
+        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory",
     )
     table.add_column("variant", no_wrap=True)
     for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB"):
