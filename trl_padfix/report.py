@@ -120,7 +120,7 @@ def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
     speed.plot(limits, names, "k|", markersize=16, label="padded over computed tokens")
     speed.set(xlabel="speed over TRL's padded step", xlim=(0, 1.15 * max(*limits, *(r.speedup for r in results))))
     speed.invert_yaxis()
-    speed.legend(loc="lower right")
+    speed.legend(loc="upper right")
     peaks = [result.peak_gib or 0.0 for result in results]
     memory.bar_label(memory.barh(names, peaks, color="tab:orange"), [f"{peak:.2f}" for peak in peaks], padding=3)
     memory.set(xlabel="peak memory of a step, GiB", xlim=(0, 1.15 * max(*peaks, 1e-3)))
