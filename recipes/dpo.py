@@ -8,7 +8,7 @@ A tiny model built on the spot, offline, on CPU, in under a minute of training:
 A real one (any flag of TRL's `trl dpo`, and ours):
 
     accelerate launch recipes/dpo.py \
-        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16 \
+        --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized \
         --padding_free true --prefix_sharing true \
         --per_device_train_batch_size 8 --learning_rate 5e-7 --output_dir runs/qwen-dpo

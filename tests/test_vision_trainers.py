@@ -6,7 +6,9 @@ The processors of some families need torchvision; their tests are skipped where 
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +30,10 @@ from trl_padfix import (
     PaddingRemovalError,
     ParityError,
 )
+from trl_padfix.train import main
 
+
+ROOT = Path(__file__).parent.parent
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
 FAMILIES = [
@@ -251,3 +256,23 @@ def test_refused_models_are_refused_before_the_first_step(kind, tmp_path):
     model = build_vision("qwen3_5").model
     with pytest.raises(PaddingRemovalError, match=r"Qwen3_5ForConditionalGeneration: layer `layers.0`"):
         build_trainer(trl_padfix, kind, "llava", tmp_path, model=model, padding_free=True)
+
+
+@needs_torchvision
+def test_the_recipe_of_qwen2_5_vl_trains_a_tiny_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    processor = build_processor("qwen2_5_vl")
+    processor.save_pretrained(tmp_path / "model")
+    build_vlm("qwen2_5_vl", processor).save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    build_pairs(8).to_parquet(tmp_path / "data" / "train.parquet")
+    settings = {
+        "config": "recipes/dpo_qwen2.5_vl.yaml", "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "max_steps": 2, "logging_steps": 1,
+        "gradient_accumulation_steps": 1, "save_steps": 2, "use_cpu": True, "bf16": False, "dtype": "float32",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    main("dpo", [str(part) for name, value in settings.items() for part in (f"--{name}", value)])
+    history = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())["log_history"]
+    assert next(log["loss"] for log in history if "loss" in log) == pytest.approx(0.6931, abs=1e-3)
+    assert all(log["padfix/pad_fraction"] > 0 for log in history if "loss" in log)
