@@ -84,6 +84,9 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     "--device cuda --dtype bfloat16 --shape 0.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
     "--data test.jsonl.gz": "--data lengths:20/6 --shape tiny",
     "--data equal": "--data equal --shape tiny",
+    "lengths:1024/256": "lengths:20/6",
+    "lengths:4096/512": "lengths:20/6",
+    "--shape tiny --steps": "--shape tiny --pairs 2 --warmup 0 --steps",
     "--trainer grpo": "--trainer grpo --shape tiny --prompt-length 20 --completion-length 8",
 }
 
