@@ -71,26 +71,29 @@ def texts(row: dict) -> list[str]:
     return [m["content"] for messages in fields for m in messages] if is_conversational(row) else fields
 
 
-def main(script_args, training_args, model_args, dataset_args) -> None:
-    set_seed(training_args.seed)  # `test_split_size` draws the held-out rows
-    dataset = load_pairs(script_args, dataset_args)
-    train = dataset[script_args.dataset_train_split]
-    evaluates = training_args.eval_strategy != "no"
+def model_to_train(script_args, training_args, model_args, rows) -> str:
+    """The model that is named, or a tiny one built for the data."""
     model = model_args.model_name_or_path
-    if script_args.tiny_model:
-        if model:
-            raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
-        model = build_tiny(script_args.tiny_model, train, Path(training_args.output_dir) / "initial_model")
+    if not script_args.tiny_model:
+        return model
+    if model:
+        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
+    return build_tiny(script_args.tiny_model, rows, Path(training_args.output_dir) / "initial_model")
+
+
+def run(trainer_class: type, model: str, dataset, script_args, training_args, model_args) -> None:
+    """Train and save a model, and say where it came out."""
+    evaluates = training_args.eval_strategy != "no"
     training_args.attn_implementation = model_args.attn_implementation
     training_args.model_init_kwargs = {
-        "revision": None if script_args.tiny_model else model_args.model_revision,
+        "revision": model_args.model_revision if model == model_args.model_name_or_path else None,
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    trainer = DPOTrainer(
+    trainer = trainer_class(
         model=model,
         args=training_args,
-        train_dataset=train,
+        train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
         quantization_config=trl.get_quantization_config(model_args),
         peft_config=trl.get_peft_config(model_args),
@@ -104,6 +107,13 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         print(f"model and curves: {training_args.output_dir} ({picture.name})")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+def main(script_args, training_args, model_args, dataset_args) -> None:
+    set_seed(training_args.seed)  # `test_split_size` draws the held-out rows
+    dataset = load_pairs(script_args, dataset_args)
+    model = model_to_train(script_args, training_args, model_args, dataset[script_args.dataset_train_split])
+    run(DPOTrainer, model, dataset, script_args, training_args, model_args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ A tiny LLaVA built on the spot learns to name coloured shapes, offline, on CPU, 
 A real one (any flag of TRL's `trl sft`, and ours):
 
     accelerate launch recipes/sft_vlm.py \
-        --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct --dtype bfloat16 \
+        --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
         --dataset_name trl-lib/llava-instruct-mix \
         --padding_free true --max_length 4096 \
         --per_device_train_batch_size 8 --learning_rate 1e-5 --output_dir runs/qwen-vl-sft
@@ -22,13 +22,12 @@ from pathlib import Path
 import trl
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, Image, List, load_dataset
+from dpo import run
 from PIL import Image as Pillow
 from PIL import ImageDraw
-from rich.console import Console
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.report import plot_curves, summary_table
 from trl_padfix.tiny import build_llava, train_tokenizer
 
 
@@ -101,30 +100,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         dataset = trl.get_dataset(dataset_args)
     else:
         dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
-    evaluates = training_args.eval_strategy != "no"
-    training_args.model_init_kwargs = {
-        "revision": None if script_args.tiny else model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
-    trainer = SFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
-        quantization_config=trl.get_quantization_config(model_args),
-        peft_config=trl.get_peft_config(model_args),
-    )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
-    if trainer.is_world_process_zero():
-        history = trainer.state.log_history
-        Console().print(summary_table(history))
-        picture = plot_curves(history, Path(training_args.output_dir) / "curves.png")
-        print(f"model and curves: {training_args.output_dir} ({picture.name})")
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    run(SFTTrainer, model, dataset, script_args, training_args, model_args)
 
 
 if __name__ == "__main__":

@@ -357,8 +357,10 @@ def test_padding_that_is_not_removed_gives_trls_numbers_with_absolute_positions(
 
 def test_a_compiled_run_is_trls(make, trl_run):
     config = {"torch_compile": True, "torch_compile_backend": "eager"}
-    ours = run(make(config=SHORT | MODES["prefix sharing, left"] | config))
+    ours = run(make(config=SHORT | MODES["padded, left"] | config))
     assert_same(ours.trajectory, trl_run("short").trajectory)
+    with pytest.raises(PaddingRemovalError, match="Set one of `torch_compile` and `padding_free`"):
+        make(config=SHORT | MODES["padding-free, left"] | config)
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

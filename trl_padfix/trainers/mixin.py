@@ -118,8 +118,6 @@ class PaddingRemovalMixin:
                 numbering.is_trainers = True
             return
         self._check_launch()
-        if self.args.torch_compile:
-            logger.warning("`torch_compile=True` has no effect on packed forwards: their shapes change every batch.")
         for model in models:
             sharing = bool(getattr(self.args, "prefix_sharing", False))
             self._handles.append(remove_padding(model, prefix_sharing=sharing))

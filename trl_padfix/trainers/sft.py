@@ -96,7 +96,7 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
     def _set_up_padding(self) -> None:
         super()._set_up_padding()
         packs = getattr(self.data_collator, "padding_free", False) or getattr(self.args, "eval_packing", False)
-        if not packs or self._handles:
+        if not packs or self._handles or self.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
             self._check_launch()
