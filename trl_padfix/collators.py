@@ -190,9 +190,7 @@ class DataCollatorForLanguageModeling(trl_sft.DataCollatorForLanguageModeling):
             return replace(self, padding_free=True).torch_call(examples)
         batch = super().torch_call(examples)
         if self.padding_side == "left" and not self.padding_free:
-            batch = pad_left(batch)
-            begins = batch["attention_mask"].diff(dim=1) == 1
-            batch["labels"][:, 1:].masked_fill_(begins, -100)
+            return pad_left(batch)
         return batch
 
 
@@ -209,9 +207,11 @@ def check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
 
 
 def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
-    """Move the padding of right-padded `(B, L)` tensors to the left."""
+    """Move the padding of right-padded `(B, L)` tensors to the left; a row's first token loses its label, if any."""
     mask = batch["attention_mask"]
     column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))
     column = column % mask.shape[1]
-    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == mask.shape}
-    return {**batch, **{k: v.gather(1, column) for k, v in given.items()}}
+    batch = {k: v.gather(1, column) if v.shape == mask.shape else v for k, v in batch.items()}
+    if "labels" in batch:  # there is nothing to predict it from
+        batch["labels"][:, 1:].masked_fill_(batch["attention_mask"].diff(dim=1) == 1, -100)
+    return batch

@@ -134,11 +134,7 @@ class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguag
         examples = _copied(examples)
         check_images(examples, self.processor, "the batch")
         batch = _collated(super(), self, examples)
-        if self.padding_side == "left":
-            batch = pad_left(batch)
-            begins = batch["attention_mask"].diff(dim=1) == 1
-            batch["labels"][:, 1:].masked_fill_(begins, -100)
-        return batch
+        return pad_left(batch) if self.padding_side == "left" else batch
 
 
 def check_images(examples: list[dict[str, Any]], processor: Any, where: str, first: int = 0) -> None:
