@@ -22,7 +22,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from trl_padfix.compat import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
+from trl_padfix.core.compat import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"
@@ -33,6 +33,10 @@ TESTS = ("pytest>=8", "hypothesis>=6", "requests")  # TRL's GRPO trainer imports
 PEFT = {"0.17.0": "peft<0.18"}
 
 TRAINERS = ("Reward", "KTO", "GRPO", "RLOO", "SFT")  # beside DPO, whose tests are among the stacks
+STACKS = (
+    *(f"tests/core/test_{name}.py" for name in ("compat", "stacks", "reward_models")),
+    "tests/trainers/test_stacks_dpo.py",
+)
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
@@ -50,16 +54,16 @@ def install(session: nox.Session, stack: Stack) -> None:
 def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions."""
     install(session, stack)
-    session.run("pytest", "-m", "stacks", "tests/stacks", *session.posargs)
+    session.run("pytest", *STACKS, *session.posargs)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
     if trainers:
-        session.run("pytest", *(f"tests/test_{name.lower()}_trainer.py" for name in trainers), *session.posargs)
+        session.run("pytest", *(f"tests/trainers/test_{name.lower()}.py" for name in trainers), *session.posargs)
     if stack == TESTED[0]:
-        session.run("pytest", "tests/stories", *session.posargs)
+        session.run("pytest", "tests/end_to_end/stories", *session.posargs)
 
 
 @nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
     install(session, TESTED[0])
-    session.run("pytest", "tests/stories", *session.posargs)
+    session.run("pytest", "tests/end_to_end/stories", *session.posargs)

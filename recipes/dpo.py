@@ -25,8 +25,8 @@ from transformers import set_seed
 from trl.data_utils import is_conversational
 
 from trl_padfix import DPOConfig, DPOTrainer
-from trl_padfix.report import plot_curves, summary_table
-from trl_padfix.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.tools.report import plot_curves, summary_table
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
 @dataclass

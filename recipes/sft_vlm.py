@@ -28,7 +28,7 @@ from PIL import ImageDraw
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.tiny import build_llava, train_tokenizer
+from trl_padfix.tools.tiny import build_llava, train_tokenizer
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")

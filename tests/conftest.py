@@ -3,7 +3,7 @@
 import hypothesis
 import pytest
 import torch
-from torchvision_stand_in import torchvision_loads
+from kit.torchvision_stand_in import torchvision_loads
 
 
 torchvision_loads()  # where it is installed, transformers imports it

@@ -1,6 +1,6 @@
 """`python -m trl_padfix`: the `trl-padfix` command."""
 
-from .cli import app
+from .cli.app import app
 
 
 app(prog_name="trl-padfix")

@@ -15,8 +15,8 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from trl_padfix import DPOConfig, DPOTrainer
-from trl_padfix.bench import load_pairs
-from trl_padfix.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.tools.bench import load_pairs
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
 STEPS, PAIRS, BUDGET = 10, 8, 3597  # the budget: what the largest of a thousand such batches holds

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trl_padfix
 
-from ..decoder import PaddingRemoval
+from ..core.remove import PaddingRemoval
 
 
 __all__ = ["card_tags", "describe_in_card"]

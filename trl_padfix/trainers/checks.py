@@ -9,9 +9,9 @@ import pyarrow.compute
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from ..attention import PaddingRemovalError
-from ..collators import check_padding_side
-from ..vision_collators import check_images
+from ..core.attention import PaddingRemovalError
+from .collators import check_padding_side
+from .vision_collators import check_images
 
 
 __all__ = [

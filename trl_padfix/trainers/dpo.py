@@ -10,13 +10,13 @@ import trl.trainer.dpo_trainer as trl_dpo
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..collators import DataCollatorForPreference, check_pair
-from ..vision_collators import DataCollatorForVisionPreference
-from .attention import AttentionChoiceMixin
-from .budget import BudgetMixin, PairMeasure
+from .attention_choice import AttentionChoiceMixin
+from .base import PaddingRemovalMixin
 from .checks import require_columns, require_eos, require_rows
-from .generating import GeneratingMixin
-from .mixin import PaddingRemovalMixin
+from .collators import DataCollatorForPreference, check_pair
+from .eval_generation import GeneratingMixin
+from .token_budget import BudgetMixin, PairMeasure
+from .vision_collators import DataCollatorForVisionPreference
 
 
 __all__ = ["DPOTrainer"]

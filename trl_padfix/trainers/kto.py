@@ -9,10 +9,10 @@ import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 
-from ..collators import check_padding_side, check_prompts, pad_left
-from .attention import AttentionChoiceMixin
+from .attention_choice import AttentionChoiceMixin
+from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .mixin import PaddingRemovalMixin
+from .collators import check_padding_side, check_prompts, pad_left
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionChoiceMixin
+from .attention_choice import AttentionChoiceMixin
+from .base import PaddingRemovalMixin
 from .checks import column_names, require_columns
-from .mixin import PaddingRemovalMixin
 
 
 __all__ = ["OnlineMixin"]

@@ -7,10 +7,10 @@ from typing import Any
 import trl
 import trl.trainer.reward_trainer as trl_reward
 
-from ..collators import DataCollatorForReward
-from .attention import AttentionChoiceMixin
+from .attention_choice import AttentionChoiceMixin
+from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .mixin import PaddingRemovalMixin
+from .collators import DataCollatorForReward
 
 
 __all__ = ["RewardTrainer"]

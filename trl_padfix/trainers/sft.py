@@ -12,16 +12,16 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from ..attention import PaddingRemovalError
-from ..collators import DataCollatorForLanguageModeling
-from ..compat import packing_with_any_attention
-from ..decoder import remove_padding
-from ..vision_collators import DataCollatorForVisionLanguageModeling
-from .attention import AttentionChoiceMixin
-from .budget import BudgetMixin, TextMeasure
+from ..core.attention import PaddingRemovalError
+from ..core.compat import packing_with_any_attention
+from ..core.remove import remove_padding
+from .attention_choice import AttentionChoiceMixin
+from .base import PaddingRemovalMixin
 from .checks import require_columns, require_eos, require_rows
-from .generating import GeneratingMixin
-from .mixin import PaddingRemovalMixin
+from .collators import DataCollatorForLanguageModeling
+from .eval_generation import GeneratingMixin
+from .token_budget import BudgetMixin, TextMeasure
+from .vision_collators import DataCollatorForVisionLanguageModeling
 
 
 __all__ = ["SFTTrainer"]

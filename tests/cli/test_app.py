@@ -1,0 +1,123 @@
+"""The `trl-padfix` command, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kit.commands import build_pairs, trl_padfix_command
+
+import trl_padfix
+
+
+TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    build_pairs().to_json(path)
+    return str(path)
+
+
+def test_the_installed_command_prints_help_and_version():
+    command = str(Path(sys.executable).with_name("trl-padfix"))
+    printed = {
+        option: subprocess.run([command, option], capture_output=True, text=True, check=True).stdout
+        for option in ("--help", "--version")
+    }
+    assert printed["--version"].strip() == trl_padfix.__version__
+    assert "bench" in printed["--help"]
+
+
+def test_help_costs_no_import_of_torch():
+    code = "import sys; from trl_padfix import cli; print('torch' in sys.modules or 'trl' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_no_command_prints_the_help_and_fails():
+    result = trl_padfix_command()
+    assert result.exit_code == 2
+    assert "Usage" in result.output
+
+
+def test_every_option_of_bench_has_a_help_text():
+    output = trl_padfix_command("bench", "--help").output
+    for option in ("data", "pairs", "steps", "warmup", "shape", "device", "dtype", "attn", "max-length", "json"):
+        line = next(line for line in output.splitlines() if f"--{option} " in line)
+        assert len(line.split()) > 4
+
+
+def test_bench_prints_a_table_and_writes_json(pairs, tmp_path):
+    result = trl_padfix_command(*TINY, "--data", pairs, "--json", str(tmp_path / "figures.json"))
+    assert result.exit_code == 0, result.output
+    for variant in ("trl", "padding_free", "prefix_sharing"):
+        assert variant in result.output
+    assert "equal in all variants" in result.output
+    saved = json.loads((tmp_path / "figures.json").read_text())
+    assert [variant["name"] for variant in saved["variants"]] == ["trl", "padding_free", "prefix_sharing"]
+    assert saved["settings"]["shape"] == "tiny"
+    assert saved["data"] == "pairs.jsonl"
+
+
+def test_bench_runs_where_nothing_can_be_removed():
+    result = trl_padfix_command(*TINY, "--data", "equal")
+    assert result.exit_code == 0, result.exception
+    assert "equal in all variants" in result.output
+
+
+def test_bench_draws_its_figures_and_shows_where_time_goes(pairs, tmp_path):
+    picture = tmp_path / "bench.png"
+    result = trl_padfix_command(*TINY, "--data", "lengths:20/6", "--plot", str(picture), "--profile", "--no-memory")
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert result.output.count("aten::mm") >= 3
+    assert result.output.count("Self CPU time total") == 3
+
+
+def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):
+    monkeypatch.setattr("trl_padfix.tools.bench.TOLERANCE", dict.fromkeys(trl_padfix.tools.bench.TOLERANCE, -1.0))
+    result = trl_padfix_command(*TINY, "--data", pairs)
+    assert result.exit_code != 0
+    assert "is not the same computation" in str(result.exception) + result.output
+    assert "equal in all variants" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shape", "huge"], "'huge' is not one of tiny, small"),
+        (["--pairs", "0"], "greater than or equal to 1"),
+        (["--steps", "-1"], "greater than or equal to 1"),
+        (["--dtype", "float64"], "float32"),
+        (["--dtype", "half-baked"], "float32"),
+        (["--device", "abacus"], "cpu"),
+        (["--stepps", "1"], "No such option"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error_that_says_what_is_good(options, message, pairs):
+    result = trl_padfix_command(*TINY, "--data", pairs, *options)
+    assert result.exit_code == 2, result.exception
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--attn", "telepathy"], "sdpa"),
+        (["--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error_that_says_why(options, message, pairs):
+    result = trl_padfix_command(*TINY, "--data", pairs, *options)
+    assert result.exit_code != 0
+    assert message in str(result.exception) + result.output
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = trl_padfix_command("benchh")
+    assert result.exit_code == 2
+    assert "benchh" in result.output

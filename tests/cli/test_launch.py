@@ -1,0 +1,224 @@
+"""`trl-padfix dpo` and the others: TRL's command line, with our trainers."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+from datasets import Dataset, load_dataset
+from kit.commands import trl_padfix_command
+from transformers import set_seed
+
+from trl_padfix.cli.launch import METHODS, main, make_parser, parse
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A YAML as one writes it for `trl dpo`, and the model and the pairs that it names."""
+    directory = tmp_path_factory.mktemp("recipe")
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
+    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"] + row["chosen"]), vocab_size=512)
+    tokenizer.save_pretrained(directory / "model")
+    shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer), "initializer_range": 0.2}
+    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    pairs.to_json(directory / "data" / "train.jsonl")
+    settings = {
+        "model_name_or_path": str(directory / "model"),
+        "datasets": [{"path": "json", "data_files": str(directory / "data" / "train.jsonl")}],
+        "test_split_size": 4,
+        "env": {"SEEN_BY_EVERY_PROCESS": 3},
+        "num_processes": 1,  # of `accelerate launch`
+        "max_steps": 3,
+        "max_length": 256,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "bf16": False,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("SEEN_BY_EVERY_PROCESS", "")  # put back what a YAML sets
+
+
+def trl_script(method: str):
+    return importlib.import_module(f"trl.scripts.{method}")
+
+
+def history(output: Path) -> list[dict[str, float]]:
+    (state,) = output.glob("checkpoint-*/trainer_state.json")
+    return json.loads(state.read_text())["log_history"]
+
+
+def losses(output: Path) -> list[float]:
+    found = [log[name] for log in history(output) for name in ("loss", "eval_loss", "grad_norm") if name in log]
+    assert len(found) == 2 * 3 + 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def trls(recipe, tmp_path_factory):
+    """What TRL's own script computes."""
+    output = tmp_path_factory.mktemp("trl")
+    script = trl_script("dpo")
+    args = script.make_parser().parse_args_and_config(
+        ["--config", str(recipe), "--output_dir", str(output)], fail_with_unknown_args=False
+    )
+    set_seed(42)  # it draws the held-out rows without a seed
+    script.main(*args)
+    return losses(output)
+
+
+def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
+    main("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path)])
+    assert losses(tmp_path) == pytest.approx(trls, rel=1e-4)
+    assert os.environ["SEEN_BY_EVERY_PROCESS"] == "3"
+
+
+def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls, tmp_path):
+    flags = ["--padding_free", "true", "--prefix_sharing", "--output_dir", str(tmp_path)]
+    flags += ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]
+    result = subprocess.run(
+        [sys.executable, "-m", "trl_padfix", "dpo", "--config", str(recipe), *flags],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Training completed" in result.stdout
+    assert losses(tmp_path) == pytest.approx(trls, rel=1e-4)
+    logs = [log for log in history(tmp_path) if "loss" in log]
+    assert all(log["padfix/pad_fraction"] > 0 and log["padfix/shared_fraction"] > 0 for log in logs)
+
+
+def test_other_rows_give_other_losses(recipe, trls, tmp_path):
+    main("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path), "--seed", "1"])
+    assert losses(tmp_path) != pytest.approx(trls, rel=1e-2)
+
+
+ROWS = {
+    "kto": lambda row: {"prompt": row["prompt"], "completion": row["chosen"], "label": True},
+    "rloo": lambda row: {"prompt": row["prompt"]},
+}
+
+
+@pytest.mark.parametrize("method", ROWS)  # the others are trained by their recipes
+def test_every_method_trains(method, recipe, tmp_path):
+    pairs = load_dataset("json", data_files=str(recipe.parent / "data/train.jsonl"), split="train")
+    Dataset.from_list([ROWS[method](row) for row in pairs]).to_json(tmp_path / "data" / "train.jsonl")
+    settings = yaml.safe_load(recipe.read_text()) | {"eval_strategy": "no", "padding_free": True}
+    del settings["datasets"], settings["test_split_size"], settings["eval_steps"]
+    settings |= {"dataset_name": str(tmp_path / "data"), "output_dir": str(tmp_path / "run")}
+    if method == "rloo":
+        del settings["max_length"]
+        settings |= {"num_generations": 2, "max_completion_length": 8, "reward_funcs": ["think_format_reward"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    main(method, ["--config", str(tmp_path / "recipe.yaml")])
+    assert all(log["padfix/pad_fraction"] > 0 for log in history(tmp_path / "run") if "loss" in log)
+
+
+def test_trl_has_its_own_classes_again_afterwards(recipe, tmp_path):
+    theirs = (trl.DPOTrainer, trl.DPOConfig)
+    with pytest.raises(OSError, match="Repo id"):
+        main("dpo", ["--config", str(recipe), "--model_name_or_path", "", "--output_dir", str(tmp_path)])
+    assert (trl.DPOTrainer, trl.DPOConfig) == theirs
+    assert all(c.__module__.startswith("trl.") for c in theirs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_shows_our_fields_first_and_all_of_trls(method):
+    result = trl_padfix_command(method, "--help")
+    assert result.exit_code == 0
+    usage, ours, _ = result.output.split(":\n", 2)
+    assert usage.startswith(f"usage: trl-padfix {method} [--config FILE.yaml]")
+    assert usage.rstrip().endswith("padding removal")
+    assert {"--padding_free", "--prefix_sharing", "--parity_check"} <= set(ours.replace(",", " ").split())
+    assert "--learning_rate" not in ours
+    theirs_alone = {a.dest for a in trl_script(method).make_parser()._actions}
+    assert theirs_alone <= {action.dest for action in make_parser(method)._actions}
+    assert all(f"--{name}" in result.output for name in ("dataset_name", "model_name_or_path", "learning_rate"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--paddin_free", "true"], "--paddin_free: neither a field of `trl-padfix dpo` nor a flag of `accelerate"),
+        (["--paddin_free=true"], "--paddin_free=true: neither"),
+        (["recipe.yaml"], "recipe.yaml: neither"),
+        (["--config", "nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+        (["--accelerate_config", "fsdp9"], "fsdp9"),
+        (["--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
+        (["--padding_side", "top"], "invalid choice: 'top'"),
+        (["--learning_rate", "quick"], "invalid float value: 'quick'"),
+        (["--num_processes", "few"], "invalid int value: 'few'"),
+    ],
+)
+def test_a_bad_argument_stops_the_command_before_it_launches(args, message):
+    result = trl_padfix_command("dpo", "--use_cpu", "true", "--bf16", "false", *args)
+    assert result.exit_code == 2, result.exception
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_key_of_a_yaml_stops_the_command(recipe, tmp_path):
+    path = tmp_path / "typo.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"paddin_free": True}))
+    result = trl_padfix_command("dpo", "--config", str(path))
+    assert result.exit_code == 2
+    assert "paddin_free" in result.output
+
+
+def test_a_training_that_fails_is_an_exit_status(recipe, monkeypatch):
+    def launch_command(args):
+        raise subprocess.CalledProcessError(returncode=1, cmd=args.training_script_args)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", launch_command)
+    result = trl_padfix_command("dpo", "--config", str(recipe))
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe, tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("{}")
+    args = ["--config", str(recipe), "--accelerate_config", str(path), "--main_process_port", "1234"]
+    _, launch = parse("dpo", args)
+    assert (launch.num_processes, launch.main_process_port, launch.config_file) == (1, 1234, str(path))
+    assert (launch.module, launch.training_script) == (True, "trl_padfix.cli.launch")
+    assert launch.training_script_args == ["dpo", *args]
+    _, launch = parse("dpo", ["--accelerate_config", "zero3", "--use_cpu", "true", "--bf16", "false"])
+    assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's
+
+
+def test_the_shell_completes_commands_and_fields():
+    environment = os.environ | {
+        "_TRL_PADFIX_COMPLETE": "complete_bash",
+        "COMP_WORDS": "trl-padfix d",
+        "COMP_CWORD": "1",
+    }
+    command = str(Path(sys.executable).with_name("trl-padfix"))
+    assert "dpo" in subprocess.run(command, capture_output=True, text=True, env=environment).stdout.split()
+    completed = trl_padfix_command(
+        env={"_TRL_PADFIX_COMPLETE": "complete_bash", "COMP_WORDS": "trl-padfix dpo --padding", "COMP_CWORD": "2"}
+    )
+    assert set(completed.output.split()) == {"--padding_free", "--padding_side"}

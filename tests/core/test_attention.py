@@ -1,0 +1,504 @@
+"""`packed_attention` against dense attention of each row on its own, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from kit import reference_flash_attn
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import batch, build, drawn_batches
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import trl_padfix.core.attention
+from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
+from trl_padfix.core.attention import (
+    LAYOUT,
+    PACKED,
+    PackedCall,
+    _gather_keys,
+    packed_attention,
+    packed_dispatch,
+    refuse_implementation,
+    uses_attention_interface,
+)
+from trl_padfix.core.masks import PackedMask
+
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash_calls():
+    with flash_attention_stand_in() as calls:
+        yield calls
+
+
+def attention_module(name: str = "qwen2", implementation: str = "sdpa") -> torch.nn.Module:
+    """The first attention module of a tiny model; it has the `HEADS`, `KV_HEADS` and `SIZE` above."""
+    return next(m for m in build(name, implementation).modules() if uses_attention_interface(m))
+
+
+def random_states(layout: Layout, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Queries, keys and values `(1, heads, T, D)`: leaves that require gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, layout.packed_tokens, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [(2 * torch.randn(s, generator=generator)).to(dtype).requires_grad_() for s in shapes]
+
+
+def dense_attention(
+    states: list[torch.Tensor],
+    layout: Layout,
+    mask: torch.Tensor,
+    *,
+    scaling: float = SIZE**-0.5,
+    sliding_window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    window_counts_tokens: bool = False,
+) -> torch.Tensor:
+    """The values `(R, heads, D)` that the real tokens of a padded batch attend to, by the definition of attention."""
+    q, k, v = (unpack(x.transpose(1, 2), layout) for x in states)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (k, v))
+    scores = scaling * torch.einsum("bqnd,bknd->bnqk", q, k)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    columns = torch.arange(mask.shape[1]) - mask.argmax(1, keepdim=True)
+    place = mask.cumsum(1) - 1 if window_counts_tokens else columns
+    distance = place[:, :, None] - place[:, None, :]
+    visible = mask[:, None, :].bool() & torch.ones_like(distance).tril().bool()
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    if chunk is not None:
+        visible &= (place // chunk)[:, :, None] == (place // chunk)[:, None, :]
+    scores = scores.masked_fill(~visible[:, None], -1e30)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., : mask.shape[1]]
+    return torch.einsum("bnqk,bknd->bqnd", weights, v)[mask.bool()]
+
+
+def layout_of(side: str, sharing: bool) -> tuple[Layout, torch.Tensor]:
+    ids, mask = batch(side)
+    return (prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)), mask
+
+
+def attend(module, states, layout: Layout, asked: PackedMask | None = None, **kwargs) -> torch.Tensor:
+    call = PackedCall(layout, module.config._attn_implementation)
+    values, weights = packed_attention(module, *states, asked, **{LAYOUT: call, "scaling": SIZE**-0.5} | kwargs)
+    assert weights is None
+    return values
+
+
+def assert_attends_like_dense(module, layout: Layout, mask: torch.Tensor, asked=None, **kwargs) -> None:
+    """Values at every real token, and the gradients of queries, keys and values."""
+    states, expected_states = random_states(layout), random_states(layout)
+    by_tokens = module.config._attn_implementation == "flash_attention_2"
+
+    got = unpack(attend(module, states, layout, asked, **kwargs), layout)[mask.bool()]
+    if asked is not None:
+        kwargs |= {"sliding_window": asked.window, "chunk": asked.chunk}
+    expected = dense_attention(expected_states, layout, mask, window_counts_tokens=by_tokens, **kwargs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+    upstream = torch.linspace(-1, 1, got.numel()).view_as(got)
+    gradients = zip(
+        torch.autograd.grad(got, states, upstream),
+        torch.autograd.grad(expected, expected_states, upstream),
+        strict=True,
+    )
+    for gradient, expected_gradient in gradients:
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=3e-5)
+
+
+CASES = {
+    "causal": ("qwen2", {}),
+    "scaled": ("qwen2", {"scaling": 0.1}),
+    "windowed": ("qwen2", {"sliding_window": 3}),
+    "window of one": ("qwen2", {"sliding_window": 1}),
+    "window longer than the rows": ("qwen2", {"sliding_window": 99}),
+    "softcapped": ("gemma2", {"softcap": 1.5, "sliding_window": 4}),
+    "sinks": ("gpt_oss", {"s_aux": torch.tensor([1.0, -1.0, 2.0, 0.0]), "sliding_window": 4}),
+    "window of the mask": ("qwen2", {"asked": PackedMask(window=3)}),
+    "chunks of the mask": ("qwen2", {"asked": PackedMask(chunk=3)}),
+}
+NOT_IN = {
+    "softcapped": {"sdpa"},
+    "sinks": {"sdpa", "flash_attention_2"},
+    "window of the mask": {"flash_attention_2"},  # knows no mask, only what the module hands over
+    "chunks of the mask": {"flash_attention_2"},
+}
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+@pytest.mark.parametrize("side", ["mixed", "holes"])
+@pytest.mark.parametrize("block", [1024, 3], ids=["one block", "many blocks"])
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    [
+        (implementation, case)
+        for case in CASES
+        for implementation in ("sdpa", "eager", "flash_attention_2")
+        if implementation not in NOT_IN.get(case, ())
+    ],
+)
+def test_each_row_attends_as_if_it_were_alone(implementation, case, block, side, sharing, monkeypatch):
+    monkeypatch.setattr(trl_padfix.core.attention, "BLOCK", block)
+    name, kwargs = CASES[case]
+    module = attention_module(name, implementation)
+    if "s_aux" in kwargs:
+        module.sinks.data = kwargs["s_aux"]  # eager reads it from the module
+    assert_attends_like_dense(module, *layout_of(side, sharing), **kwargs)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_the_comparison_notices_rows_that_attend_across(implementation):
+    layout, mask = layout_of("mixed", sharing=False)
+    merged = padding_free_layout(torch.ones(1, layout.packed_tokens))
+    module, states = attention_module(implementation=implementation), random_states(layout)
+
+    got = unpack(attend(module, states, merged), layout)[mask.bool()]
+
+    assert (got - dense_attention(states, layout, mask)).abs().max() > 0.1
+
+
+def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
+    layout, _ = layout_of("mixed", sharing=True)
+    module = attention_module("mistral", "flash_attention_2")
+
+    flash_calls.clear()
+    attend(module, random_states(layout), layout, sliding_window=4)
+
+    (call,) = flash_calls
+    assert (call.total_q, call.total_k) == (layout.packed_tokens, layout.key_index.numel())
+    assert call.segments == len(layout.query_lengths)
+    assert call.causal
+    assert call.window_size[0] == 3
+
+
+# -- gradients of shared keys, and waiting for the device
+
+
+class Recorded(TorchDispatchMode):
+    """Every operation below autograd, with what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args))
+        return func(*args, **kwargs or {})
+
+    def waits(self):
+        """Operations for which the host would wait for another device."""
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        return [str(func) for func, _ in self.calls if tags & set(func.tags)]
+
+
+def gathered_gradient(layout, select):
+    generator = torch.Generator().manual_seed(0)
+    states = torch.zeros(1, KV_HEADS, layout.packed_tokens, SIZE, requires_grad=True)
+    keys = layout.key_index.numel() if layout.key_index is not None else layout.packed_tokens
+    upstream = torch.randn(1, KV_HEADS, keys, SIZE, generator=generator)
+    return torch.autograd.grad(select(states), states, upstream)[0]
+
+
+@given(drawn_batches())
+def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
+    layout = prefix_sharing_layout(*drawn)
+    index = layout.key_index
+    if index is not None:
+        first = torch.tensor([token not in index[:place] for place, token in enumerate(index)])[:, None]
+
+        def forgetting(states):
+            return torch.where(first, states.index_select(2, index), states.detach().index_select(2, index))
+
+        ours = gathered_gradient(layout, lambda states: _gather_keys(states, layout))
+        torch.testing.assert_close(ours, gathered_gradient(layout, lambda states: states.index_select(2, index)))
+        assert not torch.allclose(ours, gathered_gradient(layout, forgetting))
+
+
+@pytest.mark.parametrize(("ours", "ordered"), [(True, True), (False, False)])
+def test_no_two_threads_add_to_one_gradient(ours, ordered):
+    layout, _ = layout_of("mixed", sharing=True)
+    select = (lambda s: _gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
+    with Recorded() as recorded:
+        gathered_gradient(layout, select)
+    indices = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
+    assert indices
+    assert all(index.unique().numel() == index.numel() for index in indices) is ordered
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_does_not_wait_for_the_device(implementation):
+    layout, _ = layout_of("holes", sharing=True)
+    module = attention_module("mistral", implementation)
+    with Recorded() as recorded:
+        attend(module, random_states(layout), layout, sliding_window=4).sum().backward()
+    assert recorded.calls
+    assert recorded.waits() == []
+    with Recorded() as recorded:
+        layout.real_index.max().item()
+    assert recorded.waits() == ["aten._local_scalar_dense.default"]
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
+    monkeypatch.setattr(trl_padfix.core.attention, "BLOCK", 4)
+    layout, _ = layout_of("holes", sharing=True)
+    module = attention_module(implementation=implementation)
+    masks = []
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    if implementation == "eager":
+        forward_globals = type(module).forward.__globals__
+        function = forward_globals["eager_attention_forward"]
+        monkeypatch.setitem(forward_globals, "eager_attention_forward", spy)
+    else:
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
+    attend(module, random_states(layout), layout, sliding_window=window)
+
+    longest = max(layout.key_lengths) if window is None else 4 + window - 1
+    assert len(masks) > len(layout.query_lengths)
+    assert any(mask is not None for mask in masks)
+    assert all(mask is None or (mask.shape[-2] <= 4 and mask.shape[-1] <= longest) for mask in masks)
+
+
+def test_sdpa_needs_no_mask_for_whole_rows(monkeypatch):
+    layout, _ = layout_of("right", sharing=False)
+    masks = []
+    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
+    attend(attention_module(), random_states(layout), layout)
+
+    assert masks == [None] * len(layout.query_lengths)
+
+
+# -- torch's variable-length kernel
+
+
+class OnCuda(torch.Tensor):
+    """A tensor on the CPU that says it is on a GPU, so that what is meant for GPUs runs here."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.fixture
+def varlen_calls(monkeypatch) -> list[dict]:
+    """Let torch's kernel be the reference; the record of its calls."""
+    calls: list[dict] = []
+
+    def varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
+        calls.append({"window_size": window_size, "enable_gqa": enable_gqa, "scale": scale})
+        assert enable_gqa or query.shape[1] == key.shape[1]
+        states = [x.as_subclass(torch.Tensor) for x in (query, key, value)]
+        return reference_flash_attn.flash_attn_varlen_func(
+            *states, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, window_size=window_size
+        )
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(trl_padfix.core.attention, "torch_varlen_is_complete", lambda: True)
+    return calls
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+@pytest.mark.parametrize("kwargs", [{}, {"scaling": 0.1}, {"sliding_window": 3}], ids=str)
+def test_torchs_varlen_kernel_gets_the_same_question(kwargs, sharing, varlen_calls, monkeypatch):
+    monkeypatch.setattr(trl_padfix.core.attention, "_torch_varlen_applies", lambda *args: True)
+
+    assert_attends_like_dense(attention_module(), *layout_of("mixed", sharing), **kwargs)
+
+    window = kwargs.get("sliding_window")
+    scale = kwargs.get("scaling", SIZE**-0.5)
+    window_size = (-1, 0) if window is None else (window - 1, 0)
+    assert varlen_calls == [{"window_size": window_size, "enable_gqa": True, "scale": scale}]
+
+
+@pytest.mark.parametrize(
+    ("side", "kwargs", "dtype", "applies"),
+    [
+        ("mixed", {}, torch.bfloat16, True),
+        ("mixed", {"sliding_window": 3}, torch.float16, True),
+        ("holes", {}, torch.bfloat16, True),
+        ("mixed", {}, torch.float32, False),
+        ("mixed", {"dropout": 0.1}, torch.bfloat16, False),
+        # The kernel's window counts tokens, and the padded computation counts columns: with holes they differ.
+        ("holes", {"sliding_window": 3}, torch.bfloat16, False),
+    ],
+    ids=["bf16", "fp16 window", "bf16 holes", "fp32", "dropout", "window over holes"],
+)
+def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applies, varlen_calls):
+    layout, mask = layout_of(side, sharing=True)
+    states = random_states(layout, dtype)
+
+    got = attend(attention_module(), [x.as_subclass(OnCuda) for x in states], layout, **kwargs)
+
+    assert bool(varlen_calls) is applies
+    if "dropout" not in kwargs:
+        got = unpack(got.as_subclass(torch.Tensor), layout)[mask.bool()].float()
+        expected = dense_attention([x.float() for x in states], layout, mask, **kwargs)
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+# -- what is refused, and how
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "kernels-community/flash-attn3",
+        "kernels-community/vllm-flash-attn3",
+    ],
+)
+def test_implementations_that_attend_over_segments_are_accepted(implementation):
+    assert refuse_implementation(implementation) is None
+
+
+@pytest.mark.parametrize(
+    ("implementation", "message"),
+    [
+        ("flex_attention", "`flex_attention` would need a block mask.*attn_implementation='sdpa'"),
+        ("paged|sdpa", r"'paged\|sdpa'.*not known to attend over variable-length segments"),
+        ("my_attention", "'my_attention'.*'flash_attention_2'"),
+    ],
+)
+def test_other_implementations_are_refused_with_a_remedy(implementation, message):
+    assert re.search(message, refuse_implementation(implementation))
+
+
+@pytest.mark.parametrize(
+    ("change", "kwargs", "message"),
+    [
+        ({"is_causal": False}, {}, r"Qwen2Attention \(layer 0\) attends in both directions"),
+        ({}, {"is_causal": False}, "attends in both directions"),
+        ({}, {"output_attentions": True}, r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"),
+        ({}, {"position_bias": torch.zeros(1)}, r"hands \['position_bias'\] to its attention function"),
+        ({}, {LAYOUT: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
+        ({}, {"asked": PackedMask(causal=False)}, "attends in both directions"),
+        ({}, {"asked": PackedMask(custom=True)}, "attends with a mask of its own making"),
+        ({}, {"asked": torch.zeros(1, 1, 62, 62)}, "attends with a mask of its own making"),
+    ],
+    ids=[
+        "bidirectional module",
+        "bidirectional call",
+        "weights",
+        "unknown tensor",
+        "no layout",
+        "bidirectional mask",
+        "custom mask",
+        "prepared mask",
+    ],
+)
+def test_what_a_layout_does_not_account_for_is_refused(change, kwargs, message):
+    layout, _ = layout_of("right", sharing=False)
+    module = attention_module()
+    vars(module).update(change)
+    with pytest.raises(PaddingRemovalError, match=message):
+        attend(module, random_states(layout), layout, **kwargs)
+
+
+def test_flash_attention_refuses_chunks_that_a_row_exceeds():
+    layout, mask = layout_of("right", sharing=False)
+    module = attention_module(implementation="flash_attention_2")
+    with pytest.raises(PaddingRemovalError, match=r"in chunks of 13 tokens and a row of the batch spans 14;.*'sdpa'"):
+        attend(module, random_states(layout), layout, PackedMask(chunk=13))
+    assert_attends_like_dense(module, layout, mask, PackedMask(chunk=14))
+
+
+def test_what_a_layout_accounts_for_is_accepted():
+    layout, mask = layout_of("right", sharing=False)
+    per_token = torch.zeros(1, layout.packed_tokens)
+    known = {"position_ids": per_token, "cache_position": per_token[0], "position_embeddings": (per_token, per_token)}
+    states = random_states(layout)
+
+    got = attend(attention_module(), states, layout, use_cache=False, is_causal=True, dropout=0.0, **known)
+
+    expected = dense_attention(states, layout, mask)
+    torch.testing.assert_close(unpack(got, layout)[mask.bool()], expected, rtol=0, atol=1e-5)
+
+
+def test_a_flash_kernel_that_fails_outside_half_precision_is_explained(monkeypatch):
+    def only_half(*args, **kwargs):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+    monkeypatch.setattr(reference_flash_attn, "_check_tensors", only_half)
+    layout, _ = layout_of("right", sharing=False)
+    with pytest.raises(PaddingRemovalError, match=r"torch.float32 on cpu: .*only support fp16.*dtype='bfloat16'"):
+        attend(attention_module(implementation="flash_attention_2"), random_states(layout), layout)
+
+
+# -- nothing stays behind
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_dispatch_leaves_no_trace_after_an_exception(error):
+    config = attention_module().config
+    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    before, registered = config.to_dict(), [dict(registry) for registry in registries]
+
+    with contextlib.suppress(error), packed_dispatch(config):
+        assert config._attn_implementation == PACKED
+        assert PACKED in ALL_ATTENTION_FUNCTIONS
+        raise error
+
+    assert config._attn_implementation == "sdpa"
+    assert config.to_dict() == before
+    assert [dict(registry) for registry in registries] == registered
+    assert PACKED not in registered[0] | registered[1]
+
+
+def test_dispatch_nests():
+    one, two = attention_module().config, attention_module(implementation="eager").config
+    with packed_dispatch(one):
+        with packed_dispatch(two), packed_dispatch(one):
+            assert one._attn_implementation == two._attn_implementation == PACKED
+        assert (one._attn_implementation, two._attn_implementation) == (PACKED, "eager")
+        assert PACKED in ALL_ATTENTION_FUNCTIONS
+    assert one._attn_implementation == "sdpa"
+    assert PACKED not in ALL_ATTENTION_FUNCTIONS
+
+
+def test_the_module_is_itself_while_its_own_function_runs(monkeypatch):
+    seen = []
+    module = attention_module(implementation="flash_attention_2")
+    function = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+
+    def spy(module, *args, **kwargs):
+        seen.append(module.config._attn_implementation)  # transformers picks the kernel by this name
+        return function(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", spy)
+    layout, _ = layout_of("right", sharing=True)
+    with packed_dispatch(module.config):
+        call = PackedCall(layout, "flash_attention_2")
+        packed_attention(module, *random_states(layout), None, **{LAYOUT: call}, scaling=SIZE**-0.5)
+        assert module.config._attn_implementation == PACKED
+
+    assert seen == ["flash_attention_2"]

@@ -1,0 +1,268 @@
+"""Which attention can run: on machines that are described rather than present, with packages that are pretended."""
+
+from importlib import metadata
+
+import pytest
+import torch
+from kit.models import CONFIGS
+from packaging.requirements import Requirement
+from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Config, T5Config
+
+from trl_padfix.core import attention, backends
+from trl_padfix.core.backends import (
+    Machine,
+    Workload,
+    choose,
+    judge,
+    list_backends,
+    model_class,
+    require_usable,
+    spread,
+)
+
+
+CPU, T4, A100, H100, B200 = (
+    Machine(),
+    *(Machine("cuda", n, c) for n, c in {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}.items()),
+)
+_broken = backends._broken
+FLASH = ["flash_attention_2", "flash_attention_3", "flash_attention_4"]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretends that packages are installed, and can be imported."""
+
+    def install(**versions: str) -> None:
+        given = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name):
+            if name not in given:
+                raise metadata.PackageNotFoundError(name)
+            return given[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    monkeypatch.setattr(backends, "_broken", lambda module: None)
+    monkeypatch.setattr(backends, "torch_varlen_is_complete", lambda: True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    install()
+    return install
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network access")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+
+
+EVERYTHING = {"flash_attn": "2.8.3", "flash_attn_3": "3.0.0", "flash_attn_4": "4.0.0b36", "kernels": "0.18.2"}
+
+
+def half(machine: Machine, **more) -> Workload:
+    return Workload(machine, torch.bfloat16, **more)
+
+
+def test_every_backend_is_listed_with_a_reason_and_what_is_missing_with_a_command(installed, no_network):
+    for machine in (CPU, T4, A100, H100, B200):
+        found = list_backends(half(machine))
+        assert {b.name for b in found} >= {*FLASH, "sdpa", "flex_attention", "eager", "kernels-community/flash-attn2"}
+        assert all(b.reason for b in found)
+        commands = {b.name: b.install for b in found if "not installed" in b.reason}
+        assert commands["flash_attention_2"] == "pip install flash-attn --no-build-isolation"
+        assert commands["flash_attention_4"] == "pip install --pre flash-attn-4"
+        assert "subdirectory=hopper" in commands["flash_attention_3"]
+        assert commands["kernels-community/flash-attn2"].startswith("pip install 'kernels")
+        assert [b.name for b in found if b.usable] == [
+            "sdpa",
+            *(["flex_attention"] if machine != CPU else []),
+            "eager",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "usable", "obstacle"),
+    [
+        (CPU, torch.bfloat16, [], "needs a CUDA GPU, and this is CPU"),
+        (T4, torch.float16, [], "needs Ampere (compute capability 8.0) or newer, and this is 7.5"),
+        (A100, torch.float32, [], "computes in float16 or bfloat16, not float32"),
+        (A100, torch.bfloat16, FLASH[:2], "needs Hopper (compute capability 9.0) or newer, and this is 8.0"),
+        (H100, torch.bfloat16, FLASH, None),
+    ],
+)
+def test_flash_attention_runs_where_its_authors_say(machine, dtype, usable, obstacle, installed):
+    installed(**EVERYTHING)
+    found = [judge(name, Workload(machine, dtype)) for name in FLASH]
+    assert [b.name for b in found if b.usable] == usable
+    reasons = [b.reason for b in found if not b.usable]
+    assert obstacle in reasons[0] if reasons else obstacle is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "packages", "chosen"),
+    [
+        (CPU, EVERYTHING, "sdpa"),
+        (T4, EVERYTHING, "sdpa"),
+        (A100, EVERYTHING, "flash_attention_2"),
+        (H100, EVERYTHING, "flash_attention_3"),
+        (B200, EVERYTHING, "flash_attention_4"),
+        (H100, {"flash_attn": "2.8.3"}, "flash_attention_2"),
+        (H100, {"flash_attn": "1.0.9"}, "sdpa"),
+        (H100, {"kernels": "0.18.2"}, "sdpa"),  # loading a Hub kernel asks the Hub
+    ],
+)
+def test_auto_is_the_fastest_that_needs_no_network(machine, packages, chosen, installed, no_network):
+    installed(**packages)
+    backend = choose(half(machine))
+    assert backend.name == chosen
+    assert backend.usable
+    assert backend.note
+
+
+def test_auto_says_why_it_is_not_a_faster_one(installed):
+    note = choose(half(H100)).note
+    assert "packed batches on torch's own variable-length FlashAttention" in note
+    assert "not flash_attention_3 (flash-attn-3 is not installed)" in note
+    assert "not flash_attention_2 (flash-attn is not installed)" in note
+
+
+def test_a_package_that_cannot_be_imported_is_not_usable(installed, monkeypatch):
+    def fail(module):
+        raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocation\nmore")
+
+    installed(flash_attn="2.8.3")
+    monkeypatch.setattr("importlib.import_module", fail)
+    monkeypatch.setattr(backends, "_broken", _broken.__wrapped__)
+    backend = judge("flash_attention_2", half(H100))
+    assert "cannot be imported (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14So" in backend.reason
+    assert backend.install.startswith("pip install flash-attn --no-build-isolation --force-reinstall")
+
+
+def test_a_missing_package_is_an_import_error_and_the_rest_a_value_error(installed):
+    message = (
+        r"`attn_implementation='flash_attention_2'` cannot run on this H100 in bfloat16: flash-attn is not instal"
+    )
+    with pytest.raises(ImportError, match=message + r".*What can: 'sdpa', 'flex_attention', 'eager', or 'auto'"):
+        require_usable("flash_attention_2", half(H100), "attn_implementation")
+    installed(flash_attn="2.8.3")
+    require_usable("flash_attention_2", half(H100), "attn_implementation")
+    with pytest.raises(ValueError, match="not float32"):
+        require_usable("flash_attention_2", Workload(H100), "attn_implementation")
+
+
+# Hub kernels
+
+
+def test_a_hub_kernel_needs_the_kernels_package_that_this_transformers_takes(installed):
+    wanted = str(backends._KERNELS)
+    assert "kernels is not installed" in judge("kernels-community/flash-attn2", half(H100)).reason
+    installed(kernels="0.1.0")
+    backend = judge("kernels-community/flash-attn2", half(H100))
+    assert f"transformers takes {wanted}, and 0.1.0 is installed" in backend.reason
+    assert Requirement(backend.install.split("'")[1]) == backends._KERNELS
+
+
+def test_a_hub_kernel_is_looked_for_in_the_cache_only(installed, no_network, monkeypatch, tmp_path):
+    installed(**EVERYTHING)
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    name = "kernels-community/flash-attn2@v3"
+    assert judge(name, half(H100)).note == "a Hub kernel, downloaded when it is first loaded"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "not in the local cache, and the Hub is switched off" in judge(name, half(H100)).reason
+    (tmp_path / "models--kernels-community--flash-attn2" / "snapshots").mkdir(parents=True)
+    assert judge(name, half(H100)).usable
+    assert judge(name, half(H100)).note == "a Hub kernel"
+
+
+def test_transformers_stands_a_hub_kernel_in_for_a_missing_package(installed):
+    installed(kernels="0.18.2")
+    backend = judge("flash_attention_2", half(H100))
+    assert (backend.usable, backend.asks_hub) == (True, True)
+    assert backend.note == "a Hub kernel, because flash-attn is not installed"
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "obstacle"),
+    [
+        ("sdpa", CONFIGS["gemma2"](), "transformers has no sdpa path for Gemma2ForCausalLM"),
+        ("sdpa", CONFIGS["gemma2"](), "it has no softcap, and this model was trained with one"),
+        ("flash_attention_2", Qwen2Config(hidden_size=1024, num_attention_heads=2), "and this model's have 512"),
+        ("flash_attention_2", CONFIGS["gpt_oss"](), "of FlashAttention this model only runs with kernels-community/"),
+        ("flex_attention", CONFIGS["gpt2"](), "transformers has no flex_attn path for GPT2LMHeadModel"),
+    ],
+)
+def test_what_a_model_cannot_do_is_an_obstacle(name, config, obstacle, installed):
+    installed(**EVERYTHING)
+    assert obstacle in judge(name, half(H100, config=config)).reason
+    assert judge(name, half(H100, config=Qwen2Config())).usable
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_usable_can_be_built(name):
+    config = CONFIGS[name]()
+    for backend in list_backends(Workload(config=config)):
+        if backend.usable:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=backend.name)
+            assert model.config._attn_implementation == backend.name
+    assert choose(Workload(config=config)).name == ("eager" if name in ("gemma2", "gpt_oss") else "sdpa")
+
+
+def test_without_padding_what_cannot_pack_is_refused(installed):
+    assert judge("flex_attention", half(H100)).usable
+    assert "padding cannot be removed with it" in judge("flex_attention", half(H100, padding_free=True)).reason
+
+
+def test_an_unknown_name_is_refused():
+    assert "knows no attention implementation" in judge("telepathy", Workload()).reason
+
+
+def test_a_registered_function_is_usable(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "mine", lambda *args: None)
+    assert judge("mine", Workload()).usable
+
+
+def test_the_class_of_a_model_is_what_its_config_names():
+    assert model_class(Qwen2Config(architectures=["Qwen2ForSequenceClassification"])).__name__ == (
+        "Qwen2ForSequenceClassification"
+    )
+    assert model_class(Qwen2Config()).__name__ == "Qwen2ForCausalLM"
+    assert model_class(T5Config(architectures=["SomethingElse"])) is None
+
+
+# Parts
+
+
+def test_the_parts_of_a_vision_model_are_named_one_by_one(installed):
+    config, parts = Qwen2_5_VLConfig(), {"text_config": "flash_attention_2", "vision_config": "sdpa"}
+    assert spread(parts, config, "attn_implementation") == parts
+    with pytest.raises(ImportError, match=r"\(text_config\) cannot run on this H100.*flash-attn is not installed"):
+        require_usable(parts, half(H100, config=config), "attn_implementation")
+    installed(**EVERYTHING)
+    require_usable(parts, half(H100, config=config), "attn_implementation")
+    with pytest.raises(ValueError, match=r"names \['tower'\].*are: 'text_config', 'vision_config'"):
+        spread({"tower": "sdpa"}, config, "attn_implementation")
+
+
+# torch's own
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((7, 5), False), ((8, 0), True)])
+def test_torchs_varlen_attention_starts_with_ampere(capability, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    complete = attention.torch_varlen_is_complete.__wrapped__
+    assert complete() == runs
+
+
+def test_this_machine_is_looked_at_without_a_network(no_network):
+    machine = Machine.of()
+    assert machine.device == ("cuda" if torch.cuda.is_available() else machine.device)
+    assert choose(Workload(machine)).name == "sdpa"

@@ -1,0 +1,285 @@
+"""Every prompt of a batch is continued as it would be alone, whatever its padding; the model stays as it was."""
+
+from contextlib import nullcontext
+
+import hypothesis
+import peft
+import pytest
+import torch
+from hypothesis import strategies as st
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import EOS, PAD, ROWS, SUPPORTED, batch, build
+from kit.vision_prompts import build_image, build_processor, build_vision_model
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    GenerationConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from trl_padfix import generate, left_align, remove_padding
+from trl_padfix.core.remove import attachment_of
+
+
+SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
+SIDES = ["left", "right", "mixed", "both", "holes"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash():
+    with flash_attention_stand_in():
+        yield
+
+
+def alone(model, ids, mask):
+    """What follows each prompt when it is the whole batch, padded as in a batch of them."""
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    found = [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0] for row in rows]
+    new = [tokens[len(row) :] for tokens, row in zip(found, rows, strict=True)]
+    return torch.stack([nn.functional.pad(tokens, (0, 6 - len(tokens)), value=PAD) for tokens in new])
+
+
+def new_tokens(sequences, columns):
+    new = sequences[:, columns:]
+    return nn.functional.pad(new, (0, 6 - new.shape[1]), value=PAD)
+
+
+# Aligning
+
+
+def test_real_tokens_are_moved_to_the_right_end_in_their_order():
+    ids = torch.tensor([[9, 1, 2, 9, 9], [3, 9, 4, 9, 9], [9, 9, 9, 5, 9]])
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
+    aligned, aligned_mask = left_align(ids, mask)
+    assert aligned_mask.tolist() == [[1, 1], [1, 1], [0, 1]]
+    assert aligned.tolist() == [[1, 2], [3, 4], [9, 5]]
+
+
+@hypothesis.given(
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1))
+)
+def test_any_mask_is_aligned_with_everything_that_goes_with_it(rows):
+    mask = torch.tensor(rows).long()
+    ids = torch.arange(mask.numel()).view(mask.shape)
+    embeddings = torch.stack([ids, -ids], -1)
+    found, found_mask, found_embeddings = left_align(ids, mask, embeddings)
+    longest = max(map(sum, rows))
+    assert found.shape == found_mask.shape == (len(rows), longest)
+    for i, row in enumerate(rows):
+        assert found_mask[i].tolist() == [0] * (longest - sum(row)) + [1] * sum(row)
+        assert found[i, longest - sum(row) :].tolist() == ids[i][mask[i].bool()].tolist()
+    assert torch.equal(found_embeddings, torch.stack([found, -found], -1))
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.tensor([[1, 2]]), "holds \\[1, 2\\]"),
+        (torch.tensor([[0.0, -1e9]]), "needs 1 for real tokens"),
+        (torch.tensor([[1, 1, 1]]), r"shape \(1, 3\).*\(1, 2\)"),
+        (torch.ones(1, 1, 2, 2), "same `\\(B, L\\)`"),
+    ],
+)
+def test_masks_that_cannot_be_aligned_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        left_align(torch.tensor([[5, 6]]), mask)
+
+
+# Generating
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
+    model = build(name, implementation)
+    ids, mask = batch(side)
+    expected = alone(model, ids, mask)
+    found = generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS)
+    assert torch.equal(new_tokens(found, ids.shape[1]), expected)
+    assert len(set(map(tuple, expected.tolist()))) > 3  # the prompts matter
+
+
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_right_padded_generation_without_the_package_gives_other_tokens(name, implementation):
+    # Router logits are for a balancing loss, on which a batch in generation fails; `generate` leaves them out.
+    model = build(name, implementation, **({"output_router_logits": False} if name == "qwen3_moe" else {}))
+    ids, mask = batch("right")
+    plain = model.generate(ids, attention_mask=mask, **SETTINGS)
+    assert not torch.equal(new_tokens(plain, ids.shape[1]), alone(model, ids, mask))
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("name", ["qwen2", "gemma2", "gpt2"])
+def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sharing):
+    model = build(name, "eager" if name == "gemma2" else "sdpa")
+    ids, mask = batch("right")
+    expected = alone(model, ids, mask)
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        found = generate(model, {"input_ids": ids, "attention_mask": mask}, use_cache=use_cache, **SETTINGS)
+        assert torch.equal(new_tokens(found, ids.shape[1]), expected)
+        assert (handle.stats.packed_tokens > 0) is not use_cache
+        assert attachment_of(model) is handle
+        assert handle.enabled
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_lora_merged_or_not_continues_as_alone(side, merged):
+    ids, mask = batch(side)
+    torch.manual_seed(0)
+    base = build("qwen2")
+    without = alone(base, ids, mask)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False)).eval()
+    unmerged = alone(model, ids, mask)
+    if merged:
+        model.merge_adapter()
+    found = new_tokens(generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS), ids.shape[1])
+    assert torch.equal(found, unmerged)
+    assert not torch.equal(found, without)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prompts_with_images_are_continued_as_alone(name, side):
+    model, processor = build_vision_model(name), build_processor(name)
+    image = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}]}], add_generation_prompt=True
+    ).removesuffix("assistant: ")
+    texts = [f"{image}w1 w2 assistant: ", f"{image}w3 {image}w4 w5 w6 assistant: ", f"{image}assistant: "]
+    images = [[build_image(0)], [build_image(1), build_image(2)], [build_image(3)]]
+    processor.tokenizer.padding_side = side
+
+    def process(texts, images):
+        return processor(text=texts, images=images, padding=True, return_tensors="pt", add_special_tokens=False)
+
+    inputs = process(texts, images)
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    found = generate(model, inputs, **settings)[:, inputs["input_ids"].shape[1] :]
+    plain = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
+    expected = []
+    for i in range(3):
+        one = process(texts[i : i + 1], images[i : i + 1])
+        tokens = model.generate(**one, **settings)[0, one["input_ids"].shape[1] :]
+        expected.append(nn.functional.pad(tokens, (0, 6 - len(tokens)), value=2))
+    assert torch.equal(found, torch.stack(expected))
+    assert torch.equal(plain, found) is (side == "left")
+
+
+def test_embeddings_are_aligned_too():
+    model = build("qwen2")
+    ids, mask = batch("right")
+    inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
+    assert torch.equal(new_tokens(generate(model, inputs, **SETTINGS), 0), alone(model, ids, mask))
+
+
+def test_new_tokens_begin_behind_the_columns_that_were_given():
+    model = build("qwen2")
+    ids, mask = (nn.functional.pad(t, (3, 5), value=v) for t, v in zip(batch("both"), (PAD, 0), strict=True))
+    expected = alone(model, ids, mask)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    found = generate(model, inputs, **SETTINGS)
+    assert torch.equal(new_tokens(found, ids.shape[1]), expected)
+    output = generate(model, inputs, return_dict_in_generate=True, **SETTINGS)
+    assert torch.equal(output.sequences, found)
+    assert found[:, : -6 - max(map(len, ROWS))].eq(PAD).all()
+
+
+def test_the_prompts_of_an_encoder_are_left_as_they_are():
+    shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
+    model = T5ForConditionalGeneration(T5Config(**shape, decoder_start_token_id=0)).eval()
+    ids, mask = batch("right")
+    expected = model.generate(input_ids=ids, attention_mask=mask, **SETTINGS)
+    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS), expected)
+
+
+# State
+
+
+def state_of(model):
+    modes = [module.training for module in model.modules()]
+    return modes, model.config.use_cache, model.is_gradient_checkpointing, "forward" in vars(model.base_model)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_the_model_is_as_it_was(error):
+    model = build("qwen2", attention_dropout=0.5)
+    ids, mask = batch("right")
+    expected = alone(model, ids, mask)
+    model.gradient_checkpointing_enable()
+    model.train()
+    model.model.layers[1].eval()
+    model.config.use_cache = False
+    handle = remove_padding(model)
+    before, entered = state_of(model), []
+
+    def watch(layer, args, kwargs):
+        entered.append(args[0].shape[1])
+        if error is not None and len(entered) == 3:
+            raise error
+
+    hook = model.model.layers[0].register_forward_pre_hook(watch, with_kwargs=True)
+    with pytest.raises(error) if error else nullcontext():
+        found = generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS)
+        assert torch.equal(new_tokens(found, ids.shape[1]), expected)  # without dropout
+    assert entered[1:] == [1] * (len(entered) - 1)  # with a cache
+    assert state_of(model) == before
+    hook.remove()
+    handle.remove()
+
+
+# Errors
+
+
+def call(**settings):
+    model = settings.pop("model", None) or build("qwen2")
+    ids, mask = batch("right")
+    inputs = {"input_ids": ids, "attention_mask": mask} | settings.pop("inputs", {})
+    return generate(model, {k: v for k, v in inputs.items() if v is not None}, **SETTINGS | settings)
+
+
+BART = {"vocab_size": 40, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts came without `attention_mask`"),
+        ({"inputs": {"attention_mask": torch.zeros(7, 14).long()}}, ValueError, r"Prompts \[0, 1, .*no real token"),
+        ({"past_key_values": ()}, ValueError, "carries `past_key_values`"),
+        ({"max_new_tokens": 115}, ValueError, "14 tokens and 115 more .* 128 positions.* at most 114"),
+        ({"max_new_tokens": None, "max_length": 129}, ValueError, "14 tokens and 115 more"),
+        (
+            {"generation_config": GenerationConfig(max_new_tokens=200), "max_new_tokens": None, "max_length": 200},
+            ValueError,
+            "128 positions",
+        ),
+        ({"model": nn.Linear(1, 1)}, TypeError, "`Linear` has no `generate`"),
+        ({"model": BartForCausalLM(BartConfig(**BART))}, NotImplementedError, "counts the columns"),
+    ],
+)
+def test_what_would_be_answered_wrongly_is_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        call(**settings)
+
+
+def test_the_budget_is_what_the_model_has_positions_for():
+    assert call(max_new_tokens=114).shape[1] > 14
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
+    stretched = build("qwen2", rope_parameters=rope | {"rope_theta": 1e4})
+    assert call(model=stretched, max_new_tokens=115).shape[1] > 14
+    with pytest.raises(ValueError, match="256 positions"):
+        call(model=stretched, max_new_tokens=243)
+
+
+def test_a_single_prompt_needs_no_mask():
+    model, ids = build("qwen2"), torch.tensor([[5, 6, 7]])
+    assert torch.equal(generate(model, {"input_ids": ids}, **SETTINGS), model.generate(ids, **SETTINGS))
+
+
+def test_decoders_that_count_columns_continue_prompts_of_one_length():
+    model, ids = BartForCausalLM(BartConfig(**BART)).eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(generate(model, inputs, **SETTINGS), model.generate(**inputs, **SETTINGS))

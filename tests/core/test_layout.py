@@ -1,0 +1,324 @@
+"""Layouts: what is packed where, checked against literal tensors and against a trie of Python dictionaries."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from kit.models import drawn_batches
+
+from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
+
+
+_ = 0  # padding, where a literal shows ids
+
+# 1-2-3-4 and 1-2-5 are a pair; 1-6 shares one token with them, 1-2 is a prefix of them, and 1-2-5 comes twice.
+IDS = torch.tensor(
+    [
+        [1, 2, 3, 4],
+        [1, 2, 5, _],
+        [_, 1, 6, _],
+        [1, 2, _, _],
+        [_, 1, 2, 5],
+        [7, 2, _, _],
+    ]
+)
+MASK = IDS.ne(_).long()
+
+
+def keys_of_segments(layout: Layout) -> list[list[int]]:
+    return [keys.tolist() for keys in layout.key_index.split(layout.key_lengths)]
+
+
+def test_padding_free_layout_keeps_every_real_token_in_order():
+    layout = padding_free_layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 1, 1, 0]]))
+
+    assert layout.batch_shape == (4, 4)
+    assert layout.real_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 13, 14]
+    assert layout.packed_index.tolist() == [2, 3, 4, 5, 6, 7, 8, 13, 14]
+    assert layout.positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 0, 1]
+    assert layout.source is None
+    assert layout.key_index is None
+    assert layout.query_lengths == layout.key_lengths == layout.spans == (2, 4, 1, 2)
+    assert layout.cu_seqlens_q.tolist() == layout.cu_seqlens_k.tolist() == [0, 2, 6, 7, 9]
+    assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == torch.int32
+    assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (16, 9, 9)
+
+
+def test_a_hole_keeps_its_place():
+    layout = padding_free_layout(torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 1]]))
+
+    assert layout.positions.tolist() == [0, 2, 3, 0, 1, 2, 0, 4]
+    assert layout.query_lengths == (3, 3, 2)
+    assert layout.spans == (4, 3, 5)
+
+
+def test_prefix_sharing_layout_is_a_trie():
+    layout = prefix_sharing_layout(IDS, MASK)
+
+    assert pack(IDS, layout).tolist() == [[1, 2, 3, 4, 5, 6, 7, 2]]
+    assert layout.packed_index.tolist() == [12, 13, 2, 3, 6, 10, 20, 21]  # the first row in sorted order computes it
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 1, 0, 1]
+    assert layout.real_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 10, 12, 13, 17, 18, 19, 20, 21]
+    assert layout.source.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 5, 0, 1, 0, 1, 4, 6, 7]
+    # Segments 1-2, then 3-4, 5 and 6, each after what it shares, then 7-2. The prefix row and the twin have none.
+    assert layout.query_lengths == (2, 2, 1, 1, 2)
+    assert layout.key_lengths == layout.spans == (2, 4, 3, 2, 2)
+    assert keys_of_segments(layout) == [[0, 1], [0, 1, 2, 3], [0, 1, 4], [0, 5], [6, 7]]
+    assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6, 8]
+    assert layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 11, 13]
+    assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (24, 16, 8)
+
+
+def test_rows_share_only_what_has_the_same_places():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 9, 2, 3]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]])  # 1-2-3-4, and 1-2-3 with a hole behind the 1
+
+    layout = prefix_sharing_layout(ids, mask)
+
+    assert pack(ids, layout).tolist() == [[1, 2, 3, 4, 2, 3]]
+    assert layout.positions.tolist() == [0, 1, 2, 3, 2, 3]
+    assert (layout.query_lengths, layout.key_lengths, layout.spans) == ((4, 2), (4, 3), (4, 4))
+    assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("position_ids", "packed"),
+    [
+        (torch.tensor([[0, 1, 2], [0, 1, 2]]), 4),
+        (torch.tensor([[0, 1, 2]]), 4),  # one row for all
+        (torch.tensor([[0, 1, 2], [0, 5, 6]]), 5),
+        (torch.tensor([[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]]), 6),  # (P, B, L), as M-RoPE has them
+    ],
+    ids=["equal", "broadcast", "apart from the second token on", "apart in one of the axes"],
+)
+def test_rows_share_only_what_has_the_same_given_positions(position_ids, packed):
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
+    assert prefix_sharing_layout(ids, torch.ones_like(ids), position_ids).packed_tokens == packed
+
+
+def test_what_a_masked_token_is_does_not_matter():
+    ids, other = IDS.clone(), IDS.clone()
+    other[MASK == 0] = 77
+    for name in ("packed_index", "positions", "source", "key_index", "cu_seqlens_q", "cu_seqlens_k"):
+        one, two = (getattr(prefix_sharing_layout(i, MASK), name) for i in (ids, other))
+        assert torch.equal(one, two), name
+
+
+def test_without_anything_to_share_keys_are_queries():
+    layout = prefix_sharing_layout(torch.tensor([[1, 2, 3], [4, 5, _]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    assert layout.key_index is None
+    assert layout.query_lengths == layout.key_lengths == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "trivial"),
+    [
+        (padding_free_layout(torch.ones(2, 3)), True),
+        (padding_free_layout(torch.tensor([[1, 1], [1, 0]])), False),
+        (prefix_sharing_layout(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2)), True),
+        (prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)), False),
+    ],
+    ids=["no padding", "padding", "nothing shared", "a shared token"],
+)
+def test_a_layout_is_trivial_when_it_removes_nothing(layout, trivial):
+    assert layout.is_trivial is trivial
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16])
+def test_masks_of_any_dtype_are_read(dtype):
+    assert (
+        prefix_sharing_layout(IDS, MASK.to(dtype)).source.tolist() == prefix_sharing_layout(IDS, MASK).source.tolist()
+    )
+
+
+def test_pack_and_unpack_are_inverse_where_tokens_are_real():
+    values = torch.arange(24.0).view(6, 4, 1).expand(6, 4, 3)
+    layout = padding_free_layout(MASK)
+
+    packed = pack(values, layout)
+
+    assert packed.shape == (1, layout.packed_tokens, 3)
+    assert torch.equal(unpack(packed, layout), values * MASK[:, :, None])
+
+
+def test_unpack_gives_a_shared_token_to_each_of_its_rows():
+    layout = prefix_sharing_layout(IDS, MASK)
+    assert torch.equal(unpack(pack(IDS, layout), layout), IDS)
+
+
+def test_gradients_of_a_shared_token_are_summed():
+    layout = prefix_sharing_layout(IDS, MASK)
+    packed = torch.zeros(1, layout.packed_tokens, requires_grad=True)
+
+    unpack(packed, layout).sum().backward()
+
+    assert packed.grad.tolist() == [[5, 4, 1, 1, 2, 1, 1, 1]]  # five rows begin with 1, four with 1-2, two are 1-2-5
+
+
+def test_packed_positions_of_finds_what_computes_a_real_token():
+    places = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
+    assert prefix_sharing_layout(IDS, MASK).packed_positions_of(places).tolist() == [1, 4, 0, 7]
+    assert padding_free_layout(MASK).packed_positions_of(places).tolist() == [12, 6, 0, 15]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(3), r"shape \(3,\).*needs `\(B, L\)`"),
+        (torch.ones(1, 1, 3, 3), r"shape \(1, 1, 3, 3\).*needs `\(B, L\)`"),
+        (torch.tensor([[1, 0.5]]), r"holds \[0.5, 1.0\].*Additive and weighted masks"),
+        (torch.tensor([[0, -torch.inf]]), r"holds \[-inf, 0.0\]"),
+        (torch.tensor([[0, torch.finfo(torch.float32).min]]), r"holds \[-3.4"),
+        (torch.tensor([[1.0, torch.nan]]), r"holds \[1.0, nan\]"),
+        (torch.tensor([[1, 2]]), r"holds \[1, 2\]"),
+        (torch.tensor([[1, -1]]), r"holds \[-1, 1\]"),
+        (torch.tensor([[1, 1], [0, 0], [1, 0], [0, 0]]), r"Rows \[1, 3\].*no real token"),
+        (torch.ones(0, 4), r"shape \(0, 4\)"),
+        (torch.ones(2, 0), r"shape \(2, 0\)"),
+    ],
+    ids=lambda value: str(list(value.shape)) if isinstance(value, torch.Tensor) else "",
+)
+def test_masks_that_do_not_say_which_tokens_are_real_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        padding_free_layout(mask)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4), r"\(2, 3\) on cpu under an attention mask of shape \(2, 4\)"),
+        (torch.ones(2, 3, device="meta"), torch.ones(2, 3), r"on meta .* on cpu"),
+    ],
+    ids=["shape", "device"],
+)
+def test_ids_and_mask_must_fit_together(ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        prefix_sharing_layout(ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("convert", "shape", "message"),
+    [
+        (pack, (6, 5), r"shape \(6, 5\) with a layout of \(6, 4\)"),
+        (pack, (24,), r"shape \(24,\)"),
+        (unpack, (1, 15), r"shape \(1, 15\) with a layout of 16 packed tokens"),
+        (unpack, (16,), r"shape \(16,\)"),
+    ],
+)
+def test_values_of_another_batch_are_refused(convert, shape, message):
+    with pytest.raises(ValueError, match=message):
+        convert(torch.zeros(shape), padding_free_layout(MASK))
+
+
+# -- against a trie of Python dictionaries
+
+
+def paths(ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each real token, row after row: the `(column since the first, id)` of its row up to and including it."""
+    found = []
+    for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
+        first, path = kept.index(1), ()
+        for column, token in enumerate(row):
+            if kept[column]:
+                path += ((column - first, token),)
+                found.append(path)
+    return found
+
+
+def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each packed token, in order: the `(position, id)` of the keys that bottom-right causal attention shows."""
+    tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
+    keys = range(len(tokens)) if layout.key_index is None else layout.key_index.tolist()
+    found = []
+    for (begin, end), (first, last) in zip(
+        pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
+    ):
+        for query in range(begin, end):
+            assert keys[last - end + query] == query, "the last keys of a segment are its own queries"
+            found.append(tuple(tokens[key] for key in keys[first : last - end + query + 1]))
+    return found
+
+
+@given(drawn_batches())
+def test_each_distinct_prefix_is_computed_once_and_sees_itself(batch):
+    ids, mask = batch
+    layout = prefix_sharing_layout(ids, mask)
+    expected = paths(ids, mask)
+    computed = attended(layout, ids)
+
+    assert layout.packed_tokens == len(set(expected))
+    assert [computed[token] for token in layout.source.tolist()] == expected
+    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.cu_seqlens_q[1:].tolist())
+    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
+
+
+@given(drawn_batches())
+def test_each_real_token_is_computed_and_sees_its_own_row(batch):
+    ids, mask = batch
+    layout = padding_free_layout(mask)
+
+    assert layout.packed_tokens == layout.real_tokens == mask.sum()
+    assert attended(layout, ids) == paths(ids, mask)
+    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
+
+
+@given(drawn_batches())
+def test_lengths_on_the_host_are_those_on_the_device(batch):
+    for layout in (padding_free_layout(batch[1]), prefix_sharing_layout(*batch)):
+        assert layout.query_lengths == tuple(layout.cu_seqlens_q.diff().tolist())
+        assert layout.key_lengths == tuple(layout.cu_seqlens_k.diff().tolist())
+        assert sum(layout.query_lengths) == layout.packed_tokens
+        assert layout.key_index is None or sum(layout.key_lengths) == layout.key_index.numel()
+
+
+# -- on a device that is not the host
+
+
+class Remote(torch.Tensor):
+    """A tensor on a device of its own. Records each operation that makes the host wait for that device."""
+
+    waits: list[str] = []
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="meta")
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        local_args, local_kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.values, (args, kwargs or {}))
+        to_host = local_kwargs.pop("device", None) == torch.device("cpu")
+        if to_host or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            cls.waits.append(str(func))
+        out = func(*local_args, **local_kwargs)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, out) if not to_host else out
+
+
+@pytest.mark.parametrize("build", [padding_free_layout, lambda mask: prefix_sharing_layout(Remote(IDS), mask)])
+def test_a_layout_costs_one_synchronisation(build):
+    Remote.waits.clear()
+    layout = build(Remote(MASK))
+
+    assert Remote.waits == ["aten._to_copy.default"]
+    assert {layout.real_index.device, layout.packed_index.device, layout.cu_seqlens_q.device} == {torch.device("meta")}
+
+
+def test_a_synchronisation_would_be_noticed():
+    Remote.waits.clear()
+    Remote(MASK).sum().item()
+    Remote(MASK).nonzero()
+
+    assert Remote.waits == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
+
+
+def test_a_layout_moves_as_a_whole_or_not_at_all():
+    layout = prefix_sharing_layout(IDS, MASK)
+    moved = layout.to("meta")
+
+    assert layout.to("cpu") is layout
+    assert moved.source.device == moved.key_index.device == torch.device("meta")
+    assert moved.cu_seqlens_k.dtype == torch.int32
+    assert (moved.spans, moved.batch_shape) == (layout.spans, layout.batch_shape)

@@ -1,0 +1,125 @@
+"""The mask that a decoder asks for: described, kept within rows, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.families import build
+from kit.family_outcomes import (
+    TOLERANCE,
+    alone,
+    batched,
+    gradient_difference,
+    gradients_of,
+    leaking_layouts,
+    padded,
+    weighted,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+
+from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core.attention import PACKED, packed_dispatch
+from trl_padfix.core.masks import PackedMask
+
+
+ONLY_IN_THE_MASK = ["qwen2_moe", "phimoe", "llama4_text, attn_temperature_tuning=False"]
+
+
+def described(create, **config):
+    """What `create` makes for a model of six packed tokens with this config."""
+    config = AutoConfig.for_model("llama", **config)
+    config._attn_implementation_internal = "sdpa"
+    states, positions = torch.zeros(1, 6, 4), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    given = {"position_ids": positions} if create is not create_bidirectional_mask else {}
+    with packed_dispatch(config):
+        return create(config, states, attention_mask=None, past_key_values=None, **given)
+
+
+@pytest.mark.parametrize(
+    ("create", "config", "expected"),
+    [
+        (create_causal_mask, {}, PackedMask()),
+        (create_sliding_window_causal_mask, {"sliding_window": 3}, PackedMask(window=3)),
+        (create_sliding_window_causal_mask, {"sliding_window": 0}, PackedMask(window=0, custom=True)),
+        (create_chunked_causal_mask, {"attention_chunk_size": 3}, PackedMask(chunk=3)),
+        (
+            create_chunked_causal_mask,
+            {"attention_chunk_size": 3, "sliding_window": 3},
+            PackedMask(chunk=3, custom=True),
+        ),
+        (create_bidirectional_mask, {}, PackedMask(causal=False)),
+    ],
+)
+def test_a_mask_is_described(create, config, expected):
+    assert described(create, **config) == expected
+
+
+def test_a_condition_of_the_models_own_is_noticed():
+    def create(config, states, **given):
+        return create_causal_mask(config, states, or_mask_function=lambda b, h, q, k: k < 2, **given)
+
+    assert described(create).custom
+
+
+def test_the_description_is_gone_after_the_forward():
+    described(create_causal_mask)
+    assert PACKED not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("family", ONLY_IN_THE_MASK)
+def test_windows_and_chunks_that_only_the_mask_knows_are_kept(family, sharing):
+    model = build(family)
+    expected = alone(model)[0]
+    for side in ("left", "right"):
+        with torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
+            assert (batched(model, side) - expected).abs().max() < TOLERANCE
+        with torch.no_grad(), leaking_layouts(), remove_padding(model, prefix_sharing=sharing):
+            assert (batched(model, side) - expected).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", [*ONLY_IN_THE_MASK, "bart", "roberta"])
+def test_recomputation_has_the_same_mask_and_positions(family, reentrant):
+    model = build(family)
+    _, expected = alone(model)
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    with remove_padding(model, prefix_sharing=True):
+        gradients = gradients_of(model, weighted(batched(model, "left")))
+    assert gradient_difference(gradients, expected) < TOLERANCE
+
+
+def test_encoder_states_are_refused():
+    model = build("bart")
+    ids, mask = padded("right")
+    states = torch.zeros(len(ids), 3, model.config.d_model)
+    with remove_padding(model), pytest.raises(PaddingRemovalError, match="encoder_hidden_states"):
+        model(ids, attention_mask=mask, encoder_hidden_states=states)
+
+
+def test_a_mask_of_the_models_own_making_is_refused():
+    model = AutoModelForCausalLM.from_config(build("llama").config).eval()
+    ids, mask = padded("right")
+    layer = model.model.layers[0]
+    own = torch.zeros(1, 1, 4, 4)
+    layer.register_forward_pre_hook(lambda m, a, k: (a, k | {"attention_mask": own}), with_kwargs=True)
+    with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
+        model(ids, attention_mask=mask)
+
+
+def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():
+    model = build("hrm_text")
+    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    prompt = (torch.arange(7) < 4).long().expand_as(ids)
+    with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
+        model(ids, attention_mask=mask, token_type_ids=prompt)

@@ -1,0 +1,294 @@
+"""Rows that arrive packed: each sequence by itself, under every backend, in memory that grows with the row."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import SUPPORTED, batch, build, padded_positions, real_logps
+from kit.packed_rows import LENGTHS, SMALL, packed_step
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trl_padfix import PaddingRemovalError, check_parity, packed_layout, remove_padding
+
+
+TOLERANCE = 1e-5
+SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+
+
+def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """The sequences of a padded batch as collators pack them: positions and bounds, no mask."""
+    keep = mask.bool()
+    bounds = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    call = {"input_ids": ids[keep][None], "position_ids": (mask.cumsum(1) - 1)[keep][None]}
+    sizes = {"max_length_q": int(mask.sum(1).max()), "max_length_k": int(mask.sum(1).max())}
+    number = mask.cumsum(1)[:, -1].repeat_interleave(mask.sum(1))
+    return call | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "seq_idx": number[None].int()} | sizes
+
+
+def without_bounds(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: call[name] for name in ("input_ids", "position_ids")}
+
+
+def numbers(model, call: dict[str, Any], ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities of the real tokens of the padded batch, and gradients."""
+    model.zero_grad()
+    logits = model(**call, use_cache=False).logits
+    if logits.shape[:2] != ids.shape:
+        logits = torch.zeros(*ids.shape, logits.shape[-1]).masked_scatter(mask.bool()[..., None], logits)
+    logps = real_logps(logits, ids, mask)
+    (logps * torch.linspace(0.5, 1.5, logps.numel())).sum().backward()
+    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_numbers(got, expected) -> None:
+    assert (got[0] - expected[0]).abs().max() <= TOLERANCE
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert (got[1][name] - gradient).norm() <= TOLERANCE * gradient.norm() + 1e-7, name
+
+
+def two_sequences(positions: torch.Tensor, **_: Any):
+    """A layout of the same row in which sequences see those before them."""
+    return packed_layout(positions, cu_seqlens=torch.tensor([0, 5, positions.shape[1]]))
+
+
+def separate(name: str, ids, mask) -> dict[str, Any]:
+    """A call of the model's own, of the padded batch."""
+    return {"input_ids": ids, "attention_mask": mask} | (
+        {"position_ids": padded_positions(mask)} if name == "gpt2" else {}
+    )
+
+
+# -- the layout
+
+
+def test_a_sequence_begins_where_positions_do_not_go_on():
+    layout = packed_layout(torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 0, 3, 4, 5]]))
+    assert layout.batch_shape == (2, 6)
+    assert layout.query_lengths == layout.key_lengths == layout.spans == (3, 2, 1, 2, 1, 3)
+    assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 0, 0, 1, 2]
+    assert layout.packed_index.tolist() == layout.real_index.tolist() == list(range(12))
+    assert layout.cu_seqlens_q.tolist() == [0, 3, 5, 6, 8, 9, 12]
+    assert layout.source is None
+    assert not layout.is_trivial
+
+
+def test_bounds_say_more_than_positions():
+    positions = torch.arange(6)[None]
+    assert packed_layout(positions).is_trivial
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).query_lengths == (4, 2)
+    # What stands behind the last bound is no part of the last sequence.
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 4])).query_lengths == (2, 2, 2)
+
+
+def test_rows_without_a_second_sequence_are_the_padded_computation():
+    assert packed_layout(torch.arange(4).expand(3, 4)).is_trivial
+
+
+def test_sequences_of_a_packed_row_share_what_they_begin_with():
+    ids = torch.tensor([[1, 2, 3, 4, 1, 2, 5, 9, 1, 2]])
+    layout = packed_layout(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1]]), input_ids=ids)
+    assert ids[0, layout.packed_index].tolist() == [1, 2, 3, 4, 5, 9]
+    assert layout.query_lengths == (2, 2, 1, 1)
+    assert layout.key_lengths == (2, 4, 3, 1)
+    assert ids[0, layout.packed_index][layout.source].tolist() == ids[0].tolist()
+    # The same tokens at other positions are others.
+    assert packed_layout(torch.tensor([[0, 1, 5, 6]]), input_ids=torch.tensor([[1, 2, 1, 2]])).packed_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("positions", "ids"), [(torch.arange(4), None), (torch.arange(4)[None], torch.zeros(2, 2, dtype=torch.long))]
+)
+def test_other_shapes_are_errors(positions, ids):
+    with pytest.raises(ValueError, match=r"`\(B, L\)`"):
+        packed_layout(positions, input_ids=ids)
+
+
+# -- the same numbers
+
+
+@SHARING
+@pytest.mark.parametrize("bounds", [True, False], ids=["bounds", "positions"])
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, bounds, sharing):
+    with flash_attention_stand_in():
+        ids, mask = batch("mixed")
+        model = build(name, implementation, **{"output_router_logits": False} if name == "qwen3_moe" else {})
+        expected = numbers(model, separate(name, ids, mask), ids, mask)
+        call = packed(ids, mask)
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            got = numbers(model, call if bounds else without_bounds(call), ids, mask)
+    assert_same_numbers(got, expected)
+    assert handle.stats.padded_tokens == handle.stats.real_tokens == int(mask.sum())
+    assert (handle.stats.packed_tokens < handle.stats.real_tokens) is sharing
+
+
+def test_the_equality_can_fail(monkeypatch):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    with monkeypatch.context() as patch, remove_padding(model):
+        patch.setattr("trl_padfix.core.remove.packed_layout", two_sequences)
+        got = numbers(model, packed(ids, mask), ids, mask)
+    with pytest.raises(AssertionError):
+        assert_same_numbers(got, expected)
+    with remove_padding(model):
+        assert_same_numbers(numbers(model, packed(ids, mask), ids, mask), expected)
+
+
+def test_several_packed_rows_in_a_batch_are_kept_apart():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
+    model = build("qwen2")
+    with torch.no_grad(), remove_padding(model):
+        got = model(ids, position_ids=positions).logits
+    with torch.no_grad():
+        for row, column in ((0, slice(0, 3)), (0, slice(3, 6)), (1, slice(0, 2)), (1, slice(2, 6))):
+            alone = model(ids[row : row + 1, column]).logits[0]
+            torch.testing.assert_close(got[row, column], alone, atol=TOLERANCE, rtol=0)
+
+
+@SHARING
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_packed_row_is_recomputed_packed(reentrant, sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with remove_padding(model, prefix_sharing=sharing):
+        assert_same_numbers(numbers(model, packed(ids, mask), ids, mask), expected)
+
+
+@SHARING
+def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no fused LM head")
+    ids, mask = batch("right")
+    model = build("qwen2")
+    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    labels = ids.masked_fill((mask == 0) | (ids % 3 == 0), -100)
+    labels[:, 0] = -100
+    expected = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+    call = packed(ids, mask)
+    projected = []
+    with remove_padding(model, prefix_sharing=sharing):
+        hook = model.model.norm.register_forward_hook(lambda m, i, output: projected.append(output.shape))
+        got = model(**call, labels=labels[mask.bool()][None], fused_lm_head=True)
+        hook.remove()
+    where = mask[:, 1:].bool()
+    for name in ("log_probs", "entropy", "is_top1", "label_mask"):
+        # The first token of a sequence stands behind the last one of the sequence before, and has no label.
+        row = torch.nn.functional.pad(got[name][0], (1, 0))
+        begins = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))[:-1]
+        rest = torch.ones_like(row, dtype=torch.bool).index_fill_(0, begins, False)
+        torch.testing.assert_close(row[rest], expected[name][where], atol=TOLERANCE, rtol=0)
+        assert not row[~rest].any()
+    torch.testing.assert_close(got["loss"], expected["loss"], atol=TOLERANCE, rtol=0)
+
+
+def test_a_mask_beside_bounds_is_left_to_the_model():
+    ids, mask = batch("mixed")
+    call = packed(ids, mask)
+    call |= {"attention_mask": torch.ones_like(call["input_ids"])}
+    with remove_padding(build("qwen2")) as handle, torch.no_grad():
+        handle_layout = handle.layout_of(call)
+    assert handle_layout is None
+
+
+def test_sharing_needs_ids():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    call = without_bounds(packed(ids, mask))
+    call = {"inputs_embeds": model.get_input_embeddings()(call.pop("input_ids")), **call}
+    with remove_padding(model, prefix_sharing=True), pytest.raises(PaddingRemovalError, match="compares token ids"):
+        model(**call)
+    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    with remove_padding(model):
+        call["inputs_embeds"] = call["inputs_embeds"].detach()
+        assert (numbers(model, call, ids, mask)[0] - expected[0]).abs().max() <= TOLERANCE
+
+
+@SHARING
+def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
+    ids, mask = batch("mixed")
+    report = check_parity(build("qwen2"), packed(ids, mask), prefix_sharing=sharing)
+    assert report.ok
+    assert report.compared > 10
+    assert 0 < report.packed_tokens < report.padded_tokens
+    monkeypatch.setattr("trl_padfix.core.remove.packed_layout", two_sequences)
+    assert not check_parity(build("qwen2"), packed(ids, mask)).ok
+
+
+# -- memory
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest tensor that is made, and all bytes of those that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and not x._is_view():
+                self.largest, self.total = max(self.largest, x.nbytes), self.total + x.nbytes
+        return out
+
+
+def test_memory_grows_linearly_with_the_packed_row():
+    model = Qwen2ForCausalLM(Qwen2Config(**SMALL))
+    measured = []
+    with remove_padding(model):
+        for tokens in LENGTHS:
+            with LargestTensor() as memory:
+                packed_step(model, tokens)
+            measured.append((memory.largest, memory.total))
+    for (largest, total), (four_largest, four_total) in pairwise(measured):
+        assert four_largest <= 4.01 * largest
+        assert four_total <= 4.1 * total
+    with LargestTensor() as memory:  # transformers alone: a mask of all tokens by all tokens
+        packed_step(model, LENGTHS[0])
+    assert memory.largest >= LENGTHS[0] ** 2
+    assert memory.largest > 4 * measured[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read as Linux tells it")
+def test_the_peak_of_resident_memory_grows_linearly():
+    code = f"""
+import re, sys
+from pathlib import Path
+sys.path.insert(0, "tests")
+import torch
+from kit.packed_rows import SMALL, packed_step
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl_padfix import remove_padding
+torch.set_num_threads(1)
+model = Qwen2ForCausalLM(Qwen2Config(**SMALL | dict(hidden_size=128)))
+kib = lambda name: int(re.search(name + r":\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+with remove_padding(model):
+    packed_step(model, 512)
+    for tokens in {LENGTHS!r}:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+        before = kib("VmRSS")
+        packed_step(model, tokens)
+        print((kib("VmHWM") - before) / 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    growth = [float(line) for line in done.stdout.split()]
+    print({tokens: f"{mib:.0f} MiB" for tokens, mib in zip(LENGTHS, growth, strict=True)})
+    assert growth[2] <= 6 * growth[1]  # four times the tokens; what grew with their square would be sixteen times
+    assert growth[2] < LENGTHS[2] ** 2 / 2**20  # the mask that transformers would build

@@ -1,0 +1,342 @@
+"""`check_parity`: it passes what is right, fails what is wrong with the figures, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
+
+import trl_padfix.core.attention
+import trl_padfix.core.patches
+import trl_padfix.core.remove
+from trl_padfix import (
+    ParityError,
+    ParityReport,
+    check_parity,
+    padding_free_layout,
+    prefix_sharing_layout,
+    remove_padding,
+)
+from trl_padfix.core.parity import SLICE, TOLERANCES, short_slices
+
+
+SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _flash_attention():
+    with flash_attention_stand_in():
+        yield
+
+
+def inputs(side: str = "left") -> dict[str, torch.Tensor]:
+    ids, mask = batch(side)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def report(**changed: Any) -> ParityReport:
+    values = dict(
+        mean=1e-6,
+        maximum=1e-5,
+        mean_tolerance=1e-4,
+        maximum_tolerance=1e-3,
+        compared=31,
+        padded_tokens=40,
+        packed_tokens=20,
+        dtype=torch.float32,
+        implementation="sdpa",
+        prefix_sharing=True,
+    )
+    return ParityReport(**values | changed)
+
+
+# -- what is right passes
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_a_supported_model_passes(name, implementation, side, sharing):
+    result = check_parity(build(name, implementation), inputs(side), prefix_sharing=sharing)
+
+    result.raise_if_failed()
+    assert result.ok
+    assert result.maximum < 1e-5
+    assert (result.implementation, result.prefix_sharing, result.dtype) == (implementation, sharing, torch.float32)
+    assert 0 < result.packed_tokens < result.padded_tokens  # it did compare a packed forward with a padded one
+    assert result.compared > 0
+
+
+@SHARING
+@pytest.mark.parametrize("model", ["RobertaForCausalLM", "BartForCausalLM"])
+def test_a_model_that_numbers_its_tokens_itself_passes(model, sharing):
+    sizes = {"vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": PAD, "is_decoder": True}
+    roberta = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bart = {"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "init_std": 0.2}
+    cls = getattr(transformers, model)
+    config = cls.config_class(**sizes, **bart) if "Bart" in model else cls.config_class(**sizes, **roberta)
+
+    result = check_parity(cls(config), inputs(), prefix_sharing=sharing)
+
+    assert result.ok, result
+    assert 0 < result.packed_tokens < result.padded_tokens
+
+
+@SHARING
+def test_an_attached_model_is_compared_as_it_is(sharing):
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        result = check_parity(model, inputs(), prefix_sharing=not sharing)
+        assert "forward" in vars(model.model)  # attached still
+        model(**inputs())
+        assert handle.stats.padded_tokens == len(ROWS) * COLUMNS
+
+    assert result.ok
+    assert result.prefix_sharing is sharing
+
+
+def test_a_model_that_is_not_attached_is_so_for_the_comparison_only():
+    model = build("qwen2")
+    assert check_parity(model, inputs()).ok
+    assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+def test_a_comparison_is_a_comparison_even_while_padding_removal_is_disabled():
+    model = build("qwen2")
+    with remove_padding(model) as handle, handle.disabled():
+        assert check_parity(model, inputs()).packed_tokens > 0
+        assert not handle.enabled
+
+
+@SHARING
+@pytest.mark.parametrize("labels", [1, 2, len(ROWS[0])], ids="{} labels".format)  # the last: as many as columns
+@pytest.mark.parametrize("pad", [PAD, 0, 9], ids="pad token {}".format)  # 9 also stands inside rows
+def test_a_reward_head_passes(pad, labels, sharing):
+    config = CONFIGS["qwen2"](num_labels=labels, pad_token_id=pad)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    given = inputs()
+    given["input_ids"] = given["input_ids"].masked_fill(given["attention_mask"] == 0, pad)
+
+    result = check_parity(model, given, prefix_sharing=sharing)
+
+    assert result.ok, result
+    assert result.compared % labels == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids="{} rows".format)
+@SHARING
+def test_small_batches_without_padding_are_compared(rows, sharing):
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 20, 21]])[:rows]
+    result = check_parity(
+        build("qwen2"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=sharing
+    )
+    assert result.ok
+    assert 0 < result.packed_tokens < result.padded_tokens
+
+
+def test_dropout_is_off_and_modes_come_back():
+    model = build("qwen2", attention_dropout=0.5)
+    model.train()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    random_state = torch.get_rng_state()
+
+    assert check_parity(model, inputs(), prefix_sharing=True).ok
+
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_modes_and_stats_come_back_after_an_exception():
+    model = build("qwen2").train()
+
+    def fail(*_: Any) -> None:
+        raise ValueError("layer")
+
+    with remove_padding(model) as handle:
+        model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="layer"):
+            check_parity(model, inputs())
+        assert handle.enabled
+        assert handle.stats.padded_tokens == 0
+    assert all(module.training for module in model.modules())
+
+
+# -- what is wrong fails
+
+
+def merged(layout):
+    """Rows attend to the rows before them."""
+    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
+    lengths = (layout.packed_tokens,)
+    return dataclasses.replace(
+        layout,
+        key_index=None,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        query_lengths=lengths,
+        key_lengths=lengths,
+        spans=lengths,
+    )
+
+
+def leaking_layouts(monkeypatch) -> None:
+    monkeypatch.setattr(trl_padfix.core.remove, "padding_free_layout", lambda mask: merged(padding_free_layout(mask)))
+    monkeypatch.setattr(
+        trl_padfix.core.remove, "prefix_sharing_layout", lambda *given: merged(prefix_sharing_layout(*given))
+    )
+
+
+def attention_without_segments(monkeypatch) -> None:
+    def attend_to_all(attend, module, query, key, value, layout, kwargs):
+        return attend(module, query, key, value, None, **kwargs)[0]
+
+    monkeypatch.setattr(trl_padfix.core.attention, "_by_segment", attend_to_all)
+
+
+def attention_of_one_token_less(monkeypatch) -> None:
+    by_segment = trl_padfix.core.attention._by_segment
+
+    def forget(attend, module, query, key, value, layout, kwargs):
+        return by_segment(attend, module, query, key.roll(1, dims=2), value.roll(1, dims=2), layout, kwargs)
+
+    monkeypatch.setattr(trl_padfix.core.attention, "_by_segment", forget)
+
+
+def unpacking_in_another_order(monkeypatch) -> None:
+    unpack = trl_padfix.core.patches.unpack
+    monkeypatch.setattr(trl_padfix.core.patches, "unpack", lambda x, layout: unpack(x.roll(1, dims=1), layout))
+
+
+@SHARING
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "break_it",
+    [leaking_layouts, attention_without_segments, attention_of_one_token_less, unpacking_in_another_order],
+)
+def test_a_wrong_packed_forward_fails_with_the_figures(break_it, dtype, sharing, monkeypatch):
+    break_it(monkeypatch)
+    result = check_parity(build("qwen2").to(dtype), inputs(), prefix_sharing=sharing)
+
+    assert not result.ok
+    assert result.mean > result.mean_tolerance
+    with pytest.raises(ParityError) as caught:
+        result.raise_if_failed()
+    assert f"mean {result.mean:.2e} (at most" in str(caught.value)
+    assert f"largest {result.maximum:.2e} (at most" in str(caught.value)
+
+
+def test_absolute_positions_that_go_on_fail(monkeypatch):
+    def go_on(mask):
+        layout = padding_free_layout(mask)
+        return dataclasses.replace(layout, positions=torch.arange(layout.packed_tokens))
+
+    monkeypatch.setattr(trl_padfix.core.remove, "padding_free_layout", go_on)
+    assert not check_parity(build("gpt2"), inputs()).ok
+
+
+@pytest.mark.parametrize("where", ["packed", "everywhere"])
+def test_nan_fails(where, monkeypatch):
+    model = build("qwen2")
+    if where == "everywhere":
+        model.model.norm.weight.data.fill_(torch.nan)
+    else:
+        monkeypatch.setattr(
+            trl_padfix.core.attention, "_by_segment", lambda attend, module, q, *_: q.transpose(1, 2) * torch.nan
+        )
+    result = check_parity(model, inputs())
+
+    assert not result.ok
+    with pytest.raises(ParityError, match="nan"):
+        result.raise_if_failed()
+
+
+# -- the report
+
+
+@pytest.mark.parametrize(
+    ("changed", "ok"),
+    [
+        ({}, True),
+        ({"mean": 1e-4, "maximum": 1e-3}, True),
+        ({"mean": 2e-4}, False),
+        ({"maximum": 2e-3}, False),
+        ({"mean": float("nan")}, False),
+        ({"maximum": float("inf")}, False),
+    ],
+    ids=str,
+)
+def test_both_differences_must_be_within_tolerance(changed, ok):
+    assert report(**changed).ok is ok
+
+
+def test_the_report_says_what_was_compared():
+    assert str(report()) == (
+        "parity ok (prefix sharing, sdpa, torch.float32): difference of 31 scores mean 1.00e-06 (at most 1e-04), "
+        "largest 1.00e-05 (at most 1e-03); 20 packed against 40 padded tokens"
+    )
+    assert str(report(mean=1.0, prefix_sharing=False)).startswith("parity FAILED (padding-free, sdpa, torch.float32)")
+
+
+def test_an_error_names_the_ways_out():
+    with pytest.raises(ParityError, match=r"`padding_free=False`, or `prefix_sharing=False`.*`parity_check=False`"):
+        report(mean=1.0).raise_if_failed()
+    with pytest.raises(ParityError, match=r"`padding_free=False`; `parity_check=False`"):
+        report(mean=1.0, prefix_sharing=False).raise_if_failed()
+    report().raise_if_failed()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_tolerance_is_that_of_the_models_dtype(dtype):
+    result = check_parity(build("qwen2").to(dtype), inputs(), prefix_sharing=True)
+    assert (result.dtype, result.mean_tolerance, result.maximum_tolerance) == (dtype, *TOLERANCES[dtype])
+    assert result.ok
+
+
+def test_the_tolerance_is_that_of_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        result = check_parity(build("qwen2"), inputs())
+    assert result.dtype == torch.bfloat16
+    assert result.ok
+
+
+def test_the_tolerance_may_be_given():
+    assert check_parity(build("qwen2"), inputs(), dtype=torch.float16).maximum_tolerance == 0.2
+
+
+# -- the slices
+
+
+def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
+    ids, mask = short_slices(*batch("left"))
+    assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == [
+        ROWS[6],
+        ROWS[0],  # none shares anything with it, so the first
+        ROWS[4],
+        ROWS[0],
+    ]
+    assert mask.tolist() == [[1] * n + [0] * (11 - n) for n in (5, 11, 6, 11)]
+
+
+def test_slices_of_equally_long_rows_are_ragged():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 20, 21, 22, 23]])
+    _, mask = short_slices(ids, torch.ones_like(ids))
+    assert mask.sum(1).tolist() == [6, 8, 8, 8]
+
+
+def test_slices_of_long_rows_are_cut_around_where_they_part():
+    ids = torch.arange(1, 1001).repeat(2, 1)
+    ids[1, 600:] += 5000
+    sliced, mask = short_slices(ids, torch.ones_like(ids))
+
+    assert sliced.shape == (4, SLICE)
+    assert sliced[1, 0] == 601 - SLICE // 2
+    assert (sliced[1] == sliced[0])[: SLICE // 2].all()
+    assert (sliced[1] != sliced[0])[SLICE // 2 :].all()
+    assert mask.sum() < mask.numel()

@@ -1,0 +1,163 @@
+"""
+Sequence classifiers score the last token of the attention mask, whatever its id, as if each row were alone.
+
+transformers looks for the pad token's id instead. Where the pad token is the EOS token and a sequence ends in it, the
+token before is scored: the tests show it, as their negative control.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
+from torch import nn
+from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
+
+from trl_padfix import check_parity, remove_padding
+
+
+pytestmark = pytest.mark.stacks
+
+ROWS = [
+    [5, 6, 7, 8, 9, EOS],
+    [5, 6, 7, 8, 20, 21, 22, 23, EOS],
+    [5, 6, 7, 16],  # cut off: no EOS
+    [29, 6, EOS, 7, EOS, EOS],  # turns that end in EOS, and two at the end
+]
+DISTINCT = 18
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash():
+    with flash_attention_stand_in():
+        yield
+
+
+def classifier(name: str = "qwen2", implementation: str = "sdpa", **config) -> nn.Module:
+    config = {"pad_token_id": EOS, "num_labels": 1} | config
+    return build(name, implementation, AutoModelForSequenceClassification, **config)
+
+
+def scores_of_last_tokens(model: nn.Module) -> torch.Tensor:
+    """Each row alone, its last token scored by hand."""
+    rows = [torch.tensor([row]) for row in ROWS]
+    states = [model.base_model(row, attention_mask=torch.ones_like(row))[0][:, -1] for row in rows]
+    return model.score(torch.cat(states))
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_scores_and_gradients_equal_rows_alone_where_pad_is_eos(name, implementation, sharing):
+    model = classifier(name, implementation)
+    expected = scores_of_last_tokens(model)
+    expected_gradient = backward(model, expected)
+    for side in ("left", "right", "mixed"):
+        ids, mask = pad(ROWS, side, pad_id=EOS)
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            found = model(ids, attention_mask=mask).logits
+            gradient = backward(model, found)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert relative_error(gradient, expected_gradient) < 1e-5
+        assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum())
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_negative_control_transformers_scores_another_token(side):
+    model = classifier()
+    ids, mask = pad(ROWS, side, pad_id=EOS)
+    positions = (torch.arange(ids.shape[1]) - mask.argmax(1, keepdim=True)).clamp(min=0)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        wrong = (padded - scores_of_last_tokens(model)).abs() > 0.05
+    assert wrong.flatten().tolist() == [True, True, False, True]
+    # A batch without any padding is scored wrongly as well, and rightly with the package.
+    row = torch.tensor([ROWS[0]])
+    assert not torch.allclose(model(row).logits, scores_of_last_tokens(model)[:1], atol=0.05)
+    with remove_padding(model):
+        found = model(row, attention_mask=torch.ones_like(row)).logits
+    torch.testing.assert_close(found, scores_of_last_tokens(model)[:1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_check_parity_passes(name, implementation, sharing):
+    for pad_token_id in (EOS, PAD):
+        model = classifier(name, implementation, pad_token_id=pad_token_id, num_labels=3)
+        ids, mask = pad(ROWS, "right", pad_id=pad_token_id)
+        report = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
+        assert report.ok, report
+        assert report.compared == 4 * 3
+        assert model.config.pad_token_id == pad_token_id
+
+
+def test_check_parity_fails_where_the_last_token_is_not_the_one_pooled(monkeypatch):
+    model = classifier()
+    ids, mask = pad(ROWS, "right", pad_id=EOS)
+    monkeypatch.setattr("trl_padfix.core.remove.pools_by_token_id", lambda model: False)
+    assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
+
+
+def test_loss_is_the_models_own_on_the_right_scores():
+    model = classifier(num_labels=3)
+    ids, mask = pad(ROWS, "left", pad_id=EOS)
+    labels = torch.tensor([0, 2, 1, 1])
+    expected = nn.functional.cross_entropy(scores_of_last_tokens(model), labels)
+    with remove_padding(model):
+        found = model(ids, attention_mask=mask, labels=labels).loss
+        embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(embedded, expected)
+
+
+def test_the_decoder_called_by_itself_gives_its_hidden_states():
+    model = classifier()
+    ids, mask = pad(ROWS, "right", pad_id=EOS)
+    expected = model.base_model(ids, attention_mask=mask, use_cache=False)[0]
+    with remove_padding(model):
+        model(ids, attention_mask=mask)
+        found = model.base_model(ids, attention_mask=mask)[0]
+        output = model(ids, attention_mask=mask, output_hidden_states=True)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.hidden_states[-1][mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+
+
+class Calibrated(Qwen2ForSequenceClassification):
+    """Halves what its parent scores."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits / 2
+        return output
+
+
+class OfTheFirstToken(Qwen2ForSequenceClassification):
+    """Scores the first token of right-padded rows."""
+
+    def forward(self, input_ids, attention_mask):
+        return self.score(self.model(input_ids, attention_mask=attention_mask)[0][:, 0])
+
+
+def test_subclasses_pool_as_they_say():
+    config = classifier().config
+    ids, mask = pad(ROWS, "right", pad_id=EOS)
+    model = Calibrated(config).eval()
+    with remove_padding(model):
+        found = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found, scores_of_last_tokens(model) / 2, atol=1e-5, rtol=1e-5)
+    model = OfTheFirstToken(config).eval()
+    expected = model(ids, mask)
+    with remove_padding(model):
+        torch.testing.assert_close(model(ids, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_removing_restores_the_classifier():
+    model = classifier()
+    ids, mask = pad(ROWS, "right", pad_id=EOS)
+    before = model(ids, attention_mask=mask, use_cache=False).logits
+    handle = remove_padding(model)
+    model(ids, attention_mask=mask)
+    handle.remove()
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.base_model)
+    assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, before)

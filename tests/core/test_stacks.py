@@ -1,0 +1,164 @@
+"""
+The parity suite of a stack: what `nox` runs on every pair of versions that the package names.
+
+Compact on purpose. The decoder in every mode against each row computed alone, memory, and a DPO run of five steps.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import trl_padfix.core.remove
+from trl_padfix import check_parity, padding_free_layout, remove_padding
+
+
+pytestmark = pytest.mark.stacks
+
+REAL, DISTINCT = 29, 20  # tokens of `ROWS`
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash():
+    with flash_attention_stand_in():
+        yield
+
+
+def scores_of(model):
+    """Log-probabilities of a batch, as a caller that knows nothing of packing computes them."""
+    return lambda ids, mask: logps(model(ids, attention_mask=mask).logits, ids, mask)
+
+
+@contextmanager
+def entering(model):
+    """The columns of each batch that enters the decoder."""
+    columns = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda *call: columns.append(call[2].shape[1]))
+    yield columns
+    hook.remove()
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, sharing):
+    model = build(name, implementation).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for side in ("left", "right"):
+        ids, mask = pad(ROWS, side)
+        expected = alone(scores_of(model), ids, mask)
+        expected_gradient = backward(model, expected)
+        with remove_padding(model, prefix_sharing=sharing), entering(model) as entered:
+            found = scores_of(model)(ids, mask)
+            gradient = backward(model, found)
+        assert entered == [DISTINCT if sharing else REAL]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert relative_error(gradient, expected_gradient) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_negative_control_rows_that_see_each_other_fail(name, implementation, monkeypatch):
+    def leaking(mask):
+        layout = padding_free_layout(mask)
+        first, second, *rest = layout.query_lengths
+        lengths = (first + second, *rest)
+        bounds = torch.cat([layout.cu_seqlens_q[:1], layout.cu_seqlens_q[2:]])
+        return replace(
+            layout,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            query_lengths=lengths,
+            key_lengths=lengths,
+            spans=lengths,
+            # As if the second row went on where the first ends, so that causality does not hide the leak.
+            positions=torch.cat([torch.arange(n) for n in lengths]),
+        )
+
+    monkeypatch.setattr(trl_padfix.core.remove, "padding_free_layout", leaking)
+    model = build(name, implementation)
+    ids, mask = pad(ROWS, "right")
+    expected = alone(scores_of(model), ids, mask)
+    with remove_padding(model), torch.no_grad():
+        assert (scores_of(model)(ids, mask) - expected).abs().max() > 0.1
+        assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_check_parity_passes(name, implementation, sharing):
+    ids, mask = pad(ROWS, "mixed")
+    batch = {"input_ids": ids, "attention_mask": mask}
+    report = check_parity(build(name, implementation), batch, prefix_sharing=sharing)
+    assert report.ok, report
+    assert report.packed_tokens < report.padded_tokens
+
+
+class LargestSquare(TorchDispatchMode):
+    """Notes the largest `n` such that an `(..., n, n)` tensor was made: the side of the largest mask or scores."""
+
+    side = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.dim() >= 2:
+                self.side = max(self.side, min(x.shape[-2:]))
+        return out
+
+
+@pytest.mark.parametrize(("name", "implementation"), CASES)
+def test_memory_is_not_quadratic_in_the_packed_tokens(name, implementation):
+    draw = random.Random(0)
+    rows = [[draw.randrange(2, 38) for _ in range(n)] for n in (60, 50, 40, 45, 55, 58)]
+    ids, mask = pad(rows, "left")
+    model = build(name, implementation).train()
+    with remove_padding(model), LargestSquare() as largest:
+        model(ids, attention_mask=mask).logits.sum().backward()
+    assert largest.side <= 96 < sum(map(len, rows))  # rows have up to 60 tokens; GPT-2 makes 96 features of each
+    # What would have been seen: all rows as one, attended with a dense mask.
+    packed = ids[mask.bool()][None]
+    model = build(name, "eager", **{"n_positions" if name == "gpt2" else "max_position_embeddings": 512})
+    with LargestSquare() as largest:
+        model(packed)
+    assert largest.side >= packed.shape[1]
+
+
+def test_generation_and_a_second_model_are_left_alone():
+    model, other = build("qwen2"), build("qwen2")
+    ids, mask = pad(ROWS, "left")
+    settings = dict(attention_mask=mask, max_new_tokens=4, do_sample=False)
+    expected = model.generate(ids, **settings)
+    logits = other(ids, attention_mask=mask).logits
+    before = set(vars(model.model)), vars(model.config).copy()
+    for _ in range(3):
+        with remove_padding(model):
+            assert torch.equal(model.generate(ids, **settings), expected)
+            model(ids, attention_mask=mask)
+            assert torch.equal(other(ids, attention_mask=mask).logits, logits)
+    assert (set(vars(model.model)), vars(model.config)) == before
+    assert torch.equal(model(ids, attention_mask=mask).logits, logits)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation, sharing):
+    """transformers 4.52 gives it to all layers with `sdpa` and `eager`; FlashAttention and later versions do not."""
+    model = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ids, mask = pad(ROWS, "right")
+    with remove_padding(model, prefix_sharing=sharing):
+        found = scores_of(model)(ids, mask)
+    expected = alone(scores_of(model), ids, mask)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    everywhere = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=0)
+    everywhere.load_state_dict(model.state_dict())
+    in_all_layers = (alone(scores_of(everywhere), ids, mask) - expected).abs().max() < 1e-5
+    assert in_all_layers == (hasattr(model.model, "_update_causal_mask") and implementation != "flash_attention_2")

@@ -1,0 +1,349 @@
+"""Vision-language models: the text decoder packed, on either side, with the numbers of each row computed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from kit.family_outcomes import gradients_of, weighted
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.trainer_runs import BROKEN
+from kit.vision_families import IMAGE, Row, VisionModel, build_vision, collate
+from kit.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
+from torch import nn
+from trl.trainer.utils import add_fused_lm_head
+
+import trl_padfix.core.patches
+from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
+
+
+EXACT = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "smolvlm", "idefics3"]
+TOLERANCE = 1e-5
+SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+
+
+def assert_same(found: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dict]) -> None:
+    """Log-probabilities, and the gradients of towers and of the rest, each against its own size."""
+    torch.testing.assert_close(found[0].detach(), expected[0], rtol=0, atol=2 * TOLERANCE)
+    assert found[1].keys() == expected[1].keys()
+    assert any("vis" in name for name in expected[1])
+    for tower in (True, False):
+        names = [name for name in expected[1] if ("vis" in name) == tower]
+        ours, theirs = (torch.cat([g[1][name].flatten() for name in names]) for g in (found, expected))
+        assert (ours - theirs).norm() <= TOLERANCE * theirs.norm()
+
+
+@contextmanager
+def wrong_layouts(sharing: bool) -> Iterator[None]:
+    """Rows that see each other, or tokens that are taken for every other one at their place."""
+    name, broken = BROKEN["prefix sharing" if sharing else "padding-free"]
+    with mock.patch(f"trl_padfix.core.remove.{name}", lambda *args: broken(*args[:2])):
+        yield
+
+
+def numbers(vision: VisionModel, rows: list[Row], side: str, **kwargs: Any) -> tuple[torch.Tensor, dict]:
+    scores = logps(vision.model, collate(vision, rows, side), **kwargs)
+    return scores, gradients_of(vision.model, weighted(scores))
+
+
+def difference(vision: VisionModel, rows: list[Row], side: str, expected: torch.Tensor) -> float:
+    with torch.no_grad():
+        return (logps(vision.model, collate(vision, rows, side)) - expected).abs().max().item()
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", EXACT)
+def test_rows_with_images_are_what_they_are_alone(family, side, sharing):
+    vision = build_vision(family)
+    expected = alone(vision, ROWS)
+    batch = collate(vision, ROWS, side)
+    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+        assert_same(numbers(vision, ROWS, side), expected)
+        assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
+        with wrong_layouts(sharing):
+            assert difference(vision, ROWS, side, expected[0]) > 0.01
+    assert not any("forward" in vars(module) for module in vision.model.modules())
+
+
+@SHARING
+@pytest.mark.parametrize("family", [*EXACT, "gemma3"])
+def test_batches_of_text_alone_are_packed_too(family, sharing):
+    vision = build_vision(family)
+    expected = alone(vision, TEXT)[0]
+    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+        for side in ("left", "right"):
+            assert difference(vision, TEXT, side, expected) < 2 * TOLERANCE
+        assert handle.stats.packed_tokens == 2 * (15 if sharing else 17)
+
+
+@SHARING
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_every_attention_gives_the_same(family, implementation, sharing):
+    expected = alone(build_vision(family), ROWS)
+    with flash_attention_stand_in() if implementation == "flash_attention_2" else nullcontext():
+        vision = build_vision(family, implementation)
+        with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+            for side in ("left", "right"):
+                found = numbers(vision, ROWS, side)
+                torch.testing.assert_close(found[0].detach(), expected[0], rtol=0, atol=2 * TOLERANCE)
+        assert handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+@SHARING
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_training_with_lora_and_gradient_checkpointing(family, sharing):
+    vision = build_vision(family)
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj", "qkv", "proj"])
+    model = peft.get_peft_model(vision.model, adapters).train()
+    expected = alone(vision, ROWS)
+    vision.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        found = numbers(vision, ROWS, "left", use_cache=False)
+        torch.testing.assert_close(found[0].detach(), expected[0], rtol=0, atol=2 * TOLERANCE)
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(found[1][name], gradient, rtol=0, atol=TOLERANCE * gradient.abs().max().item())
+    assert handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+# -- positions in rows, deep-stack features
+
+
+def test_four_rows_of_positions_are_packed():
+    vision = build_vision("qwen3_vl")
+    batch = collate(vision, ROWS, "left")
+    rope, _ = vision.model.model.get_rope_index(
+        batch.ids, batch.inputs["mm_token_type_ids"], batch.inputs["image_grid_thw"], attention_mask=batch.mask
+    )
+    text = (batch.mask.cumsum(1) - 1).clamp(min=0)
+    four = torch.cat([text[None], rope])
+    with torch.no_grad():
+        expected = logps(vision.model, batch, position_ids=four, use_cache=False)
+        for sharing in (False, True):
+            with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+                found = logps(vision.model, batch, position_ids=four)
+                torch.testing.assert_close(found, expected, rtol=0, atol=2 * TOLERANCE)
+            assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
+    vision = build_vision(family)
+    expected = alone(vision, ROWS)[0]
+    pack = trl_padfix.core.patches._pack_arguments
+    monkeypatch.setattr(
+        trl_padfix.core.patches,
+        "_pack_arguments",
+        lambda call, *args: pack(call | {"position_ids": call["position_ids"].roll(1, dims=1)}, *args),
+    )
+    with remove_padding(vision.model):
+        assert difference(vision, ROWS, "right", expected) > 0.01
+        with pytest.raises(ParityError):
+            check_parity(vision.model, collate(vision, ROWS).call()).raise_if_failed()
+
+
+@SHARING
+def test_deep_stack_features_of_another_token_are_found_wrong(sharing, monkeypatch):
+    vision = build_vision("qwen3_vl")
+    expected = alone(vision, ROWS)[0]
+    pack = trl_padfix.core.patches._pack_value
+
+    def unpermuted(name, value, layout, visual):
+        visual = visual and (visual[0], torch.arange(visual[0]).flip(0)[: len(visual[1])])
+        return pack(name, value, layout, visual)
+
+    monkeypatch.setattr(trl_padfix.core.patches, "_pack_value", unpermuted)
+    with remove_padding(vision.model, prefix_sharing=sharing):
+        assert difference(vision, ROWS, "left", expected) > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_an_image_is_part_of_what_a_prefix_is(family, monkeypatch):
+    vision = build_vision(family)
+    rows = [Row((3, -1, 4, 5)), Row((3, -4, 4, 6)), Row((3, -1, 4, 7, 8))]
+    if family == "qwen3_vl":  # of one size, so that ids and positions are the same
+        rows = [Row((3, -1, 4, 5)), Row((3, -7, 4, 6)), Row((3, -1, 4, 7, 8))]
+    batch = collate(vision, rows)
+    expected = alone(vision, rows)[0]
+    with remove_padding(vision.model, prefix_sharing=True) as handle:
+        assert difference(vision, rows, "right", expected) < 2 * TOLERANCE
+        assert batch.distinct <= handle.stats.packed_tokens < batch.mask.sum()
+        monkeypatch.setattr("trl_padfix.core.remove.token_keys", lambda call, shape: None)  # ids alone
+        assert difference(vision, rows, "right", expected) > 0.01
+
+
+def test_tokens_whose_embeddings_are_equal_by_chance_stay_apart():
+    vision = build_vision("llava")
+    with torch.no_grad():
+        table = vision.model.get_input_embeddings().weight
+        table[31] = table[30]  # as those of new tokens are that begin as the mean of all
+    rows = [Row((3, 30, -1, 5)), Row((3, 31, -1, 6, 7))]
+    expected = alone(vision, rows)
+    with remove_padding(vision.model, prefix_sharing=True):
+        assert_same(numbers(vision, rows, "right"), expected)
+
+
+# -- the tower
+
+
+@contextmanager
+def counted_patches(vision: VisionModel) -> Iterator[list[int]]:
+    """Patches that entered the layers of the tower, call by call."""
+    tower = next(m for name, m in vision.model.model.named_children() if "vis" in name)
+    layer = next(m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)[0]
+    counts: list[int] = []
+    hook = layer.register_forward_pre_hook(lambda m, args: counts.append(args[0].shape[:-1].numel()))
+    yield counts
+    hook.remove()
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_a_tower_runs_once_for_chosen_and_rejected(family):
+    vision = build_vision(family)
+    expected = alone(vision, ROWS)
+    with counted_patches(vision) as patches:
+        logps(vision.model, collate(vision, ROWS))
+        with remove_padding(vision.model):
+            check_parity(vision.model, collate(vision, ROWS).call())  # tries whether halves may be computed once
+            del patches[1:]
+            found = numbers(vision, ROWS, "right")
+        assert_same(found, expected)
+        assert patches[1] * 2 == patches[0]
+        assert len(patches) == 2
+
+
+def test_other_images_are_all_computed():
+    vision = build_vision("llava")
+    rows = [*ROWS[:3], Row((3, 4, -5, 5, 6, 9)), *ROWS[5:7]]
+    expected = alone(vision, rows)
+    with counted_patches(vision) as patches, remove_padding(vision.model):
+        assert_same(numbers(vision, rows, "left"), expected)
+    assert patches == [8 * 17]
+
+
+def test_a_tower_with_dropout_draws_for_every_image():
+    vision = build_vision("llava")
+    for module in vision.model.model.vision_tower.modules():
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.5
+    batch = collate(vision, ROWS)
+    with counted_patches(vision) as patches, remove_padding(vision.model):
+        for training in (True, True, False, False):
+            vision.model.train(training)
+            logps(vision.model, batch)
+    whole, half = 8 * 17, 4 * 17
+    assert patches == [whole, whole, half, whole, half]  # in evaluation first tried, then relied on
+
+
+def test_a_tower_that_answers_in_one_row_is_left_alone():
+    vision = build_vision("mistral3")
+    expected = alone(vision, ROWS)
+    with counted_patches(vision) as patches, remove_padding(vision.model):
+        for _ in range(2):
+            assert_same(numbers(vision, ROWS, "right"), expected)
+    assert patches[-1] == 8 * 16
+
+
+# -- what is between decoder and head
+
+
+@SHARING
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "smolvlm"])
+def test_the_fused_head_scores_the_labels_and_nothing_else(family, sharing):
+    vision = build_vision(family)
+    add_fused_lm_head(vision.model, outputs=("log_probs", "entropy"))
+    batch = collate(vision, ROWS, "left")
+    labels = batch.ids.masked_fill((batch.mask.cumsum(1) < 4) | (batch.ids == IMAGE), -100)
+
+    def fused() -> tuple[torch.Tensor, dict]:
+        output = vision.model(**batch.call(), labels=labels, fused_lm_head=True)
+        return output.log_probs, gradients_of(vision.model, weighted(output.log_probs.flatten()) + output.loss)
+
+    expected = fused()
+    scored: list[torch.Size] = []
+    hook = vision.model.model.register_forward_hook(
+        lambda m, a, output: scored.append(output.last_hidden_state.shape[:2])
+    )
+    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+        assert_same(fused(), (expected[0].detach(), expected[1]))
+    hook.remove()
+    assert scored == [(1, (labels[:, 1:] != -100).sum().item())]
+    assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
+
+
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl"])
+def test_generation_and_calls_with_a_cache_are_left_alone(family):
+    vision = build_vision(family)
+    rows = TEXT if family == "gemma3" else ROWS[:2]
+    batch = collate(vision, rows, "left")
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = vision.model.generate(**batch.call(), **settings)
+    with remove_padding(vision.model) as handle:
+        assert torch.equal(vision.model.generate(**batch.call(), **settings), expected)
+        assert handle.stats.packed_tokens == 0
+        output = vision.model(**batch.call())
+        assert output.past_key_values is None
+        assert handle.stats.packed_tokens == batch.mask.sum()
+
+
+# -- refused
+
+
+@SHARING
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_image_tokens_that_see_each_other_are_refused(implementation, sharing):
+    vision = build_vision("gemma3", implementation)
+    batch = collate(vision, ROWS)
+    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+        with pytest.raises(PaddingRemovalError, match=r"Gemma3TextModel was given a mask.*padding_free=False"):
+            vision.model(**batch.call())
+        assert handle.stats.packed_tokens == 0
+
+
+def test_arguments_without_a_place_in_a_packed_row_are_refused():
+    vision = build_vision("mllama")
+    batch = collate(vision, TEXT)
+    states = torch.zeros(3, 5, 32)
+    with remove_padding(vision.model), pytest.raises(PaddingRemovalError, match=r"`cross_attention_states` of shape"):
+        vision.model(**batch.call(), cross_attention_states=states)
+
+
+def test_a_refused_decoder_is_named():
+    with pytest.raises(PaddingRemovalError, match=r"Qwen3_5ForConditionalGeneration: layer `layers.0`"):
+        remove_padding(build_vision("qwen3_5").model)
+
+
+# -- parity
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_parity_check_runs_the_images_too(side, sharing):
+    vision = build_vision("qwen2_5_vl")
+    batch = collate(vision, ROWS, side)
+    images: list[Any] = []
+    hook = vision.model.model.visual.register_forward_pre_hook(lambda *a: images.append(1))
+    report = check_parity(vision.model, batch.call(), prefix_sharing=sharing)
+    hook.remove()
+    assert report.ok
+    assert images
+    assert report.compared == (batch.mask[:, 1:] * batch.mask[:, :-1]).sum()
+    assert report.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
+    with wrong_layouts(sharing):
+        assert not check_parity(vision.model, batch.call(), prefix_sharing=sharing).ok
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_padding_is_compared_with_some(kind):
+    vision = build_vision("llava")
+    rows = [KINDS[kind][0], KINDS[kind][0]]
+    report = check_parity(vision.model, collate(vision, rows).call())
+    assert report.ok
+    assert report.packed_tokens < report.padded_tokens

@@ -1,0 +1,281 @@
+"""
+Two processes on CPU, through `accelerate launch`: the trajectory of one process with as many rows in a step.
+
+The one process runs TRL's own script, padded. Each of the two takes every other micro-batch of half the size, so the
+optimizer steps of both runs are over the same rows. Rows are evaluated one by one: TRL fills the last evaluation batch
+up with rows from the beginning, and where a batch is one row those are left out of the loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit.trainer_runs import WORDS, words
+from safetensors.torch import load_file
+
+from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
+
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
+PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
+
+
+@dataclass
+class Run:
+    history: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+    def curve(self, *names: str) -> torch.Tensor:
+        logs = [log for log in self.history if "loss" in log]
+        evaluated = [log["eval_loss"] for log in self.history if "eval_loss" in log]
+        assert len(logs) == STEPS
+        assert len(evaluated) == STEPS // 2
+        return torch.tensor([log[name] for log in logs for name in ("loss", "grad_norm", *names)] + evaluated)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    """A model with sharp attention and ragged rows with common prompts, nine of them held out."""
+    directory, draw = tmp_path_factory.mktemp("material"), random.Random(0)
+    tokenizer = train_tokenizer([" ".join(WORDS)], vocab_size=320)
+    tokenizer.save_pretrained(directory / "model")
+    shape = dict(layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, initializer_range=0.2)
+    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    prompts = [words(draw, 2, 18) for _ in range(4)]
+    for split, count in (("train", 24), ("test", 9)):
+        pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
+        for method, names in (("dpo", ("prompt", "chosen", "rejected")), ("sft", ("prompt", "completion"))):
+            (directory / method).mkdir(exist_ok=True)
+            rows = "".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in pairs)
+            (directory / method / f"{split}.jsonl").write_text(rows)
+    return directory
+
+
+def flags(material: Path, method: str, output: Path, rows: int) -> list[str]:
+    settings = {
+        "model_name_or_path": material / "model",
+        "dataset_name": material / method,
+        "output_dir": output,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "bf16": "false",
+        "gradient_checkpointing": "false",
+        "report_to": "none",
+        "disable_tqdm": "true",
+    }
+    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def alone(material, tmp_path_factory):
+    """TRL's own script in this process."""
+
+    @cache
+    def run(method: str, *more: str) -> Run:
+        script = importlib.import_module(f"trl.scripts.{method}")
+        output = tmp_path_factory.mktemp("alone")
+        args = [*flags(material, method, output, rows=4), "--use_cpu", "true", *more]
+        if method == "sft":  # one batch: TRL's evaluation is a mean over batches, ours over tokens
+            args += ["--per_device_eval_batch_size", "16"]
+        script.main(*script.make_parser().parse_args_and_config(args))
+        return outcome(output)
+
+    return run
+
+
+def outcome(output: Path, weights: str = "model.safetensors") -> Run:
+    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    return Run(state["log_history"], load_file(output / weights))
+
+
+def accelerate_config(strategy: str, directory: Path) -> Path:
+    """The configuration of `recipes/accelerate`, for two processes in float32."""
+    name = "multi_gpu" if strategy == "tensor_parallel" else strategy
+    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{name}.yaml").read_text())
+    path = directory / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(settings | {"num_processes": 2, "mixed_precision": "no"}))
+    return path
+
+
+@pytest.fixture
+def together(material, tmp_path):
+    """Our script in two processes; says what they said where they fail."""
+
+    def run(
+        method: str,
+        strategy: str,
+        *more: str,
+        launch: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        adapters: bool = False,
+        fails: bool = False,
+    ) -> Any:
+        environment = (
+            os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
+        )
+        if strategy == "multi_gpu":
+            more = (*more, "--use_cpu", "true")
+        else:  # accelerate takes processes on CPU for DDP only: see `launched.py`
+            environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *launch]
+        command += [
+            "--config_file",
+            str(accelerate_config(strategy, tmp_path)),
+            str(ROOT / "tests/kit/launched.py"),
+            method,
+        ]
+        command += [*flags(material, method, tmp_path / "run", rows=2), *more]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        if fails:
+            assert done.returncode != 0
+            return done.stderr
+        assert done.returncode == 0, done.stderr[-6000:]
+        return outcome(tmp_path / "run", "adapter_model.safetensors" if adapters else "model.safetensors")
+
+    return run
+
+
+def assert_same(ours: Run, theirs: Run, *metrics: str) -> None:
+    torch.testing.assert_close(ours.curve(*metrics), theirs.curve(*metrics), rtol=1e-5, atol=1e-5)
+    assert ours.weights.keys() >= theirs.weights.keys()  # FSDP2 saves tied weights twice
+    for name, weight in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=1e-5)
+
+
+def assert_packed(run: Run) -> None:
+    logs = [log for log in run.history if "loss" in log]
+    assert all(log["padfix/pad_fraction"] > 0.05 for log in logs)
+    assert any(log["padfix/shared_fraction"] > 0.1 for log in logs)
+
+
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_two_processes_give_the_trajectory_of_one(strategy, together, alone):
+    ours, theirs = together("dpo", strategy, *PACKED), alone("dpo")
+    assert_same(ours, theirs, *METRICS["dpo"])
+    assert_packed(ours)
+
+
+def test_rows_that_see_each_other_do_not(together, alone):
+    env = {"BROKEN_LAYOUT": "1"}
+    ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, alone("dpo"), *METRICS["dpo"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METRICS)
+@pytest.mark.parametrize(
+    "strategy",
+    ["multi_gpu", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)],
+)
+def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, alone, tmp_path):
+    ours = together(method, strategy, *PACKED)
+    assert_same(ours, alone(method), *METRICS[method])
+    assert_packed(ours)
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
+    resumed = together(method, strategy, *PACKED, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"))
+    assert_same(resumed, alone(method), *METRICS[method])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--gradient_checkpointing", "true"),
+        ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0"),
+        ("--precompute_ref_log_probs", "true"),
+        ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
+    ],
+    ids=lambda more: more[0].lstrip("-"),
+)
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
+    """All that is logged of the steps, against TRL's own script in two processes."""
+    adapters = more[0] == "--use_peft"
+    theirs = together("dpo", strategy, *more, adapters=adapters, env={"PLAIN_TRL": "1"})
+    ours = together("dpo", strategy, *PACKED, *more, adapters=adapters)
+    wanted = [log for log in theirs.history if "loss" in log]
+    assert len(wanted) == STEPS
+    assert wanted[0].keys() >= {"rewards/margins", "logps/chosen", "entropy", "grad_norm"}
+    assert not any("padfix" in name for log in wanted for name in log)
+    got = [log for log in ours.history if "loss" in log]
+    for our, their in zip(got, wanted, strict=True):
+        del their["rewards/accuracies"]  # the first are ties, broken by rounding
+        assert {name: our[name] for name in their} == pytest.approx(their, rel=1e-5, abs=1e-5)
+    assert_packed(ours)
+
+
+@pytest.mark.slow
+def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
+    def run(rows: int, *launch: str) -> Run:
+        output = tmp_path / str(rows)
+        settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
+        settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
+        settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output}
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "recipes/dpo.py"]
+        command += ["--config", "recipes/dpo_tiny.yaml"]
+        command += [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert done.stdout.count("padding not computed") == 1
+        return outcome(output)
+
+    two = run(4, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+    assert_same(two, run(8, "--cpu"), *METRICS["dpo"])
+
+
+@pytest.mark.slow
+def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
+    # Each process has half the heads of every layer, and all rows.
+    sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")
+    ours = together("dpo", "tensor_parallel", *PACKED, *sharded, "--per_device_train_batch_size", "4")
+    assert_same(ours, alone("dpo"), *METRICS["dpo"])
+    assert_packed(ours)
+
+
+@pytest.mark.slow
+def test_context_parallel_processes_are_refused(together):
+    context = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
+    said = together("sft", "fsdp2", *PACKED, launch=context, fails=True)
+    assert "`cp_size` splits every padded row over processes" in said
+
+
+@pytest.mark.slow
+def test_one_process_that_differs_stops_the_run(together):
+    said = together("dpo", "fsdp2", *PACKED, env={"BROKEN_LAYOUT": "1"}, fails=True)
+    assert "ParityError: parity FAILED" in said
+
+
+@pytest.mark.slow
+def test_tokens_are_averaged_over_processes_unless_that_is_switched_off(together, alone):
+    ours = together("sft", "multi_gpu", *PACKED, "--average_tokens_across_devices", "false")
+    theirs = alone("sft")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, theirs, *METRICS["sft"])

@@ -1,0 +1,239 @@
+"""The recipes, as a user runs them."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+import yaml
+from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trl_padfix
+from trl_padfix.cli.launch import main, parse
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
+SLOW = pytest.mark.slow
+
+COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTILINE)[1]) for p in RECIPES}
+"""The command in the header of each recipe."""
+
+QUICK = ["dpo_qwen2.5_0.5b_lora.yaml", "sft_qwen2.5_0.5b.yaml", "reward_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
+TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
+
+
+def launch(recipe: str, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", f"recipes/{recipe}.py", *arguments]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def import_recipe(name: str):
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    output = tmp_path_factory.mktemp("dpo_tiny")
+    result = launch(
+        "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4",
+        "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return output, result
+
+
+def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
+    output, result = tiny_run
+    for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
+        assert row in result.stdout
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "it/s" in result.stderr  # the progress bar
+    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
+    assert any("eval_padfix/shared_fraction" in entry for entry in history)
+
+
+def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_run, tmp_path):
+    output, _ = tiny_run
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert "padfix" not in (output / "config.json").read_text()
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
+    arguments = trl.DPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[])
+    trainer = trl.DPOTrainer(str(output), args=arguments, train_dataset=pairs, processing_class=tokenizer)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert model.config.model_type == "qwen2"
+
+
+def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
+    result = launch(
+        "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
+        "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "12",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    for row in ("held-out token accuracy", "padding not computed", "repeated prefix not computed"):
+        assert row in result.stdout
+    assert "reward" not in result.stdout
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    history = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < losses[0] - 1
+    assert all(entry["padfix/pad_fraction"] > 0.3 for entry in history if "loss" in entry)
+
+
+def test_the_recipe_of_sft_learns_what_is_chosen():
+    sft = import_recipe("sft")
+    data = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
+    assert set(sft.to_dialogues(data).column_names) == {"prompt", "completion"}
+    assert sft.to_dialogues(data)[0]["completion"] == data[0]["chosen"]
+    texts = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
+    assert sft.to_dialogues(texts).to_list() == [{"text": "a"}]
+    chats = Dataset.from_dict({name: [[{"role": "user", "content": name}]] for name in ("chosen", "rejected")})
+    assert sft.to_dialogues(chats)[0] == {"messages": [{"role": "user", "content": "chosen"}]}
+    assert sft.to_dialogues(sft.to_dialogues(chats)).column_names == ["messages"]
+
+
+def test_an_unknown_key_stops_the_recipe(tmp_path):
+    config = yaml.safe_load((ROOT / "recipes/dpo_tiny.yaml").read_text()) | {"paddingfree": True}
+    path = tmp_path / "typo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = launch("dpo", "--config", str(path))
+    assert result.returncode != 0
+    assert "paddingfree" in result.stderr
+
+
+SCRIPTS = {name: re.search(r"recipes/(\w+)\.py", " ".join(command)) for name, command in COMMANDS.items()}
+
+
+@pytest.mark.parametrize("name", sorted(name for name, script in SCRIPTS.items() if script and script[1] != "sft_vlm"))
+def test_every_recipe_of_a_script_parses(name):
+    method = SCRIPTS[name][1]
+    recipe, config = import_recipe(method), getattr(trl_padfix, f"{method.upper()}Config")
+    parser = trl.TrlParser((recipe.RecipeArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))
+    script, training, _, mixture = parser.parse_args_and_config(
+        ["--config", str(ROOT / "recipes" / name)], fail_with_unknown_args=True
+    )
+    assert training.padding_free
+    assert bool(script.dataset_name) != bool(mixture.datasets)
+
+
+def test_every_recipe_is_run_by_one_of_our_commands():
+    scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
+    assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
+    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo"}
+
+
+def test_the_index_names_every_recipe_and_every_way_to_launch():
+    index = (ROOT / "recipes/README.md").read_text()
+    names = [*COMMANDS, *(path.stem for path in (ROOT / "recipes/accelerate").iterdir())]
+    assert all(f"`{name}`" in index for name in names)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_command_of_a_recipe_parses(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, method, *args = TRAINED[name]
+    assert method == name.split("_")[0]
+    (script, training, model, _), launch = parse(method, [*args, "--use_cpu", "true", "--bf16", "false"])
+    assert training.padding_free
+    assert script.dataset_name
+    assert model.model_name_or_path
+    assert Path(launch.config_file).exists()
+    assert launch.training_script_args[0] == method
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A tiny model, and the pairs of the repository as data for each method."""
+    directory = tmp_path_factory.mktemp("material")
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
+    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"] + row["chosen"]), vocab_size=512)
+    tokenizer.save_pretrained(directory / "model")
+    shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer), "intermediate_size": 384}  # blocks of 64, for 4 bits
+    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    for method in ("dpo", "reward", "sft", "grpo"):
+        rows = pairs.to_list()
+        if method == "sft":
+            rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
+        elif method == "grpo":
+            rows = [{"prompt": row["prompt"]} for row in rows]
+        for split in ("train", "test"):
+            Dataset.from_list(rows).to_json(directory / method / f"{split}.jsonl")
+    return directory
+
+
+def two_steps(material: Path, method: str, output: Path) -> list[str]:
+    """What a recipe is given to run here: another model, less data, no GPU."""
+    settings = {
+        "model_name_or_path": material / "model",
+        "dataset_name": material / method,
+        "output_dir": output,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "use_cpu": "true",
+        "bf16": "false",
+        "disable_tqdm": "true",
+    }
+    if method == "grpo":
+        settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
+        settings |= {"reward_funcs": "think_format_reward"}  # the recipe's needs `math-verify`
+    else:
+        settings |= {"max_length": 256, "eval_strategy": "no"}
+    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name],
+)
+def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    _, method, *args = TRAINED[name]
+    args += two_steps(material, method, tmp_path)
+    if not torch.cuda.is_available():  # Liger's kernels are Triton's
+        args += ["--use_liger_kernel", "false"]
+    if find_spec("bitsandbytes") is None:
+        args += ["--load_in_4bit", "false", "--use_bnb_nested_quant", "false"]
+    elif "qlora" in name:  # 4-bit layers on CPU cannot be trained once they were evaluated
+        args += ["--parity_check", "false"]
+    main(method, [*args, "--save_strategy", "steps", "--save_steps", "2"])
+    history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    losses = [log for log in history if "loss" in log]
+    assert len(losses) == 2
+    assert all(log["padfix/pad_fraction"] > 0 for log in losses)
+    assert any(tmp_path.glob("*model.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("recipe", ["dpo", "sft"])
+def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
+    config = yaml.safe_load((ROOT / f"recipes/{recipe}_hh_rlhf.yaml").read_text())
+    config["datasets"] = [{"path": "json", "data_files": HH_RLHF}]
+    config |= {"tiny_model": "tiny", "max_steps": 5, "eval_strategy": "no", "eval_on_start": False}
+    config |= {"padding_side": side, "output_dir": str(tmp_path / "run"), "logging_steps": 5}
+    path = tmp_path / "hh.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = launch(recipe, "--config", str(path))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "padding not computed" in result.stdout

@@ -1,0 +1,90 @@
+"""
+Tiny trainings by token budget, and the same by fixed batches; as a script, those of one process of several.
+
+`accelerate launch tests/kit/budget_runs.py FOLDER` trains both trainers, resumes both in the middle of an epoch, and
+writes what they logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from transformers import PrinterCallback
+
+
+if __name__ == "__main__":  # a script sees its own folder only
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+
+ROWS, GLOBAL_BATCH = 32, 8
+
+TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig, trl.DPOTrainer, trl.DPOConfig),
+    "sft": (SFTTrainer, SFTConfig, trl.SFTTrainer, trl.SFTConfig),
+}
+BUDGET = {"dpo": 60, "sft": 30}
+"""Tokens for about two rows of the batch, and more than the longest one alone."""
+
+LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
+"""Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""
+
+
+def build_data(name: str) -> Dataset:
+    """Ragged texts of 1 to 24 words, or ragged pairs, each with a prompt of its own."""
+    draw = random.Random(0)
+    if name == "sft":
+        return Dataset.from_list([{"text": words(draw, 1, 24)} for _ in range(ROWS)])
+    parts = {"prompt": 12, "chosen": 12, "rejected": 12}
+    return Dataset.from_list([{part: words(draw, 1, most) for part, most in parts.items()} for _ in range(ROWS)])
+
+
+def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **config: Any) -> Any:
+    trainer_class, config_class = TRAINERS[name][:2] if ours else TRAINERS[name][2:]
+    budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
+    settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
+    trainer = trainer_class(
+        model=build_model(),
+        args=config_class(**settings | SETTINGS | budget | config),
+        train_dataset=build_data(name) if data is None else data,
+        processing_class=build_tokenizer(),
+        **{"ref_model": build_model(seed=1)} if name == "dpo" else {},
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def main(folder: Path) -> None:
+    # By two, so that accumulation is a part of it.
+    per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
+    config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
+    checkpoints = [None, "checkpoint-6"]
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        # accelerate shards over devices that it knows; the processes of this machine pass for GPUs that talk by gloo.
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
+    logged = {}
+    for name in TRAINERS:
+        for checkpoint in checkpoints:
+            trainer = make(name, folder / name, ours=True, **config)
+            trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
+            logged.setdefault(name, []).append(trainer.state.log_history)
+    if trainer.accelerator.is_main_process:
+        found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
+        (folder / "logged.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

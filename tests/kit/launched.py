@@ -1,0 +1,45 @@
+"""
+What the tests of many processes launch: `trl_padfix.cli.launch`, on a machine without a GPU.
+
+accelerate shards models over the devices that it knows, and processes on CPU are none to it: with `use_cpu` they get
+DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass for GPUs here, which talk through gloo.
+
+`BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
+script instead.
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+
+if __name__ == "__main__":  # a script sees its own folder only
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from kit.trainer_runs import confusing_layout
+
+from trl_padfix.cli.launch import main
+from trl_padfix.core import remove
+
+
+if __name__ == "__main__":
+    if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    if os.environ.get("BROKEN_LAYOUT"):
+        remove.prefix_sharing_layout = confusing_layout
+    method, *args = sys.argv[1:]
+    if os.environ.get("PLAIN_TRL"):
+        script = importlib.import_module(f"trl.scripts.{method}")
+        parsed = script.make_parser().parse_args_and_config(args)
+        group = torch.distributed.group.WORLD  # as in `trl_padfix.cli.launch.main`
+        script.main(*parsed)
+    else:
+        main(method, args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo outlive the group, and abort one in twenty interpreters that end under them

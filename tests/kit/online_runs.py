@@ -1,0 +1,98 @@
+"""What the tests of GRPO and RLOO have in common: data, rewards, and what to watch of their trainers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from kit.trainer_runs import MODES, SETTINGS, WORDS, build_model, build_tokenizer, words
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+
+ENDS = [1, 2, 3, 4, 5]
+"""Tokens that end a completion: so many that completions are ragged."""
+
+
+def build_prompts(count: int, seed: int = 0, low: int = 2, high: int = 18) -> Dataset:
+    draw = random.Random(seed)
+    return Dataset.from_list([{"prompt": words(draw, low, high)} for _ in range(count)])
+
+
+def save_policy(path: Path, ends: list[int] = ENDS, **more: Any) -> str:
+    """A policy in a directory, where TRL finds the reference again."""
+    model = build_model(**more)
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def load_policy(path: str, **more: Any) -> PreTrainedModel:
+    return build_model().from_pretrained(path, dtype=torch.float32, **more)
+
+
+def reward_words(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that tells completions apart by their words."""
+    scores = {word: (7 * i % 11) / 11 for i, word in enumerate(WORDS)}
+    return [sum(scores.get(word, 0.0) for word in completion.split()) / 4 for completion in completions]
+
+
+ONLINE_SETTINGS = SETTINGS | {
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "beta": 0.1,
+    "disable_dropout": True,
+    "learning_rate": 1e-3,
+}
+
+
+def watch_forwards(completions: list[list[int]]):
+    """Watch the forwards that take log-probabilities of the policy, and all completions that are generated."""
+
+    def watch(trainer: Any, batches: list) -> None:
+        take, generate = trainer._get_per_token_logps_and_entropies, trainer._generate_single_turn
+
+        def taken(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+            if model is not trainer.ref_model:
+                size = batch_size or len(input_ids)
+                batches.extend(zip(input_ids.split(size), attention_mask.split(size), strict=True))
+            return take(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+
+        def generated(*args, **kwargs):
+            result = generate(*args, **kwargs)
+            completions.extend(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        trainer._get_per_token_logps_and_entropies, trainer._generate_single_turn = taken, generated
+
+    return watch
+
+
+__all__ = [
+    "ENDS",
+    "MODES",
+    "ONLINE_SETTINGS",
+    "build_prompts",
+    "load_policy",
+    "reward_words",
+    "save_policy",
+    "watch_forwards",
+]
+
+
+def admitted(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings; a test of one that the installed versions do not have is skipped."""
+    lacking = settings.keys() - config_class.__dataclass_fields__.keys()
+    if lacking:
+        pytest.skip(f"this version of TRL has no {sorted(lacking)}")
+    if settings.get("use_transformers_continuous_batching") and Version(transformers.__version__) < Version("5.8"):
+        pytest.skip("continuous batching needs transformers 5.8")
+    return settings

@@ -1,0 +1,211 @@
+"""
+Tiny trainings, TRL's and ours, and what is compared of them.
+
+A trajectory is what a trainer logs at every step and in the evaluation after the last. The weights of the models are
+large, so that attention is sharp: a token that sees one token too many bends every curve.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen2Config,
+)
+
+from trl_padfix import padding_free_layout, prefix_sharing_layout
+
+
+SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
+WORDS = [f"w{i}" for i in range(2, 39)]
+
+MODES = {
+    "padded": {},
+    "padding-free": {"padding_free": True},
+    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
+}
+SIDED_MODES = {
+    f"{name}, {side}": mode | {"padding_side": side} for name, mode in MODES.items() for side in ("left", "right")
+}
+"""Modes of the trainers with a collator."""
+
+SETTINGS = {
+    "max_steps": 10,
+    "learning_rate": 1e-3,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "log_level": "error",
+    "disable_tqdm": True,
+}
+
+
+def build_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per word."""
+    vocabulary = SPECIAL | {word: i + 2 for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))  # TRL tries templates with words of its own
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special | settings)
+
+
+def words(draw: random.Random, low: int, high: int) -> str:
+    return "".join(f"{word} " for word in draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+def build_model(kind: str = "causal", seed: int = 0, **more: Any) -> PreTrainedModel:
+    """A random Qwen2 with a language-modelling head (`"causal"`) or a reward head (`"reward"`)."""
+    config = Qwen2Config(
+        **{
+            "vocab_size": 40,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "initializer_range": 0.2,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 39,
+        }
+        | more
+    )
+    auto = AutoModelForCausalLM
+    if kind == "reward":
+        auto, config.num_labels = AutoModelForSequenceClassification, 1
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return auto.from_config(config)
+
+
+def lora(**settings: Any) -> LoraConfig:
+    """Adapters that change the model from the first step on."""
+    return LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.0, **settings)
+
+
+@dataclass
+class Run:
+    """A finished training: what was logged, and what entered the decoder of the policy."""
+
+    trainer: Any
+    logs: list[dict[str, float]]
+    entered: int
+    """Tokens that entered the first layer of the policy, without a cache and outside the parity check."""
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Ids and mask of every forward that scored them."""
+
+    def trajectory(self, *names: str) -> torch.Tensor:
+        """Loss, gradient norm (0 in evaluation) and the metrics `names`, of each step and of the evaluation."""
+        assert all(any(name in log for log in self.logs) for name in names)
+        steps = [[log.get(n, 0.0) for n in ("loss", "grad_norm", *names)] for log in self.logs if "loss" in log]
+        ends = [[log["eval_loss"], 0.0, *(log[f"eval_{n}"] for n in names)] for log in self.logs if "eval_loss" in log]
+        return torch.tensor(steps + ends, dtype=torch.float64)
+
+    def counts(self) -> dict[str, int]:
+        """What each mode puts through the decoder, counted row by row and without the package."""
+        counts = dict.fromkeys(MODES, 0)
+        for ids, mask in self.batches:
+            rows = [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, mask, strict=True)]
+            counts["padded"] += mask.numel()
+            counts["padding-free"] += sum(map(len, rows))
+            counts["prefix sharing"] += len({row[: i + 1] for row in rows for i in range(len(row))})
+        return counts
+
+
+def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
+    """
+    Train, and evaluate where there is something to evaluate on.
+
+    Args:
+        watch (`Callable`):
+            Called with the trainer and a list; lets the trainer append ids and mask of each of its forwards.
+    """
+    entered, batches, counting = [], [], [True]
+
+    def count(layer, args, kwargs):
+        if counting[0] and kwargs.get("past_key_values") is None:
+            entered.append(args[0].shape[:2].numel())
+
+    check = getattr(trainer, "_check_parity", None)
+    if check is not None:
+
+        def uncounted(*args):
+            counting[0] = False
+            check(*args)
+            counting[0] = True
+
+        trainer._check_parity = uncounted
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    hook = layer.register_forward_pre_hook(count, with_kwargs=True)
+    watch(trainer, batches)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    hook.remove()
+    return Run(trainer, trainer.state.log_history, sum(entered), batches)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-6) -> None:
+    assert ours.abs().max() > 1e-3
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
+
+
+def assert_mode_ran(run: Run, mode: str) -> None:
+    """The tokens that entered the decoder are those of the mode, and no other mode would have computed as many."""
+    counts = run.counts()
+    assert counts["prefix sharing"] < counts["padding-free"] < counts["padded"]
+    assert run.entered == counts[mode.split(",")[0]]
+
+
+def leaking_layout(attention_mask):
+    """All rows of the batch as one: each sees those before it."""
+    return replace(padding_free_layout(attention_mask.reshape(1, -1)), batch_shape=tuple(attention_mask.shape))
+
+
+def confusing_layout(input_ids, attention_mask, position_ids=None):
+    """A token is taken for every other one at its place."""
+    return prefix_sharing_layout(torch.zeros_like(input_ids), attention_mask, position_ids)
+
+
+BROKEN = {
+    "padding-free": ("padding_free_layout", leaking_layout),
+    "prefix sharing": ("prefix_sharing_layout", confusing_layout),
+}
+
+
+def break_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, bool]:
+    """Let the layouts of `mode` leak; returns its configuration."""
+    name, broken = BROKEN[mode]
+    monkeypatch.setattr(f"trl_padfix.core.remove.{name}", broken)
+    return MODES[mode]
+
+
+def watch_inputs(*prefixes: str) -> Callable[[Any, list], None]:
+    """Watch what losses are computed of; each batch has a forward for each of the `prefixes` of its names."""
+
+    def watch(trainer, batches):
+        compute_loss = trainer.compute_loss
+
+        def watched(model, inputs, *args, **kwargs):
+            batches.extend((inputs[f"{p}input_ids"], inputs[f"{p}attention_mask"]) for p in prefixes)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = watched
+
+    return watch

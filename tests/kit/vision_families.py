@@ -1,0 +1,256 @@
+"""
+A tiny random vision-language model of every image-text-to-text type that transformers knows, and batches for it.
+
+Models are shrunk by the recipe of `families.py`; what it cannot know stands in `OVERRIDES`. How images are given to a
+type is found by trying the few ways there are; how many tokens an image takes is asked of the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from kit import families
+from kit.families import NotBuiltError, tiny_config
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+__all__ = ["IMAGE", "Batch", "Row", "VisionModel", "build_vision", "vision_families"]
+
+IMAGE, VIDEO, START, END = 50, 51, 52, 53
+"""Ids of special tokens; text has ids from 3 to 49."""
+
+_GRID_VISION = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    "in_chans": 3,
+    "out_hidden_size": 32,
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 64,
+    "image_size": 16,
+}
+_SQUARE_VISION = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 2}
+
+
+_TOKENS = {
+    "image_token_id": IMAGE,
+    "image_token_index": IMAGE,
+    "video_token_id": VIDEO,
+    "video_token_index": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "boi_token_index": START,
+    "eoi_token_index": END,
+}
+
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_TILED = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "idefics3": {"scale_factor": 2},
+    "smolvlm": {"scale_factor": 2},
+    "internvl": {"image_seq_length": 4},
+    "llava_next": _TILED,
+    "llava_onevision": _TILED,
+    "vipllava": {"vision_feature_layers": [-1, -2]},
+    "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}, "text_config": _ROPE},
+    **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")},
+}
+"""What the recipe cannot know: fields of a config, merged into those of its parts."""
+
+
+@dataclass
+class VisionModel:
+    """A model and the way in which it is given images."""
+
+    family: str
+    model: PreTrainedModel
+    image: Callable[[int], dict[str, torch.Tensor]] | None
+    """Inputs of the image with a number, alone; `None` where no known way works."""
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def tokens(self, image: int) -> int:
+        """Tokens that an image takes."""
+        if image not in self.counts:
+            with torch.no_grad():
+                features = _features(self.model, self.image(image))
+            self.counts[image] = sum(f.reshape(-1, f.shape[-1]).shape[0] for f in features)
+        return self.counts[image]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Text and images by turns: an `int` below 0 is image `-n`, others are token ids."""
+
+    parts: tuple[int, ...]
+
+    @property
+    def images(self) -> list[int]:
+        return [-p for p in self.parts if p < 0]
+
+
+@dataclass
+class Batch:
+    """Rows as the inputs of a model."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    inputs: dict[str, torch.Tensor]
+    distinct: int
+    """Prefixes of the rows that are distinct, an image being told by its content."""
+
+    def call(self) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids, "attention_mask": self.mask, **self.inputs}
+
+
+def collate(vision: VisionModel, rows: list[Row], side: str = "right", extra: int = 0) -> Batch:
+    """A padded batch of `rows`; `side` as in `models.batch`."""
+    flat, prefixes = [], set()
+    for row in rows:
+        ids, content = [], []
+        for part in row.parts:
+            n = vision.tokens(-part) if part < 0 else 1
+            ids += [START, *[IMAGE] * n, END] if part < 0 else [part]
+            content += [START, *((part, i) for i in range(n)), END] if part < 0 else [part]
+        flat.append(ids)
+        prefixes |= {tuple(content[: i + 1]) for i in range(len(content))}
+    length = max(map(len, flat)) + extra
+    ids, mask = torch.zeros(2, len(flat), length, dtype=torch.int64)
+    for i, row in enumerate(flat):
+        room = length - len(row)
+        begin = {"left": room, "right": 0}.get(side, room * (i % 2))
+        ids[i, begin : begin + len(row)] = torch.tensor(row)
+        mask[i, begin : begin + len(row)] = 1
+    inputs = image_inputs(vision, [row.images for row in rows])
+    types = (ids == IMAGE).long()
+    if "image_grid_thw" in inputs:
+        inputs["mm_token_type_ids"] = types
+    if vision.family in ("gemma3", "shieldgemma2"):
+        inputs["token_type_ids"] = types
+    return Batch(ids, mask, inputs, len(prefixes))
+
+
+def image_inputs(vision: VisionModel, images: list[list[int]]) -> dict[str, torch.Tensor]:
+    """The inputs of the images of all rows."""
+    each = [vision.image(i) for row in images for i in row]
+    if not each:
+        return {}
+    joined = {name: torch.cat([inputs[name] for inputs in each]) for name in each[0]}
+    pixels = joined["pixel_values"]
+    if pixels.dim() == 5 and "image_sizes" not in joined:  # `(B, N, ...)`: rows padded with empty images
+        most = max(map(len, images))
+        joined["pixel_values"] = pixels.new_zeros(len(images), most, *pixels.shape[2:])
+        flat = iter(pixels[:, 0])
+        for i, row in enumerate(images):
+            for j in range(len(row)):
+                joined["pixel_values"][i, j] = next(flat)
+    return joined
+
+
+def vision_families() -> list[str]:
+    """Every model type with an image-text-to-text model in transformers' auto mapping."""
+    return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def build_vision(family: str, attn_implementation: str | None = None, **given: Any) -> VisionModel:
+    """
+    A tiny random model of a type, in evaluation mode, and the way in which it takes images.
+
+    Raises:
+        NotBuiltError: If it cannot be built offline; with the reason.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = tiny_config(CONFIG_MAPPING[family], _nested(family) | given)
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(config, attn_implementation=attn_implementation)
+    except Exception as error:
+        raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    families._redraw(model)
+    vision = VisionModel(family, model.float().eval(), None)
+    for way in _WAYS:
+        vision.image, vision.counts = way, {}
+        try:
+            with torch.no_grad():
+                for images in ([1], [1, 2]):
+                    model(**collate(vision, [Row((3, *(-i for i in images), 4))]).call(), use_cache=False)
+            return vision
+        except Exception:  # not this way
+            continue
+    vision.image = None
+    return vision
+
+
+def _nested(family: str) -> dict[str, Any]:
+    """The overrides of a type, on top of what the recipe makes of its parts."""
+    fields = CONFIG_MAPPING[family]().to_dict()
+    small = families._shrunk(fields)
+    known = {name: value for name, value in _TOKENS.items() if name in fields}
+    if isinstance(fields.get("vision_feature_layer"), int):
+        known["vision_feature_layer"] = -1
+    for name in ("vision_config", "text_config"):
+        part = fields.get(name)
+        if isinstance(part, dict):
+            vision = _GRID_VISION if "temporal_patch_size" in part or "spatial_merge_size" in part else _SQUARE_VISION
+            if isinstance(part.get("image_size"), list):
+                vision = vision | {name: [vision[name]] * 2 for name in ("image_size", "patch_size")}
+            known[name] = small[name] | {k: v for k, v in vision.items() if k in part and name == "vision_config"}
+            known[name] |= {k: v for k, v in _TOKENS.items() if k in part}
+            if "mrope_section" in (part.get("rope_parameters") or {}):
+                known[name]["rope_parameters"] = part["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+    for name, value in OVERRIDES.get(family, {}).items():
+        known[name] = known[name] | value if isinstance(value, dict) and name in known else value
+    return known
+
+
+def _pixels(image: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(image))
+
+
+def _plain(image: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": _pixels(image, 1, 3, 16, 16)}
+
+
+def _grid(image: int) -> dict[str, torch.Tensor]:
+    height, width = 2 * (1 + image % 2), 2 * (1 + image % 3)
+    return {
+        "pixel_values": _pixels(image, height * width, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+
+
+def _rows_of_images(image: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": _pixels(image, 1, 1, 3, 16, 16)}
+
+
+def _sized(image: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": _pixels(image, 1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
+
+
+def _tiles(image: int) -> dict[str, torch.Tensor]:
+    sizes = torch.tensor([[16, 32] if image % 2 else [32, 16]])
+    return {"pixel_values": _pixels(image, 1, 3, 3, 16, 16), "image_sizes": sizes}
+
+
+_WAYS = (_grid, _rows_of_images, _tiles, _plain, _sized)
+
+
+def _features(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    owner = model if hasattr(model, "get_image_features") else model.model
+    output = owner.get_image_features(**inputs)
+    features = output.pooler_output if hasattr(output, "pooler_output") else output
+    return list(features) if isinstance(features, list | tuple) else [features]

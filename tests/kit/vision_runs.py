@@ -1,0 +1,211 @@
+"""
+Tiny processors, and pairs and captions with images that are made on the spot.
+
+The tokenizer has one token per word; its special tokens are those that the processors look for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import transformers
+from datasets import Dataset, Features, Image, List
+from kit.vision_families import build_vision
+from PIL import Image as Pillow
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+
+
+__all__ = ["NEEDS_TORCHVISION", "PROCESSORS", "build_captions", "build_pairs", "build_processor", "build_vlm"]
+
+WORDS = [f"w{i}" for i in range(3, 40)]
+MARKS = [
+    *("<image>", "<row_1_col_1>", "<global-img>", "<fake_token_around_image>", "<end_of_utterance>"),
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+]
+"""What the processors put around images and in their place."""
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} "
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE {% else %}{{ part['text'] }} {% endif %}"
+    "{% endfor %}<eos> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+"""A chat template, but for the placeholder of an image."""
+
+
+def build_tokenizer(**names: str) -> PreTrainedTokenizerFast:
+    """One token per word; images take one of `names`, for processors that ask the tokenizer."""
+    vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
+    for word in ["user", "assistant", *MARKS]:
+        vocabulary[word] = len(vocabulary)
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", extra_special_tokens=names
+    )
+
+
+_PATCHES = {"patch_size": 4, "vision_feature_select_strategy": "full"}
+
+
+def _llava() -> ProcessorMixin:
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return transformers.LlavaProcessor(
+        images,
+        build_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        chat_template=_template("<image>"),
+    )
+
+
+def _llava_next() -> ProcessorMixin:
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16},
+        crop_size={"height": 16, "width": 16},
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+    )
+    return transformers.LlavaNextProcessor(
+        images,
+        build_tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        chat_template=_template("<image>"),
+    )
+
+
+def _idefics3() -> ProcessorMixin:
+    images = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
+    )
+    return transformers.Idefics3Processor(
+        images, build_tokenizer(), image_seq_len=4, chat_template=_template("<image>")
+    )
+
+
+def _smolvlm() -> ProcessorMixin:
+    images = transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
+    )
+    videos = transformers.SmolVLMVideoProcessor(
+        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, video_sampling={"fps": 1, "max_frames": 2}
+    )
+    return transformers.SmolVLMProcessor(
+        images, build_tokenizer(), videos, image_seq_len=4, chat_template=_template("<image>")
+    )
+
+
+def _internvl() -> ProcessorMixin:
+    images = transformers.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=False)
+    names = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    return transformers.InternVLProcessor(
+        images,
+        build_tokenizer(**names),
+        transformers.InternVLVideoProcessor(size={"height": 16, "width": 16}),
+        image_seq_length=4,
+        chat_template=_template("<IMG_CONTEXT>"),
+    )
+
+
+def _qwen(processor: str, images: str, videos: str) -> ProcessorMixin:
+    sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
+    return getattr(transformers, processor)(
+        getattr(transformers, images)(**sizes),
+        build_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>"),
+        getattr(transformers, videos)(patch_size=4),
+        chat_template=_template("<|vision_start|> <|image_pad|> <|vision_end|>"),
+    )
+
+
+def _template(placeholder: str) -> str:
+    return TEMPLATE.replace("IMAGE", placeholder)
+
+
+PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
+    "internvl": _internvl,
+    "qwen2_vl": lambda: _qwen("Qwen2VLProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLVideoProcessor"),
+    "qwen2_5_vl": lambda: _qwen("Qwen2_5_VLProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": lambda: _qwen("Qwen3VLProcessor", "Qwen2VLImageProcessorPil", "Qwen3VLVideoProcessor"),
+}
+NEEDS_TORCHVISION = {"smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+"""Their video processors are torchvision's."""
+
+
+def build_processor(family: str) -> ProcessorMixin:
+    return PROCESSORS[family]()
+
+
+def build_vlm(
+    family: str, processor: ProcessorMixin, attn_implementation: str | None = None, **more: Any
+) -> PreTrainedModel:
+    """A model of the family for a processor, its weights large."""
+    tokenizer = processor.tokenizer
+    ids = {"image_token_id": _image_token_id(processor), "image_token_index": _image_token_id(processor)}
+    for name, word in {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}.items():
+        ids[name] = tokenizer.convert_tokens_to_ids(word)
+    ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]().to_dict()
+    model = build_vision(family, attn_implementation, **{k: v for k, v in ids.items() if k in known}, **more).model
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def _image_token_id(processor: ProcessorMixin) -> int:
+    return getattr(processor, "image_token_id", None) or processor.tokenizer.context_image_token_id
+
+
+def build_image(draw: random.Random, width: int = 16, height: int = 16) -> Pillow.Image:
+    """A picture of noise."""
+    noise = np.random.default_rng(draw.randrange(2**32)).integers(0, 256, (height, width, 3))
+    return Pillow.fromarray(noise.astype(np.uint8))
+
+
+def build_pairs(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Dataset:
+    """Ragged conversational pairs; row `i` has `images[i % len(images)]` images."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(count):
+        rows.append(
+            {
+                "images": _pictures(draw, images[i % len(images)]),
+                "prompt": [{"role": "user", "content": _text(draw, 1, 9)}],
+                "chosen": [{"role": "assistant", "content": _text(draw, 1, 9)}],
+                "rejected": [{"role": "assistant", "content": _text(draw, 1, 9)}],
+            }
+        )
+    return _dataset(rows)
+
+
+def build_captions(count: int, images: tuple[int, ...] = (1,), seed: int = 0) -> Dataset:
+    """Ragged conversational prompts and completions with images."""
+    return build_pairs(count, images, seed).remove_columns("rejected").rename_column("chosen", "completion")
+
+
+def _text(draw: random.Random, low: int, high: int) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+def _pictures(draw: random.Random, count: int) -> list[Pillow.Image]:
+    return [build_image(draw, 16 + 8 * draw.randint(0, 1), 16 + 8 * draw.randint(0, 1)) for _ in range(count)]
+
+
+def _dataset(rows: list[dict[str, Any]]) -> Dataset:
+    text = Dataset.from_list([{k: v for k, v in row.items() if k != "images"} for row in rows])
+    columns = {name: text[name] for name in text.column_names} | {"images": [row["images"] for row in rows]}
+    return Dataset.from_dict(columns, features=Features({**text.features, "images": List(Image())}))

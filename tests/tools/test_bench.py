@@ -1,0 +1,194 @@
+"""`trl_padfix.tools.bench`: three variants of one computation, timed side by side, or no figures at all."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from kit.commands import build_pairs
+
+from trl_padfix import padding_free_layout, prefix_sharing_layout
+from trl_padfix.tools import bench
+from trl_padfix.tools.bench import BenchSettings, VariantResult
+
+
+TINY = BenchSettings(pairs=2, steps=2, warmup=1, shape="tiny", max_length=64)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, VariantResult]:
+    return {result.name: result for result in bench.run(build_pairs(), TINY)}
+
+
+def test_trls_step_and_both_of_ours_are_timed(results):
+    assert list(results) == ["trl", "padding_free", "prefix_sharing"]
+    for result in results.values():
+        assert 0 < result.low <= result.seconds <= result.high
+        assert result.tokens_per_second > 0
+        assert 0 < result.mfu < 1
+    assert results["trl"].speedup == 1.0
+    assert 0 < results["prefix_sharing"].peak_gib < results["padding_free"].peak_gib < results["trl"].peak_gib
+
+
+def test_the_variants_compute_one_loss_and_gradient_on_fewer_tokens(results):
+    trl, padding_free, prefix_sharing = results.values()
+    for ours in (padding_free, prefix_sharing):
+        assert ours.loss == pytest.approx(trl.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(trl.grad_norm, rel=1e-5)
+        assert ours.token_limit == pytest.approx(trl.tokens / ours.tokens)
+    assert prefix_sharing.tokens < padding_free.tokens < trl.tokens
+    assert trl.token_limit == 1.0
+    assert trl.grad_norm > 0
+
+
+def test_a_run_is_repeated_by_its_seed(results):
+    again = {result.name: result for result in bench.run(build_pairs(), TINY)}
+    other = {result.name: result for result in bench.run(build_pairs(), dataclasses.replace(TINY, seed=1))}
+    for name, result in results.items():
+        assert (again[name].loss, again[name].tokens) == (result.loss, result.tokens)
+        assert other[name].loss != result.loss
+
+
+@pytest.mark.parametrize("option", [{"gradient_checkpointing": True}, {"attn": "eager"}, {"optimizer": False}])
+def test_the_variants_agree_whatever_is_measured(option):
+    results = bench.run(build_pairs(), dataclasses.replace(TINY, steps=1, warmup=0, **option))
+    assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
+
+
+def test_nothing_is_gained_in_tokens_where_there_is_nothing_to_remove():
+    results = bench.run(bench.equal_length_pairs(12, length=32), TINY)
+    trl, padding_free, prefix_sharing = (result.tokens for result in results)
+    assert padding_free == trl
+    assert 0.9 * trl < prefix_sharing < trl  # a prompt of one token is common to a pair, as TRL needs one
+    assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
+
+
+def test_other_batches_of_the_same_rows_give_the_same_loss_and_gradient():
+    settings = dataclasses.replace(TINY, steps=4, variants=("trl", "trl_grouped", "padded"))
+    trl, grouped, padded = bench.run(build_pairs(), settings)
+    assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
+    assert grouped.tokens < trl.tokens == padded.tokens
+    assert grouped.steps == trl.steps == 4
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_projection"])
+def test_other_batches_of_other_rows_are_an_error(name):
+    figures = {
+        variant: [{"loss": 1.0, "grad_projection": 1.0, "grad_norm": 1.0, "weight": 2} for _ in range(2)]
+        for variant in ("trl", "trl_grouped")
+    }
+    figures["trl_grouped"][1][name] = 1.1
+    with pytest.raises(RuntimeError, match=f"in all rows its {name} is 1.05 and TRL's 1"):
+        bench._check_equal(figures, 1e-4)
+
+
+def test_sft_trains_on_what_was_chosen():
+    settings = dataclasses.replace(TINY, trainer="sft", pairs=4)
+    trl, padding_free, _ = bench.run(build_pairs(), settings)
+    assert padding_free.tokens < trl.tokens
+    assert padding_free.loss == pytest.approx(trl.loss, rel=1e-5)
+
+
+def test_adapters_train_on_their_own():
+    trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(TINY, lora=4))
+    assert sharing.grad_norm == pytest.approx(trl.grad_norm, rel=1e-4)
+    assert padding_free.mfu > 0
+
+
+@pytest.mark.parametrize("spread", [0, 0.25])
+def test_pairs_of_given_lengths_share_their_prompt(spread):
+    assert bench.parse_lengths("lengths:40/10") == (40, 10)
+    assert bench.parse_lengths("lengths:40") is None
+    pairs = bench.pairs_of_lengths(100, 40, 10, spread)
+    lengths = {name: [len(ids) for ids in pairs[name]] for name in pairs.column_names}
+    assert {min(lengths["prompt_ids"]), max(lengths["prompt_ids"])} == ({40} if spread == 0 else {30, 50})
+    assert {*lengths["chosen_ids"]} | {*lengths["rejected_ids"]} == ({10} if spread == 0 else {*range(7, 13)})
+
+
+@pytest.mark.parametrize("variants", [("padding_free",), ("trl", "faster"), ()])
+def test_variants_that_cannot_be_compared_are_an_error(variants):
+    with pytest.raises(ValueError, match=r"names among trl, .*TRL's own first"):
+        BenchSettings(variants=variants)
+
+
+def test_grpos_batches_are_not_grouped_otherwise():
+    with pytest.raises(ValueError, match="prompts with all their completions"):
+        BenchSettings(trainer="grpo", variants=("trl", "trl_grouped"))
+
+
+def leaking_layout(attention_mask):
+    """All rows of the batch as one: each sees those before it."""
+    layout = padding_free_layout(attention_mask.reshape(1, -1))
+    return dataclasses.replace(layout, batch_shape=tuple(attention_mask.shape))
+
+
+def confusing_layout(input_ids, attention_mask, position_ids=None):
+    """A token is taken for every other one at its place."""
+    return prefix_sharing_layout(torch.zeros_like(input_ids), attention_mask, position_ids)
+
+
+@pytest.mark.parametrize(
+    ("variant", "broken"), [("padding_free", leaking_layout), ("prefix_sharing", confusing_layout)]
+)
+def test_a_broken_layout_gives_an_error_and_no_figures(variant, broken, monkeypatch):
+    monkeypatch.setattr(f"trl_padfix.core.remove.{variant}_layout", broken)
+    with pytest.raises(
+        RuntimeError, match=f"{variant} is not the same computation: in step 0 its (loss|grad_norm) is"
+    ):
+        bench.run(build_pairs(), TINY)
+
+
+@pytest.mark.parametrize("data", [build_pairs, lambda: bench.equal_length_pairs(12, length=32)])
+def test_a_step_of_sft_is_timed_on_what_is_chosen(data):
+    results = bench.run(data(), dataclasses.replace(TINY, trainer="sft"))
+    padded, padding_free, prefix_sharing = results
+    assert [r.loss for r in results] == pytest.approx([padded.loss] * 3, rel=1e-5)
+    assert [r.grad_norm for r in results] == pytest.approx([padded.grad_norm] * 3, rel=1e-5)
+    assert prefix_sharing.tokens <= padding_free.tokens <= padded.tokens
+    assert (padding_free.tokens < padded.tokens) is (data is build_pairs)
+    assert padded.grad_norm > 0
+
+
+def test_a_broken_layout_gives_no_figures_of_sft(monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.remove.padding_free_layout", leaking_layout)
+    with pytest.raises(RuntimeError, match="padding_free is not the same computation"):
+        bench.run(build_pairs(), dataclasses.replace(TINY, trainer="sft"))
+
+
+def test_too_little_data_is_an_error_that_says_how_much_is_needed():
+    with pytest.raises(ValueError, match="The data gives 2 rows, and 6 are needed"):
+        bench.run(build_pairs(2), TINY)
+
+
+def test_the_json_holds_settings_machine_versions_and_every_figure(results):
+    about = bench.describe(TINY, "pairs.jsonl")
+    saved = json.loads(bench.to_json(list(results.values()), about))
+    assert saved["settings"] == dataclasses.asdict(TINY) | {"variants": list(TINY.variants)}
+    assert saved["data"] == "pairs.jsonl"
+    assert saved["device"]
+    assert saved["threads"] == torch.get_num_threads()
+    assert saved["versions"].keys() == {"trl_padfix", "torch", "transformers", "trl", "python"}
+    assert saved["variants"] == [dataclasses.asdict(result) for result in results.values()]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_pairs_are_loaded_from_a_local_file(suffix, tmp_path):
+    pairs = build_pairs(3)
+    path = tmp_path / f"pairs{suffix}"
+    if suffix == ".parquet":
+        pairs.to_parquet(path)
+    else:
+        pairs.to_json(path, compression="gzip" if suffix.endswith("gz") else None)
+    assert bench.load_pairs(str(path)).to_list() == pairs.to_list()
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*pairs\.jsonl\. Give"):
+        bench.load_pairs(str(tmp_path / "pairs.jsonl"))
+
+
+def test_a_file_without_pairs_is_an_error(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    build_pairs(3).remove_columns("rejected").to_json(path)
+    with pytest.raises(ValueError, match=r"has no column \['rejected'\]; it has \['chosen'\]"):
+        bench.load_pairs(str(path))

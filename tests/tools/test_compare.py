@@ -1,0 +1,157 @@
+"""`trl-padfix parity`: every mode and backend on the user's model and data, against eager float32."""
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from kit.commands import trl_padfix_command
+from kit.trainer_runs import BROKEN
+
+from trl_padfix.tools.compare import compare, tokenize_rows
+from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
+
+
+PAIRS = [
+    {"prompt": "Who is there?", "chosen": " A friend of yours.", "rejected": " Nobody."},
+    {"prompt": "Who is there, and why?", "chosen": " Me.", "rejected": " The wind, as on every night."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([text for pair in PAIRS for text in pair.values()], vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory, tokenizer) -> dict[str, str]:
+    directory = tmp_path_factory.mktemp("material")
+    tokenizer.save_pretrained(directory / "model")
+    shape = dict(layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, initializer_range=0.2)
+    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    Dataset.from_list(PAIRS).to_json(directory / "pairs.jsonl")
+    return {"model": str(directory / "model"), "data": str(directory / "pairs.jsonl")}
+
+
+def parity(material: dict[str, str], *more: str):
+    return trl_padfix_command("parity", "--model", material["model"], "--data", material["data"], *more)
+
+
+def table(output: str) -> list[list[str]]:
+    """The rows of the Markdown table, without its rule."""
+    lines = [line.strip() for line in output.splitlines() if line.strip().startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+
+
+def test_the_command_prints_a_table_for_an_issue(material):
+    result = parity(material)
+    assert result.exit_code == 0, result.output
+    header, *rows = table(result.output)
+    assert header[:3] == ["attention", "mode", "dtype"]
+    assert [row[:2] for row in rows] == [
+        [backend, mode] for backend in ("eager", "sdpa") for mode in ("padded", "padding-free", "prefix sharing")
+    ]
+    for _, mode, dtype, _, logps, gradient, packed, verdict in rows:
+        assert dtype == "float32"
+        assert max(float(logps), float(gradient)) < 1e-5
+        assert (packed == "-") == (mode == "padded")
+        assert verdict == "ok"
+    padded, packed, shared = (int(row[3]) for row in rows[:3])
+    assert shared < packed < padded
+    assert "4 rows on cpu" in result.output
+    assert "transformers" in result.output
+
+
+@pytest.mark.parametrize("mode", BROKEN)
+def test_a_mode_that_computes_something_else_fails(mode, material, monkeypatch):
+    name, broken = BROKEN[mode]
+    monkeypatch.setattr(f"trl_padfix.core.remove.{name}", broken)
+    result = parity(material, "--attn", "sdpa")
+    assert result.exit_code == 1
+    verdicts = {row[1]: row[-1] for row in table(result.output)[1:]}
+    assert verdicts == dict.fromkeys(("padded", "padding-free", "prefix sharing"), "ok") | {mode: "FAILED"}
+    assert f"sdpa, {mode}: parity FAILED" in result.output
+
+
+def test_half_precision_may_be_as_far_off_as_it_is_padded(material):
+    result = parity(material, "--dtype", "bfloat16", "--attn", "sdpa")
+    assert result.exit_code == 0, result.output
+    rows = table(result.output)[1:]
+    assert all(float(row[4]) > 1e-3 for row in rows)
+    assert {row[2] for row in rows} == {"bfloat16"}
+
+
+def test_a_backend_that_cannot_run_fails_with_its_reason(material):
+    result = parity(material, "--attn", "flash_attention_2", "--attn", "sdpa")
+    assert result.exit_code == 1
+    verdicts = [(row[0], row[-1]) for row in table(result.output)[1:]]
+    assert verdicts == [("flash_attention_2", "FAILED"), *[("sdpa", "ok")] * 3]
+    assert "FlashAttention2" in result.output
+
+
+def test_a_yaml_of_a_training_names_model_and_data(material, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    datasets = [{"path": "json", "data_files": material["data"]}]
+    path.write_text(yaml.safe_dump({"model_name_or_path": material["model"], "datasets": datasets, "max_length": 8}))
+    result = trl_padfix_command("parity", "--config", str(path), "--attn", "sdpa", "--no-gradients")
+    assert result.exit_code == 0, result.output
+    (_, padded, *_) = table(result.output)
+    assert padded[3] == str(4 * 8)
+    assert padded[5] == "-"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give a model"),
+        (["--model", "{model}"], "give the data"),
+        (["--model", "{model}", "--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
+        (["--model", "{model}", "--data", "{data}", "--dtype", "float8"], "'float8' is not one of float32"),
+        (["--model", "{model}", "--data", "{data}", "--device", "abacus"], "'abacus' is not one of cpu"),
+        (["--model", "{model}/nothing", "--data", "{data}"], "Invalid value for --model"),
+    ],
+)
+def test_a_bad_option_is_a_usage_error(options, message, material):
+    result = trl_padfix_command("parity", *(option.format(**material) for option in options))
+    assert result.exit_code == 2, result.exception
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        (PAIRS[0], ["Who is there? A friend of yours.", "Who is there? Nobody."]),
+        ({"chosen": "Who? Me.", "rejected": "Who? You."}, ["Who? Me.", "Who? You."]),
+        ({"prompt": "Who?", "completion": " Me."}, ["Who? Me."]),
+        ({"text": "Who? Me."}, ["Who? Me."]),
+        ({"messages": MESSAGES}, ["<|start|>user\nWho?<|end|>\n<|start|>assistant\nMe.<|end|>\n"]),
+    ],
+)
+def test_every_type_of_data_becomes_rows(row, texts, tokenizer):
+    batch = tokenize_rows(Dataset.from_list([row]), tokenizer, count=4, max_length=64)
+    rows = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    assert [tokenizer.decode(ids) for ids in rows] == texts
+
+
+def test_data_without_text_is_an_error_that_names_its_columns(tokenizer):
+    with pytest.raises(ValueError, match=r"has columns \['score'\]"):
+        tokenize_rows(Dataset.from_list([{"score": 1.0}]), tokenizer, count=1, max_length=8)
+
+
+def test_one_model_is_held_at_a_time(tokenizer):
+    alive: list = []
+
+    def load(backend, dtype):
+        import weakref
+
+        assert not any(reference() is not None for reference in alive)
+        shape = dict(layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
+        model = build_qwen2(tokenizer, **shape, attn_implementation=backend).to(dtype)
+        alive.append(weakref.ref(model))
+        return model
+
+    batch = tokenize_rows(Dataset.from_list(PAIRS), tokenizer, count=2, max_length=64)
+    assert len(list(compare(load, batch, ["eager", "sdpa"], torch.float32))) == 6
+    assert len(alive) == 3

@@ -1,0 +1,242 @@
+"""`trl-padfix doctor`, as a user runs it: the text on the terminal and the exit status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import trl
+from kit.models import CONFIGS
+from transformers import MambaConfig, MambaForCausalLM
+from typer.testing import CliRunner
+
+import trl_padfix
+from trl_padfix import remove_padding
+from trl_padfix.cli.app import app
+from trl_padfix.core.backends import FLASH_PACKAGES, HUB_KERNELS, Backend, Machine
+from trl_padfix.tools.doctor import diagnose
+
+
+def doctor(*arguments: str, stdin: str | None = None):
+    env = {"COLUMNS": "160", "TERMINAL_WIDTH": "160", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, ["doctor", *arguments], env=env, input=stdin)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> str:
+    """A folder with the configuration of a model, and nothing else."""
+    path = tmp_path_factory.mktemp("qwen2")
+    config = CONFIGS["qwen2"]()
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("mamba")
+    MambaConfig(num_hidden_layers=2, architectures=["MambaForCausalLM"]).save_pretrained(path)
+    return str(path)
+
+
+needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU lacks")
+
+
+# This machine
+
+
+@needs_cpu
+def test_doctor_names_every_missing_backend_with_its_reason():
+    result = doctor()
+    assert result.exit_code == 0, result.output
+    output = words(result.output)
+    for name in (*FLASH_PACKAGES, *HUB_KERNELS):
+        assert f"{name} no yes it needs a CUDA GPU, and this is CPU; it computes in float16 or bfloat16, not" in output
+    assert "sdpa yes yes torch's scaled-dot-product attention" in output
+    assert "flex_attention no no it has no backward pass on CPU" in output
+    assert "eager yes yes" in output
+    assert "'auto' is sdpa: " in output
+    assert "flash_attention_2: pip install flash-attn --no-build-isolation" in result.output.splitlines()
+    assert "cannot run" not in output
+
+
+def test_doctor_shows_versions_and_whether_they_are_tested():
+    output = words(doctor().output)
+    for package in (torch, transformers, trl):
+        assert f"{package.__name__} {package.__version__}" in output
+    assert f"trl-padfix {trl_padfix.__version__}" in output
+    assert "are a pair that is tested together" in output
+
+
+def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypatch):
+    monkeypatch.setattr(
+        "trl_padfix.tools.doctor._version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
+    )
+    result = doctor()
+    assert result.exit_code == 0
+    assert "are no pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
+    # The oldest pair is for `remove_padding` alone, without the trainers.
+    monkeypatch.setattr(
+        "trl_padfix.tools.doctor._version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
+    )
+    assert doctor().exit_code == 0
+    monkeypatch.setattr("trl_padfix.tools.doctor._version", lambda name: {"trl": "0.9.0"}.get(name))
+    result = doctor()
+    assert result.exit_code == 1
+    assert "cannot run trl 0.9.0: the trainers of this package need trl" in words(result.output)
+    assert "cannot run transformers is not installed" in words(result.output)
+
+
+def test_doctor_shows_the_accelerator(monkeypatch):
+    h100 = Machine("cuda", "NVIDIA H100", (9, 0))
+    monkeypatch.setattr("trl_padfix.tools.doctor.Machine.of", lambda: h100)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kwargs: True)
+    output = words(doctor().output)
+    assert "accelerator: NVIDIA H100 (cuda, compute capability 9.0)" in output
+    assert "bfloat16 (yes)" in output
+    assert "attention in bfloat16" in output
+    assert "flash_attention_2 no yes flash-attn is not installed" in output
+
+
+@needs_cpu
+@pytest.mark.parametrize(("name", "status"), [("sdpa", 0), ("eager", 0), ("auto", 0), ("flash_attention_2", 1)])
+def test_the_exit_status_says_whether_an_attention_can_run(name, status):
+    result = doctor("--attn", name)
+    assert result.exit_code == status
+    assert ("cannot run `flash_attention_2`: it needs a CUDA GPU" in words(result.output)) == bool(status)
+
+
+def test_an_unknown_attention_cannot_run():
+    result = doctor("--attn", "telepathy")
+    assert result.exit_code == 1
+    assert "cannot run `telepathy`: transformers knows no attention implementation" in words(result.output)
+
+
+def test_the_precision_is_the_one_that_is_asked_for():
+    assert "attention in float16" in words(doctor("--dtype", "float16").output)
+    result = doctor("--dtype", "float12")
+    assert result.exit_code == 2
+    assert "float32, float16, bfloat16" in words(result.output)
+
+
+# A model
+
+
+def test_a_model_is_judged_by_its_configuration_alone(qwen2):
+    result = doctor("--model", qwen2)
+    assert result.exit_code == 0, result.output
+    assert f"{qwen2}: qwen2, Qwen2ForCausalLM" in words(result.output)
+    assert "padding-free and prefix sharing: exact" in result.output
+    assert "padding_side: this transformers has no such check" in result.output
+
+
+def test_a_model_that_is_refused_names_the_rule(mamba):
+    result = doctor("--model", mamba)
+    assert result.exit_code == 1
+    refused = "refused: layer `layers.0` (MambaBlock) has no attention that goes through transformers' attention"
+    assert refused in words(result.output)
+    with pytest.raises(trl_padfix.PaddingRemovalError) as error:
+        remove_padding(MambaForCausalLM(MambaConfig(num_hidden_layers=1, vocab_size=40, hidden_size=16)))
+    assert diagnose(mamba).model.refusal in str(error.value)
+
+
+def test_a_transformers_that_checks_the_padding_side_is_told_by_its_source(qwen2, monkeypatch):
+    source = """raise ValueError("You are attempting to perform batched generation with padding_side='right'")"""
+    monkeypatch.setattr("trl_padfix.tools.doctor.inspect.getsource", lambda module: source)
+    assert "padding_side: this transformers raises its error" in doctor("--model", qwen2).output
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "no-such/model"])
+def test_a_model_that_cannot_be_read_is_a_clear_error(model, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = doctor("--model", model)
+    assert result.exit_code == 1
+    assert f"cannot run {model}: neither in a folder of this name nor on the Hub or in its cache" in words(
+        result.output
+    )
+
+
+# As JSON, and as it is installed
+
+
+def test_json_says_the_same(qwen2):
+    result = doctor("--json", "--model", qwen2, "--attn", "telepathy")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["tested"] is True
+    assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
+    assert found["auto"]["usable"] is True
+    assert found["model"]["refusal"] is None
+    assert found["problems"] == ["`telepathy`: transformers knows no attention implementation of this name"]
+
+
+def test_the_installed_command_runs_without_a_network():
+    command = str(Path(sys.executable).with_name("trl-padfix"))
+    done = subprocess.run([command, "doctor", "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["problems"] == []
+    text = "RuntimeError: FlashAttention only supports Ampere GPUs or newer."
+    done = subprocess.run(
+        [command, "doctor", "--explain", "-"], input=text, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "cause: FlashAttention 2 needs an NVIDIA GPU of compute capability 8.0" in words(done.stdout)
+
+
+def test_explaining_costs_no_import_of_torch():
+    code = "from trl_padfix.cli.app import app; import sys; app(['doctor', '--explain', 'x'], standalone_mode=False); "
+    code += "print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_shell_completion_can_be_installed():
+    result = CliRunner().invoke(app, ["--help"])
+    assert "--install-completion" in result.output
+
+
+# Errors
+
+
+def test_an_error_is_found_in_the_middle_of_a_traceback():
+    error = "ValueError: You are attempting to perform batched\ngeneration with padding_side='right' this may lead to"
+    result = doctor("--explain", "-", stdin=f"Traceback (most recent call last):\n  File 'train.py', line 3\n{error}")
+    assert result.exit_code == 0
+    assert "padding_side" in result.output
+    assert "cause: Nobody need be generating" in words(result.output)
+    assert "fix: `remove_padding(model)`" in words(result.output)
+
+
+@pytest.mark.parametrize(
+    "text", ["KeyError: 'chosen'", "", "everything is fine", "{'loss': 0.6931, 'grad_norm': 2.1}"]
+)
+def test_an_error_that_is_not_known_is_said_to_be_so(text):
+    result = doctor("--explain", text)
+    assert result.exit_code == 1
+    assert "This error is not known here" in result.output
+
+
+def test_explanations_come_as_json_too():
+    result = doctor("--json", "--explain", "CUDA out of memory")
+    assert (result.exit_code, [error["name"] for error in json.loads(result.output)]) == (0, ["out of memory"])
+    result = doctor("--json", "--explain", "no error")
+    assert (result.exit_code, json.loads(result.output)) == (1, [])
+
+
+def test_a_text_is_explained_alone():
+    result = doctor("--explain", "x", "--attn", "sdpa")
+    assert result.exit_code == 2
+    assert "leave the other options out" in words(result.output)
+
+
+def test_a_backend_says_why_or_with_what():
+    assert Backend("x", ("a", "b"), "note").reason == "a; b"
+    assert Backend("x", note="note").reason == "note"

@@ -1,0 +1,262 @@
+"""`trl-padfix stats`: lengths are those that TRL trains on, and the figures follow from them."""
+
+import json
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trl
+from datasets import Dataset
+from kit.commands import trl_padfix_command
+from kit.trainer_runs import SETTINGS, build_model
+
+from trl_padfix import padding_free_layout, prefix_sharing_layout
+from trl_padfix.tools.data import load_rows
+from trl_padfix.tools.stats import Lengths, batch_tokens, measure, memory_of, texts_of, truncated, waiting
+from trl_padfix.tools.tiny import train_tokenizer
+from trl_padfix.trainers.row_costs import text_costs
+
+
+HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
+WORDS = ["alpha", "beta", "gamma", "delta", "omega"]
+
+
+def words(draw, low, high):
+    return " ".join(draw.choices(WORDS, k=draw.randint(low, high)))
+
+
+def build_rows(kind, count=24):
+    draw = random.Random(0)
+    say = lambda role, *sizes: {"role": role, "content": words(draw, *sizes)}  # noqa: E731
+    rows = []
+    for _ in range(count):
+        prompt = f"Question: {words(draw, 2, 12)}\nAnswer: "
+        asked = [say("user", 2, 12), say("assistant", 1, 5), say("user", 1, 5)]
+        rows.append(
+            {
+                "pairs": lambda p=prompt: {"chosen": p + words(draw, 1, 9), "rejected": p + words(draw, 1, 9)},
+                "pairs with prompts": lambda p=prompt: {
+                    "prompt": p, "chosen": words(draw, 1, 9), "rejected": words(draw, 1, 9)
+                },
+                "conversations": lambda a=asked: {
+                    "chosen": [*a, say("assistant", 1, 9)], "rejected": [*a, say("assistant", 1, 9)]
+                },
+                "conversations with prompts": lambda a=asked: {
+                    "prompt": a, "chosen": [say("assistant", 1, 9)], "rejected": [say("assistant", 1, 9)]
+                },
+                "texts": lambda p=prompt: {"text": p},
+                "messages": lambda a=asked: {"messages": a},
+                "completions": lambda p=prompt: {"prompt": p, "completion": words(draw, 1, 9)},
+            }[kind]()
+        )  # fmt: skip
+    return Dataset.from_list(rows)
+
+
+PAIRS = ["pairs", "pairs with prompts", "conversations", "conversations with prompts"]
+TEXTS = ["texts", "messages", "completions"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([" ".join(WORDS), "Question: \nAnswer: user assistant"], 300)
+
+
+@pytest.mark.parametrize("kind", [*PAIRS, *TEXTS])
+def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
+    rows = build_rows(kind)
+    settings = SETTINGS | {"output_dir": str(tmp_path), "max_length": None}
+    given = {"processing_class": tokenizer, "train_dataset": rows, "model": build_model(vocab_size=300)}
+    if kind in PAIRS:
+        trainer = trl.DPOTrainer(args=trl.DPOConfig(**settings), ref_model=build_model(vocab_size=300), **given)
+        parts = ("prompt", "chosen", "rejected")
+        trained = {part: [len(ids) for ids in trainer.train_dataset[f"{part}_ids"]] for part in parts}
+    else:
+        trainer = trl.SFTTrainer(args=trl.SFTConfig(**settings), **given)
+        trained = {"text": [len(ids) for ids in trainer.train_dataset["input_ids"]]}
+    found = {name: part.tolist() for name, part in measure(rows, tokenizer).parts.items()}
+    assert found == trained
+    assert len({*map(tuple, found.values())}) == len(found)
+    assert all(len(set(part)) > 3 for part in found.values())
+
+
+@pytest.mark.parametrize("max_length", [None, 40])
+def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_path):
+    lengths = measure(build_rows("pairs with prompts", 8), tokenizer).kept(max_length)
+    examples = [  # ids that only the prompts of a pair have in common
+        {"prompt_ids": [3 * i] * p, "chosen_ids": [3 * i + 1] * c, "rejected_ids": [3 * i + 2] * r}
+        for i, (p, c, r) in enumerate(zip(*lengths.parts.values(), strict=True))
+    ]
+    batch = trl.trainer.dpo_trainer.DataCollatorForPreference(0, max_length=max_length)(examples)
+    (found,) = batch_tokens(lengths, [len(examples), 64], max_length=max_length)
+    assert found.padded == batch["input_ids"].numel()
+    assert found.real == padding_free_layout(batch["attention_mask"]).packed_tokens
+    assert found.distinct == prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
+    assert found.distinct < found.real < found.padded
+
+
+def test_what_max_length_does_is_what_trl_does():
+    lengths = Lengths(
+        {name: np.array(x) for name, x in dict(prompt=[5, 9, 12], chosen=[5, 1, 1], rejected=[2, 3, 1]).items()}
+    )
+    assert truncated(lengths, 10) == {"rows": 3, "truncated": 1, "dropped": 1}
+    assert truncated(lengths, 10, "keep_end") == {"rows": 3, "truncated": 2, "dropped": 0}
+    assert truncated(lengths, None) == {"rows": 3, "truncated": 0, "dropped": 0}
+    assert len(lengths.kept(10)) == 2
+
+
+def test_processes_wait_less_when_rows_are_dealt_out_evenly():
+    costs = text_costs(np.random.default_rng(0).lognormal(5, 0.8, 500).astype(int).clip(1, 1024))
+    found = [waiting(costs, processes) for processes in (1, 2, 8)]
+    assert found[0].fixed == found[0].budget == 1
+    for wait in found[1:]:
+        assert 1 - wait.budget < 0.5 * (1 - wait.fixed)
+    assert found[2].fixed < found[1].fixed
+    assert memory_of(costs, 8) > 8 * costs.each.mean()
+
+
+def test_the_share_of_time_is_that_of_the_slowest_process():
+    # Two processes, one row each: 100 and 300 tokens in every forward.
+    wait = waiting(text_costs([100, 300]), 2, batch_size=1, accumulation=1)
+    assert wait.fixed == pytest.approx(400 / (2 * 300))
+
+
+def test_no_rows_and_no_known_columns_are_errors(tokenizer):
+    with pytest.raises(ValueError, match="The dataset is empty"):
+        measure(Dataset.from_dict({"text": []}), tokenizer)
+    with pytest.raises(ValueError, match=r"columns \['prompt'\]. Pairs need `chosen` and `rejected`"):
+        measure(Dataset.from_dict({"prompt": ["a"]}), tokenizer)
+
+
+# Where rows come from
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rows = build_rows("pairs")
+    rows.to_json(folder / "pairs.jsonl")
+    rows.to_json(folder / "pairs.json.gz", compression="gzip")
+    rows.to_parquet(folder / "pairs.parquet")
+    (folder / "folder").mkdir()
+    rows.to_json(folder / "folder" / "train.jsonl")
+    recipe = f"dataset_name: {folder / 'folder'}\ntiny_model: tiny\nmax_length: 512\nmodel_name_or_path: null\n"
+    (folder / "named.yaml").write_text(recipe)
+    mixture = f"datasets:\n  - path: json\n    data_files: {folder / 'pairs.jsonl'}\n    split: train\n"
+    (folder / "mixture.yaml").write_text(mixture)
+    return folder
+
+
+SOURCES = ["pairs.jsonl", "pairs.json.gz", "pairs.parquet", "folder", "named.yaml", "mixture.yaml"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_come_from_files_folders_and_recipes(name, files):
+    rows = load_rows(str(files / name))
+    assert rows.to_list() == build_rows("pairs").to_list()
+    assert list(texts_of(rows))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [("beta: 0.1", "names no data: a recipe has `dataset_name`"), ("- a", "holds a list, and a recipe is a mapping")],
+)
+def test_a_recipe_without_data_is_an_error(recipe, message, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    with pytest.raises(ValueError, match=message):
+        load_rows(str(tmp_path / "recipe.yaml"))
+
+
+# The command
+
+
+def test_the_command_prints_tables_and_writes_json_and_a_picture(files, tmp_path):
+    picture, figures = tmp_path / "data.png", tmp_path / "data.json"
+    result = trl_padfix_command(
+        "stats", str(files / "pairs.jsonl"), "--train-tokenizer", "300", "--world-size", "2,8",
+        "--max-length", "60", "--plot", str(picture), "--json", str(figures),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "24 pairs of pairs.jsonl, tokenized with a BPE of 300" in result.output
+    assert "max_length=60 (keep_start) truncates" in result.output
+    for heading in (
+        "prompt",
+        "chosen",
+        "rejected",
+        "sequence",
+        "padded/real",
+        "fixed batches",
+        "max_tokens_per_batch=",
+    ):
+        assert heading in result.output
+    found = json.loads(figures.read_text())
+    assert [b["batch_size"] for b in found["batches"]] == [1, 2, 4, 8, 16]
+    assert [w["processes"] for w in found["waiting"]] == [2, 8]
+    assert found["batches"][3]["distinct"] < found["batches"][3]["real"] < found["batches"][3]["padded"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_recipe_brings_its_own_settings(files):
+    result = trl_padfix_command("stats", str(files / "named.yaml"), "--world-size", "2")
+    assert result.exit_code == 0, result.output
+    assert "tokenized with a BPE of 2048" in result.output
+    assert "max_length=512" in result.output
+
+
+def test_texts_have_no_prompt_to_share(tokenizer, tmp_path):
+    build_rows("texts").to_json(tmp_path / "texts.jsonl")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    result = trl_padfix_command(
+        "stats", str(tmp_path / "texts.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--world-size", "2",
+        "--plot", str(tmp_path / "texts.png"), "--max-length", "0",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "24 rows of texts.jsonl" in result.output
+    assert "truncates" not in result.output
+    assert (tmp_path / "texts.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl", "--train-tokenizer", "300"], "There is no file missing.jsonl"),
+        (["{pairs}"], "Give one of `--tokenizer` and `--train-tokenizer`"),
+        (["{pairs}", "--train-tokenizer", "300", "--world-size", "two"], "'two' is no list of numbers"),
+        (["{pairs}", "--train-tokenizer", "300", "--truncation-mode", "middle"], "'middle' is not one of keep_start"),
+    ],
+)
+def test_bad_input_is_an_error_that_says_so(arguments, message, files):
+    result = trl_padfix_command("stats", *(a.format(pairs=files / "pairs.jsonl") for a in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.skipif(
+    HH_RLHF is None, reason="set TRL_PADFIX_HH_RLHF to the pairs of Anthropic/hh-rlhf, harmless-base/test"
+)
+def test_hh_rlhf_has_the_known_figures_within_a_minute(tmp_path):
+    begin = time.process_time()
+    command = ["stats", HH_RLHF, "--train-tokenizer", "8192", "--world-size", "2,8,64,512"]
+    result = trl_padfix_command(*command, "--json", str(tmp_path / "hh.json"))
+    assert result.exit_code == 0, result.output
+    assert time.process_time() - begin < 60
+    found = json.loads((tmp_path / "hh.json").read_text())
+    lengths = {name: part["mean"] for name, part in found["lengths"].items()}
+    known = {"prompt": 126, "chosen": 41, "rejected": 52}
+    assert {name: lengths[name] for name in known} == pytest.approx(known, rel=0.05)
+    assert found["lengths"]["prompt"]["max"] == pytest.approx(851, rel=0.05)
+    batches = {b["batch_size"]: b for b in found["batches"]}
+    for size, ratios in {4: (2.01, 1.57, 3.17), 8: (2.52, 1.57, 3.97), 16: (3.02, 1.57, 4.75)}.items():
+        b = batches[size]
+        ours = (b["padded"] / b["real"], b["real"] / b["distinct"], b["padded"] / b["distinct"])
+        assert ours == pytest.approx(ratios, rel=0.05)
+    two, *more = found["waiting"]
+    assert 1 - two["budget"] < 0.5 * (1 - two["fixed"])
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    rows = re.findall(r"\| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", page)
+    assert [int(row[0]) for row in rows] == [w["processes"] for w in more]
+    for row, w in zip(rows, more, strict=True):
+        assert [float(share) for share in row[1:]] == pytest.approx([100 * w["fixed"], 100 * w["budget"]], abs=1)

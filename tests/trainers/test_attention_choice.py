@@ -1,0 +1,379 @@
+"""
+The attention that the models of a trainer run with: what is asked for is what runs, and gives the same numbers.
+
+Which attention function a model called is recorded by the config that its attention modules hold.
+"""
+
+import logging
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, reward_words, save_policy
+from kit.trainer_runs import MODES, SETTINGS, assert_same, build_model, build_tokenizer, lora, run, words
+from peft import get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2ForSequenceClassification,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2 import modeling_qwen2
+from trl.trainer.utils import create_model_from_path
+
+import trl_padfix
+from trl_padfix import DPOConfig
+from trl_padfix.core.backends import Backend
+from trl_padfix.trainers.attention_choice import _resolved, _workload, set_attention
+
+
+ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
+SHORT = {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_length": 26}
+
+
+def build_rows(kind: str, count: int = 16) -> Dataset:
+    draw = random.Random(0)
+    if kind == "KTO":
+        rows = [{"completion": words(draw, 1, 12), "label": i % 3 > 0} for i in range(count)]
+    else:
+        rows = [{"chosen": words(draw, 1, 12), "rejected": words(draw, 1, 12)} for _ in range(count)]
+    return Dataset.from_list([{"prompt": words(draw, 2, 18)} | row for row in rows])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def saved_reward_model(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("reward")
+    build_model("reward").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def make(tmp_path, saved, saved_reward_model):
+    def make_trainer(kind: str = "DPO", config: dict[str, Any] | None = None, config_class=None, **given):
+        config_class = config_class or getattr(trl_padfix, f"{kind}Config")
+        online = kind in ("GRPO", "RLOO")
+        settings = ONLINE_SETTINGS | {"max_steps": 2} if online else SETTINGS | SHORT
+        defaults = {
+            "model": saved_reward_model if kind == "Reward" else saved,
+            "train_dataset": build_prompts(8) if online else build_rows(kind),
+            "processing_class": build_tokenizer(),
+        }
+        if online:
+            defaults["reward_funcs"] = reward_words
+        args = config_class(**settings | {"output_dir": str(tmp_path)} | (config or {}))
+        return getattr(trl_padfix, f"{kind}Trainer")(args=args, **defaults | given)
+
+    return make_trainer
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the attention functions that were called, by the id of the config of who called them."""
+    called = defaultdict(set)
+
+    def recording(name, function):
+        def attend(module, *args, **kwargs):
+            called[id(module.config)].add(name)
+            return function(module, *args, **kwargs)
+
+        return attend
+
+    mapping = type(ALL_ATTENTION_FUNCTIONS)._global_mapping
+    for name in ("sdpa", "flash_attention_2"):
+        monkeypatch.setitem(mapping, name, recording(name, mapping[name]))
+    eager = recording("eager", modeling_qwen2.eager_attention_forward)
+    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", eager)
+    return lambda model: called[id(model.config)]
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """FlashAttention 2 runs on this CPU, as far as transformers and the package can tell."""
+    monkeypatch.setattr("trl_padfix.core.backends._flash_package", lambda name, workload: Backend(name))
+    with flash_attention_stand_in():
+        yield
+
+
+def finished(trainer, *names: str) -> torch.Tensor:
+    """The trajectory of a training."""
+    return run(trainer, lambda trainer, batches: None).trajectory(*names)
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("mode", ["padded", "prefix sharing"])
+@pytest.mark.parametrize(
+    ("policy", "reference"),
+    [("eager", None), ("eager", "sdpa"), ("sdpa", "eager"), ("flash_attention_2", "eager"), (None, "eager")],
+)
+def test_policy_and_reference_on_different_attention_give_the_numbers_of_equal_ones(
+    policy, reference, mode, make, ran, flash
+):
+    choice = {"attn_implementation": policy, "ref_attn_implementation": reference}
+    trainer = make("DPO", MODES[mode] | choice)
+    ours = finished(trainer, "rewards/margins")
+    assert ran(trainer.model) == {policy or "sdpa"}
+    assert ran(trainer.ref_model) == {reference or policy}
+    assert_same(ours, finished(make("DPO", MODES[mode]), "rewards/margins"))
+
+
+def test_a_reference_whose_attention_is_wrong_gives_other_numbers(make, ran, monkeypatch):
+    eager = modeling_qwen2.eager_attention_forward
+
+    def sharper(*args, scaling, **kwargs):
+        return eager(*args, scaling=2 * scaling, **kwargs)
+
+    expected = finished(make("DPO", MODES["padding-free"]), "rewards/margins")
+    monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", sharper)
+    ours = finished(make("DPO", MODES["padding-free"] | {"ref_attn_implementation": "eager"}), "rewards/margins")
+    with pytest.raises(AssertionError):
+        assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("kind", ["KTO", "GRPO", "RLOO"])
+def test_other_trainers_with_a_reference_do_the_same(kind, make, ran):
+    choice = {"attn_implementation": "sdpa", "ref_attn_implementation": "eager"}
+    metric = "kl" if kind in ("KTO", "GRPO") else "entropy"
+    trainer = make(kind, MODES["prefix sharing"] | choice)
+    ours = finished(trainer, metric)
+    assert ran(trainer.model) == {"sdpa"}
+    assert ran(trainer.ref_model) == {"eager"}
+    assert_same(ours, finished(make(kind, MODES["prefix sharing"]), metric), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["padded", "padding-free"])
+def test_a_reward_model_runs_with_what_it_is_asked_to(mode, make, ran):
+    trainers = {name: make("Reward", MODES[mode] | {"attn_implementation": name}) for name in ("eager", "sdpa")}
+    assert isinstance(trainers["eager"].model, Qwen2ForSequenceClassification)
+    ours = {name: finished(trainer, "mean_reward") for name, trainer in trainers.items()}
+    assert {name: ran(trainer.model) for name, trainer in trainers.items()} == {"eager": {"eager"}, "sdpa": {"sdpa"}}
+    assert_same(ours["eager"], ours["sdpa"])
+
+
+def test_sft_runs_with_what_it_is_asked_to(make, ran):
+    rows = Dataset.from_list([{"text": words(random.Random(i), 2, 12)} for i in range(16)])
+    trainer = make("SFT", {"attn_implementation": "eager"}, train_dataset=rows)
+    trainer.train()
+    assert ran(trainer.model) == {"eager"}
+
+
+# Where it can be asked for
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "eager"},
+        {"model_init_kwargs": {"attn_implementation": "eager"}},
+        {"model_init_kwargs": {"attn_implementation": "eager"}, "attn_implementation": "eager"},
+    ],
+)
+def test_every_place_is_as_good(config, make):
+    trainer = make("DPO", config)
+    assert trainer.model.config._attn_implementation == trainer.ref_model.config._attn_implementation == "eager"
+    assert trainer.args.model_init_kwargs == config.get("model_init_kwargs")
+
+
+def test_trls_own_configuration_is_taken(make):
+    config = {"model_init_kwargs": {"attn_implementation": "auto"}}
+    trainer = make("DPO", config, config_class=trl.DPOConfig)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert trainer.args.model_init_kwargs == {"attn_implementation": "auto"}
+
+
+def test_two_places_that_disagree_are_an_error(make):
+    config = {"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}}
+    with pytest.raises(ValueError, match=r"`attn_implementation='eager'` and `model_init_kwargs.*'sdpa'.* disagree"):
+        make("DPO", config)
+
+
+def test_auto_chooses_the_fastest_and_says_so_once(make, caplog):
+    with caplog.at_level(logging.INFO, logger="trl_padfix"):
+        trainer = make("DPO", {"attn_implementation": "auto", "padding_free": True})
+        trainer.train()
+    said = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
+    assert len(said) == 1
+    assert "`attn_implementation='auto'` is 'sdpa': torch's scaled-dot-product attention, packed" in said[0]
+    assert "flash-attn is not installed" in said[0]
+    assert trainer.ref_model.config._attn_implementation == "sdpa"
+
+
+# Models that are loaded already
+
+
+def test_a_loaded_model_is_switched_and_a_loaded_reference_is_left_alone(make, ran):
+    model, ref_model = build_model(), build_model(seed=1)
+    trainer = make("DPO", {"attn_implementation": "eager", "padding_free": True}, model=model, ref_model=ref_model)
+    ours = finished(trainer, "rewards/margins")
+    assert (ran(model), ran(ref_model)) == ({"eager"}, {"sdpa"})
+    given = {"model": build_model(), "ref_model": build_model(seed=1)}
+    assert_same(ours, finished(make("DPO", {"padding_free": True}, **given), "rewards/margins"))
+
+
+def test_a_loaded_reference_is_switched_where_it_is_asked_for(make):
+    model, ref_model = build_model(), build_model(seed=1)
+    make("DPO", {"ref_attn_implementation": "eager"}, model=model, ref_model=ref_model)
+    assert (model.config._attn_implementation, ref_model.config._attn_implementation) == ("sdpa", "eager")
+
+
+def test_a_trainer_that_is_not_built_leaves_the_model_as_it_was(make, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr("trl_padfix.trainers.base.remove_padding", fail)
+    model, ref_model = build_model(), build_model(seed=1)
+    config = {"attn_implementation": "eager", "ref_attn_implementation": "eager", "padding_free": True}
+    with pytest.raises(RuntimeError, match="on purpose"):
+        make("DPO", config, model=model, ref_model=ref_model)
+    assert model.config._attn_implementation == ref_model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_cannot_be_switched_is_an_error(make, monkeypatch):
+    model = build_model()
+    monkeypatch.setattr(PreTrainedModel, "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(ValueError, match=r"cannot be switched to `attn_implementation='eager'`.*runs with 'sdpa'"):
+        make("DPO", {"attn_implementation": "eager"}, model=model, ref_model=build_model())
+
+
+# Refused before weights are loaded
+
+REFUSED = {
+    "FlashAttention on a CPU": (
+        {"attn_implementation": "flash_attention_2"},
+        ImportError,
+        r"(?s)`attn_implementation='flash_attention_2'` cannot run on this CPU in float32: it needs a CUDA GPU.*"
+        r"flash-attn is not installed. What can: 'sdpa', 'eager'.*pip install flash-attn --no-build-isolation",
+    ),
+    "a Hub kernel without its package": (
+        {"model_init_kwargs": {"attn_implementation": "kernels-community/flash-attn2"}},
+        ImportError,
+        "kernels is not installed.*pip install 'kernels",
+    ),
+    "the reference's": (
+        {"ref_attn_implementation": "flash_attention_3"},
+        ImportError,
+        "`ref_attn_implementation='flash_attention_3'` cannot run.*subdirectory=hopper",
+    ),
+    "FlexAttention without padding": (
+        {"attn_implementation": "flex_attention", "padding_free": True},
+        ValueError,
+        "no backward pass on CPU; padding cannot be removed with it.*What can: 'sdpa', 'eager'",
+    ),
+    "an unknown name": ({"attn_implementation": "telepathy"}, ValueError, "knows no attention.*What can: 'sdpa'"),
+    "parts of a model that has none": (
+        {"attn_implementation": {"text_config": "sdpa"}},
+        ValueError,
+        r"names \['text_config'\], and the parts of a Qwen2Config are: none, so name one",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_is_refused_before_weights_are_loaded(case, make, monkeypatch):
+    config, error, message = REFUSED[case]
+    loaded = []
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *args, **kwargs: loaded.append(args))
+    with pytest.raises(error, match=message):
+        make("DPO", config)
+    assert not loaded
+
+
+def adapted(saved):
+    return {"model": get_peft_model(AutoModelForCausalLM.from_pretrained(saved), lora(task_type="CAUSAL_LM"))}
+
+
+SHARED = {
+    "an adapter to be made": ("DPO", {}, lambda saved: {"peft_config": lora(task_type="CAUSAL_LM")}, "adapter"),
+    "an adapter that is there": ("DPO", {}, adapted, "policy with its adapter switched off"),
+    "a precomputed reference": (
+        "DPO",
+        {"precompute_ref_log_probs": True},
+        lambda saved: {},
+        "precompute_ref_log_probs=True",
+    ),
+    "no reference": ("GRPO", {"beta": 0.0}, lambda saved: {}, "`beta=0`"),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_reference_without_weights_of_its_own_takes_no_other_attention(case, make, saved):
+    kind, config, given, message = SHARED[case]
+    with pytest.raises(ValueError, match=f"`ref_attn_implementation='eager'` is for a reference.*{message}"):
+        make(kind, config | {"ref_attn_implementation": "eager"}, **given(saved))
+
+
+def test_an_adapter_takes_the_attention_of_its_policy(make, saved):
+    config = {"attn_implementation": "eager", "ref_attn_implementation": "eager"}
+    trainer = make("DPO", config, peft_config=lora(task_type="CAUSAL_LM"))
+    assert trainer.model.config._attn_implementation == "eager"
+    assert trainer.ref_model is None
+
+
+# Vision models
+
+
+def build_vision_model() -> PreTrainedModel:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
+    vision = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
+    config = Qwen2_5_VLConfig(text_config=text | heads | rope, vision_config=vision)
+    return AutoModelForImageTextToText.from_config(config)
+
+
+def test_the_parts_of_a_vision_model_are_switched_apart():
+    model = build_vision_model()
+    parts = SimpleNamespace(text=model.config.text_config, vision=model.config.vision_config)
+    undo = set_attention(model, {"text_config": "eager"})
+    assert (parts.text._attn_implementation, parts.vision._attn_implementation) == ("eager", "sdpa")
+    set_attention(model, {"text_config": "eager", "vision_config": "eager"})
+    assert parts.vision._attn_implementation == "eager"
+    undo()
+    assert parts.text._attn_implementation == "sdpa"
+
+
+def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
+    build_vision_model().save_pretrained(tmp_path)
+    parts = {"text_config": "eager", "vision_config": "sdpa"}
+    config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
+    resolved = _resolved(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
+    loaded = create_model_from_path(str(tmp_path), attn_implementation=resolved).config
+    assert {part: getattr(loaded, part)._attn_implementation for part in parts} == parts
+    with pytest.raises(ValueError, match=r"names \['tower'\].*'text_config', 'vision_config'"):
+        _resolved({"tower": "sdpa"}, _workload(str(tmp_path), config), "attn_implementation")
+
+
+def test_auto_is_resolved_for_each_part(tmp_path):
+    build_vision_model().save_pretrained(tmp_path)
+    config = DPOConfig(output_dir=str(tmp_path / "run"), **ON_CPU)
+    asked = {"text_config": "auto", "vision_config": "eager"}
+    resolved = _resolved(asked, _workload(str(tmp_path), config), "attn_implementation")
+    assert resolved == {"text_config": "sdpa", "vision_config": "eager"}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bf16": True}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),
+        ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
+    ],
+)
+def test_what_runs_is_judged_in_the_precision_that_attention_is_computed_in(config, dtype, saved, tmp_path):
+    assert _workload(saved, DPOConfig(output_dir=str(tmp_path), **ON_CPU | config)).dtype == dtype

@@ -1,0 +1,237 @@
+"""`DPOConfig`, and what importing the package costs and changes: nothing until a trainer is asked for."""
+
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import trl
+from trl import TrlParser
+
+import trl_padfix
+from trl_padfix import DPOConfig
+from trl_padfix.trainers.config import parse_implementation
+
+
+ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
+OURS = {
+    "padding_free": False,
+    "prefix_sharing": False,
+    "padding_side": None,
+    "parity_check": True,
+    "predict_with_generate": False,
+    "generation_max_new_tokens": 256,
+    "generation_kwargs": None,
+    "eval_generation_samples": None,
+    "max_tokens_per_batch": None,
+}
+
+
+def parse(*flags):
+    (config,) = TrlParser((DPOConfig,)).parse_args_and_config([*flags, "--use_cpu", "--bf16", "false"])
+    return config
+
+
+def run_python(code):
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_defaults_change_nothing():
+    config = DPOConfig(**ON_CPU)
+    assert {name: getattr(config, name) for name in OURS} == OURS
+
+
+def test_the_fields_are_trls_and_ours():
+    theirs = {field.name: field for field in dataclasses.fields(trl.DPOConfig)}
+    ours = {field.name: field for field in dataclasses.fields(DPOConfig)}
+    assert ours.keys() - theirs.keys() == OURS.keys() - {"padding_free"} | {"ref_attn_implementation"}
+    assert theirs.keys() <= ours.keys()
+    assert all(ours[name].default == field.default for name, field in theirs.items())
+    assert issubclass(DPOConfig, trl.DPOConfig)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_a_padding_side_is_left_or_right_or_the_tokenizers(side):
+    assert DPOConfig(padding_side=side, **ON_CPU).padding_side == side
+
+
+@pytest.mark.parametrize("side", ["middle", "LEFT", "", 1])
+def test_another_padding_side_is_an_error(side):
+    with pytest.raises(ValueError, match=f"`padding_side` must be 'left', 'right' or None .* got {side!r}"):
+        DPOConfig(padding_side=side, **ON_CPU)
+
+
+def test_prefix_sharing_without_padding_free_is_an_error():
+    with pytest.raises(ValueError, match=r"`prefix_sharing=True` needs `padding_free=True`.* Set both, or neither"):
+        DPOConfig(prefix_sharing=True, **ON_CPU)
+
+
+def test_trls_own_checks_still_run():
+    with pytest.raises(ValueError, match="loss_weights"):
+        DPOConfig(loss_weights=[1.0, 2.0], **ON_CPU)
+
+
+def test_flags_are_parsed():
+    given = ["--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false"]
+    config = parse(*given, "--max_tokens_per_batch", "4096")
+    expected = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
+    expected["max_tokens_per_batch"] = 4096
+    assert {name: getattr(config, name) for name in OURS} == OURS | expected
+
+
+def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("padding_free: true\nprefix_sharing: true\npadding_side: left\nparity_check: false\nbeta: 0.2\n")
+    config = parse("--config", str(path), "--padding_side", "right")
+    assert (config.padding_free, config.prefix_sharing, config.parity_check) == (True, True, False)
+    assert (config.padding_side, config.beta) == ("right", 0.2)
+
+
+PARTS = {"text_config": "flash_attention_2", "vision_config": "sdpa"}
+
+
+@pytest.mark.parametrize("given", ["eager", PARTS, json.dumps(PARTS)])
+def test_attention_is_a_name_or_a_mapping_of_parts(given):
+    config = DPOConfig(attn_implementation=given, ref_attn_implementation=given, **ON_CPU)
+    expected = given if given == "eager" else PARTS
+    assert (config.attn_implementation, config.ref_attn_implementation) == (expected, expected)
+    for copied in (dataclasses.replace(config, beta=0.2), pickle.loads(pickle.dumps(config))):
+        assert (copied.attn_implementation, copied.ref_attn_implementation) == (expected, expected)
+    assert config.to_dict()["attn_implementation"] == expected
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "ref_attn_implementation"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [(3, TypeError, "a name, or a mapping"), ({"a": 1}, TypeError, "got {'a': 1}"), ("{a", ValueError, "no JSON")],
+)
+def test_another_attention_is_an_error(name, value, error, message):
+    with pytest.raises(error, match=message):
+        DPOConfig(**{name: value}, **ON_CPU)
+
+
+@pytest.mark.parametrize("source", ["flags", "yaml"])
+def test_attention_is_parsed_beside_trls_model_config(source, tmp_path):
+    # The policy's flag is `ModelConfig`'s, which every script of TRL's parses together with the configuration.
+    flags = ["--attn_implementation", json.dumps(PARTS), "--ref_attn_implementation", "eager"]
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "attn_implementation: {text_config: flash_attention_2, vision_config: sdpa}\nref_attn_implementation: eager\n"
+    )
+    parser = TrlParser((DPOConfig, trl.ModelConfig))
+    given = flags if source == "flags" else ["--config", str(path)]
+    config, model_config = parser.parse_args_and_config([*given, "--use_cpu", "--bf16", "false"])
+    assert config.attn_implementation is None
+    config.attn_implementation = model_config.attn_implementation
+    assert parse_implementation(config.attn_implementation) == PARTS
+    assert config.ref_attn_implementation == "eager"
+
+
+def test_an_unknown_key_in_yaml_fails(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("padding_fre: true\n")
+    with pytest.raises(ValueError, match=r"Unknown arguments from config file: \['--padding_fre', 'True'\]"):
+        parse("--config", str(path))
+
+
+@pytest.mark.parametrize("value", ["middle", "[left]"])
+def test_a_bad_side_in_yaml_fails(tmp_path, value):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"padding_side: {value}\n")
+    with pytest.raises(ValueError, match="`padding_side` must be"):
+        parse("--config", str(path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--padding_fee", "true"], "--padding_fee"),
+        (["--padding_side", "middle"], "invalid choice: 'middle'"),
+    ],
+)
+def test_a_bad_flag_fails(flags, message):
+    with pytest.raises((SystemExit, ValueError)) as failure:
+        parse(*flags)
+    assert message in f"{failure.value} {failure.value.__context__}"
+
+
+def test_every_field_of_ours_has_a_help_text(capsys):
+    with pytest.raises(SystemExit) as done:
+        parse("--help")
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Compute no padding: batches are packed at the decoder's door" in text
+    assert "Needs `padding_free`" in text
+    assert "--padding_side {left,right}" in text
+    assert "compare the packed forward with the padded one" in text
+
+
+def test_a_configuration_survives_to_dict():
+    given = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
+    saved = DPOConfig(**given, **ON_CPU).to_dict()
+    assert {name: saved[name] for name in given} == given
+    assert DPOConfig(**{name: saved[name] for name in [*given, *ON_CPU, "beta", "max_length"]}).to_dict() == saved
+
+
+def test_a_configuration_survives_training_args_bin(tmp_path):
+    config = DPOConfig(output_dir=str(tmp_path), padding_free=True, padding_side="left", **ON_CPU)
+    torch.save(config, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded == config
+    assert (type(loaded), loaded.padding_side, loaded.padding_free) == (DPOConfig, "left", True)
+
+
+def test_every_public_name_resolves():
+    for name in trl_padfix.__all__:
+        assert getattr(trl_padfix, name) is not None
+    assert trl_padfix.__all__ == sorted(trl_padfix.__all__) == dir(trl_padfix)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'trl_padfix' has no attribute 'KTOTrainr'"):
+        _ = trl_padfix.KTOTrainr
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("import trl_padfix", {"torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"}),
+        ("from trl_padfix import padding_free_layout", {"transformers", "trl", "datasets", "accelerate"}),
+        ("from trl_padfix import remove_padding, check_parity, PaddingRemovalError", {"trl", "datasets"}),
+    ],
+)
+def test_an_import_costs_only_what_it_needs(statement, heavy):
+    imported = run_python(f"{statement}\nimport sys; print(*sorted({heavy!r} & sys.modules.keys()))")
+    assert imported == ""
+
+
+def test_importing_the_trainers_changes_nothing_elsewhere():
+    code = """
+import inspect, logging, os, warnings
+import torch, transformers, trl
+import trl.trainer.dpo_trainer as trl_dpo
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen2 import modeling_qwen2
+
+
+def snapshot():
+    classes = [trl.DPOTrainer, trl.DPOConfig, trl_dpo.DataCollatorForPreference, transformers.Trainer,
+               transformers.PreTrainedModel, modeling_qwen2.Qwen2Model, modeling_qwen2.Qwen2Attention, torch.nn.Module]
+    return [dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS), vars(trl_dpo).copy(),
+            [dict(vars(c)) for c in classes], warnings.filters[:], logging.root.handlers[:], logging.root.level,
+            dict(os.environ)]
+
+
+before = snapshot()
+import trl_padfix.trainers, trl_padfix.trainers.config, trl_padfix.trainers.collators, trl_padfix.core.parity
+after = snapshot()
+print(*(i for i, (a, b) in enumerate(zip(before, after)) if a != b))
+"""
+    assert run_python(code) == ""

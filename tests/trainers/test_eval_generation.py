@@ -1,0 +1,511 @@
+"""Evaluation that generates: what each prompt alone would be continued with, and nothing else is changed by it."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import generation_run
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.generation_run import build_pairs
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
+from kit.vision_prompts import build_image, build_processor, build_vision_model
+from kit.vision_prompts import build_tokenizer as build_chat_tokenizer
+from transformers import HfArgumentParser, TrainerCallback, integrations
+
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_padfix.core.remove import attachment_of
+
+
+NEW = 6
+GENERATING = {"predict_with_generate": True, "generation_max_new_tokens": NEW}
+TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "sft": (SFTTrainer, SFTConfig)}
+PAD = 39
+
+
+def build_rows(name: str, count: int = 7, seed: int = 0) -> Dataset:
+    rows = build_pairs(count, seed)
+    return rows if name == "dpo" else rows.rename_column("chosen", "completion").remove_columns("rejected")
+
+
+def make(name, path, model=None, tokenizer=None, **settings):
+    """A trainer on ragged rows that evaluates with generation in batches of three."""
+    trainer, config = TRAINERS[name]
+    given = {
+        k: settings.pop(k) for k in ("compute_metrics", "callbacks", "peft_config", "formatting_func") if k in settings
+    }
+    train, rows = (settings.pop(k, build_rows(name)) for k in ("train_dataset", "eval_dataset"))
+    shape = {"output_dir": str(path), "per_device_eval_batch_size": 3, "max_steps": 2}
+    args = config(**SETTINGS | shape | GENERATING | settings)
+    if name == "dpo" and "peft_config" not in given:
+        given["ref_model"] = build_model(seed=1)
+    model, tokenizer = model or build_model(), tokenizer or build_tokenizer()
+    return trainer(model, args=args, train_dataset=train, eval_dataset=rows, processing_class=tokenizer, **given)
+
+
+def written(path, name="step_00000") -> list[dict[str, str]]:
+    return [json.loads(line) for line in (Path(path) / "generations" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def alone(trainer, prompts: list[str], **settings) -> list[str]:
+    """What the model of a trainer continues each prompt with by itself, padding removal off."""
+    tokenizer, model = build_tokenizer(), trainer.model.eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        handle = attachment_of(model)
+        with handle.disabled() if handle is not None else torch.no_grad():
+            new = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **settings
+            )[0, ids.shape[1] :]
+        found.append(tokenizer.decode(new, skip_special_tokens=True))
+    return found
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash():
+    with flash_attention_stand_in():
+        yield
+
+
+# Predictions
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("mode", [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
+    trainer = make(name, tmp_path, padding_side=side, **mode)
+    trainer.evaluate()
+    rows, found = trainer.eval_dataset, written(tmp_path)
+    assert [row["prompt"] for row in found] == rows["prompt"]
+    assert [row["prediction"] for row in found] == alone(trainer, rows["prompt"])
+    answers = rows["chosen" if name == "dpo" else "completion"]
+    assert [row["reference"] for row in found] == [answer.removesuffix("<eos>").strip() for answer in answers]
+    assert len({row["prediction"] for row in found}) > 4
+    for handle in trainer._handles:
+        assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
+def test_prompts_are_continued_as_alone_under_every_attention(implementation, tmp_path):
+    model = build_model()
+    model.set_attn_implementation(implementation)
+    trainer = make("dpo", tmp_path, model, padding_free=True)
+    trainer.train()
+    trainer.evaluate()
+    found = written(tmp_path, "step_00002")
+    assert [row["prediction"] for row in found] == alone(trainer, trainer.eval_dataset["prompt"])
+
+
+def test_adapters_generate_with_the_model(tmp_path):
+    trainer = make("dpo", tmp_path, peft_config=lora(), padding_free=True)
+    trainer.evaluate()
+    found = [row["prediction"] for row in written(tmp_path)]
+    assert found == alone(trainer, trainer.eval_dataset["prompt"])
+    with trainer.model.disable_adapter():
+        assert found != alone(trainer, trainer.eval_dataset["prompt"])
+
+
+def test_positions_of_gpt2_are_those_of_each_prompt(tmp_path):
+    from kit.models import build
+
+    trainer = make("sft", tmp_path, build("gpt2", seed=3))
+    trainer.evaluate()
+    found = [row["prediction"] for row in written(tmp_path)]
+    assert found == alone(trainer, trainer.eval_dataset["prompt"], pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_the_batch_size_changes_nothing(size, tmp_path):
+    trainer = make("dpo", tmp_path, per_device_eval_batch_size=size)
+    trainer.evaluate()
+    assert [row["prediction"] for row in written(tmp_path)] == alone(trainer, trainer.eval_dataset["prompt"])
+
+
+def conversation(*contents):
+    roles = ["system"] if len(contents) % 2 else []
+    roles += ["user", "assistant"] * (len(contents) // 2)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft", "messages"])
+def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp_path):
+    conversations = [
+        conversation("w1 w2", "w3"),
+        conversation("w9", "w1", "w2 w3 w4", "w5", "w6 w7"),
+        conversation("w1", "w2", "w3", "w4 w5 w6"),
+    ]
+    rows = Dataset.from_list([{"prompt": c[:-1], "completion": c[-1:], "chosen": c[-1:]} for c in conversations])
+    if name == "dpo":
+        rows = rows.remove_columns("completion").add_column("rejected", [conversation("w0", "w8")[1:]] * 3)
+    elif name == "sft":
+        rows = rows.remove_columns("chosen")
+    else:
+        rows = Dataset.from_list([{"messages": c} for c in conversations])
+    model = build_model(vocab_size=64)
+    make(
+        name.replace("messages", "sft"), tmp_path, model, build_chat_tokenizer("<image>"),
+        train_dataset=rows, eval_dataset=rows,
+    ).evaluate()  # fmt: skip
+    found = written(tmp_path)
+    assert [row["prompt"] for row in found] == [
+        "user: w1 w2 assistant: ",
+        "system: w9 user: w1 assistant: w2 w3 w4 <eos> user: w5 assistant: ",
+        "user: w1 assistant: w2 <eos> user: w3 assistant: ",
+    ]
+    assert [row["reference"] for row in found] == ["w3", "w6 w7", "w4 w5 w6"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("data", ["dpo", "sft", "messages"])
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
+    processor, model = build_processor(name), build_vision_model(name)
+    processor.tokenizer.padding_side = side
+    texts, counts = ["w1 w2", "w3", "w4 w5 w6 w7 w8", "w9 w1"], [1, 2, 1, 1]
+    images = [[build_image(10 * i + j) for j in range(count)] for i, count in enumerate(counts)]
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    answer, other = ([{"role": "assistant", "content": f"w{i} w{i}"}] for i in (2, 3))
+    columns = {
+        "dpo": lambda q: {"prompt": q, "chosen": answer, "rejected": other},
+        "sft": lambda q: {"prompt": q, "completion": answer},
+        "messages": lambda q: {"messages": q + answer},
+    }[data]
+    rows = Dataset.from_list([{"images": i, **columns(q)} for i, q in zip(images, asked, strict=True)])
+    kind = "dpo" if data == "dpo" else "sft"
+    trainer, config = TRAINERS[kind]
+    args = config(
+        str(tmp_path), per_device_eval_batch_size=3, max_length=None, generation_kwargs={"do_sample": False},
+        **SETTINGS | GENERATING,
+    )  # fmt: skip
+    models = {"ref_model": build_vision_model(name)} if kind == "dpo" else {}
+    made = trainer(model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=processor, **models)
+    made.evaluate()
+
+    expected = []
+    for i, q in zip(images, asked, strict=True):
+        prompt = trl.data_utils.prepare_multimodal_messages(q, images=i)
+        text = processor.apply_chat_template(prompt, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[i], return_tensors="pt", add_special_tokens=False)
+        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected.append(processor.tokenizer.decode(tokens, skip_special_tokens=True))
+    assert [row["prediction"] for row in written(tmp_path)] == expected
+    assert {row["reference"] for row in written(tmp_path)} == {"w2 w2"}
+    assert len(set(expected)) > 2
+    assert processor.tokenizer.padding_side == side
+
+
+# What becomes of them
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(name, tmp_path):
+    received, kept = [], []
+
+    def compute_metrics(predicted):
+        received.append(predicted)
+        return {"rows": np.float64(len(predicted.predictions)), "eval_named": 1}
+
+    trainer = make(name, tmp_path, compute_metrics=compute_metrics, include_for_metrics=["inputs"])
+    compute_loss = trainer.compute_loss
+
+    def watched(*args, return_outputs=False, **kwargs):
+        kept.append(return_outputs)
+        return compute_loss(*args, return_outputs=return_outputs, **kwargs)
+
+    trainer.compute_loss = watched
+    metrics = trainer.evaluate()
+    assert kept == [False] * 3
+    assert (metrics["eval_rows"], metrics["eval_named"]) == (7.0, 1)
+    assert any("eval_rows" in log and "eval_loss" in log for log in trainer.state.log_history)
+
+    tokenizer, (predicted,), rows = build_tokenizer(), received, written(tmp_path)
+    assert predicted.predictions.shape == (7, NEW)
+    assert (predicted.predictions >= 0).all()
+    texts = tokenizer.batch_decode(predicted.predictions, skip_special_tokens=True)
+    assert texts == [row["prediction"] for row in rows]
+    for ids, row in zip(predicted.label_ids, rows, strict=True):
+        real = ids[ids != -100]
+        assert tokenizer.decode(real, skip_special_tokens=True) == row["reference"]
+        assert (ids[len(real) :] == -100).all()
+    inputs = tokenizer.batch_decode(predicted.inputs, skip_special_tokens=True)
+    assert inputs == [row["prompt"].strip() for row in rows]
+
+
+def test_every_set_of_a_dictionary_has_its_own_metrics_and_texts(tmp_path):
+    sets = {"short": build_rows("dpo", 3), "a/b": build_rows("dpo", 5, seed=1)}
+    trainer = make("dpo", tmp_path, eval_dataset=sets, compute_metrics=lambda p: {"rows": len(p.predictions)})
+    metrics = trainer.evaluate()
+    assert (metrics["eval_short_rows"], metrics["eval_a/b_rows"]) == (3, 5)
+    for file, rows in (("step_00000_short", sets["short"]), ("step_00000_a_b", sets["a/b"])):
+        assert [row["prompt"] for row in written(tmp_path, file)] == rows["prompt"]
+
+
+def test_a_set_may_be_given_to_evaluate_and_to_predict(tmp_path):
+    trainer = make("dpo", tmp_path, eval_generation_samples=4)
+    trainer.evaluate(build_rows("dpo", 5, seed=1), metric_key_prefix="other")
+    assert [row["prompt"] for row in written(tmp_path, "step_00000_other")] == build_rows("dpo", 5, seed=1)["prompt"][
+        :4
+    ]
+    found = trainer.predict(trainer.eval_dataset)
+    assert found.predictions.shape[0] == found.label_ids.shape[0] == 4
+    with pytest.raises(ValueError, match=r"needs prompts, and the test dataset has columns \['chosen_ids'"):
+        trainer.predict(trainer.eval_dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]))
+
+
+def test_samples_are_shown_in_the_log_and_sent_to_trackers(tmp_path, capsys, monkeypatch):
+    sent = {}
+
+    def tracker(name):
+        return SimpleNamespace(Table=lambda dataframe: dataframe, log=lambda logs: sent.update({name: logs}))
+
+    class Writer:
+        def add_text(self, title, text, step):
+            sent["tensorboard"] = {title: (text, step)}
+
+    callbacks = []
+    for name, cls in (
+        ("wandb", "WandbCallback"),
+        ("trackio", "TrackioCallback"),
+        ("tensorboard", "TensorBoardCallback"),
+    ):
+        monkeypatch.setitem(sys.modules, name, tracker(name))
+        callback = type(cls, (TrainerCallback,), {"_initialized": True, "tb_writer": Writer()})
+        monkeypatch.setattr(integrations, cls, callback)
+        callbacks.append(callback())
+    trainer = make("sft", tmp_path, callbacks=callbacks, eval_dataset=build_rows("sft", 12))
+    trainer.evaluate()
+    rows = written(tmp_path)
+    for name in ("wandb", "trackio"):
+        table = sent[name]["eval/generations"]
+        assert table.drop(columns="step").to_dict("records") == rows[:10]
+    text, step = sent["tensorboard"]["eval/generations"]
+    assert step == 0
+    assert text.splitlines()[2] == "| 0 | " + " | ".join(rows[0].values()) + " |"
+    shown = capsys.readouterr().out
+    assert "eval/generations, step 0" in shown
+    assert rows[0]["prediction"].split()[0] in shown
+
+
+# What stays
+
+
+def curve(trainer, seed=0):
+    torch.manual_seed(seed)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_sampling_in_evaluation_leaves_the_training_as_it_is(tmp_path):
+    def run(path, **settings):
+        model = build_model(attention_dropout=0.5)
+        return make("sft", tmp_path / path, model, max_steps=3, eval_strategy="steps", eval_steps=1, **settings)
+
+    sampling = {"generation_kwargs": {"do_sample": True, "temperature": 2.0}}
+    expected = curve(run("without", predict_with_generate=False))
+    assert curve(run("with", **sampling)) == expected
+    assert curve(run("with other dropout", **sampling), seed=1) != expected
+    for path, settings in (("drawn", sampling), ("greedy", {})):
+        run(path, **settings, learning_rate=0.0).train()
+    first, second, greedy = (
+        written(tmp_path / p, f"step_0000{i}") for p, i in (("drawn", 1), ("drawn", 2), ("greedy", 1))
+    )
+    assert first == second != greedy  # drawn with the same numbers at every evaluation
+
+
+@pytest.mark.parametrize("where", [None, "generation", "metrics"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_everything_is_as_it_was(side, where, tmp_path):
+    def compute_metrics(predicted):
+        if where == "metrics":
+            raise RuntimeError("stop")
+        return {}
+
+    tokenizer = build_tokenizer(padding_side=side)
+    trainer = make("dpo", tmp_path, tokenizer=tokenizer, padding_free=True, compute_metrics=compute_metrics)
+    model = trainer.model
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    model.train()
+    model.model.layers[0].eval()
+
+    def state():
+        return (
+            [module.training for module in model.modules()],
+            (model.config.use_cache, model.generation_config.to_dict(), model.is_gradient_checkpointing),
+            (tokenizer.padding_side, trainer.data_collator.padding_side),
+            (attachment_of(model) is trainer._handles[0], trainer._handles[0].enabled),
+        )
+
+    def fail(layer, args, kwargs):
+        if where == "generation" and kwargs.get("past_key_values") is not None:
+            raise RuntimeError("stop")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+    before = state()
+    if where is None:
+        trainer.evaluate()
+    else:
+        with pytest.raises(RuntimeError, match="stop"):
+            trainer.evaluate()
+    assert state() == before
+    hook.remove()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trls_callback_for_completions_leaves_the_padding_side(side, tmp_path):
+    tokenizer = build_tokenizer(padding_side=side, model_input_names=["input_ids", "attention_mask"])
+    tokenizer.model_max_length = 64
+    trainer = make("dpo", tmp_path, tokenizer=tokenizer, padding_free=True, predict_with_generate=False)
+    callback = trl.LogCompletionsCallback(trainer, freq=1, num_prompts=3)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert tokenizer.padding_side == trainer.data_collator.padding_side == side
+    assert [prompt for _, prompt, _ in callback.table] == 2 * trainer.eval_dataset["prompt"][:3]
+
+
+def test_a_callback_that_fails_leaves_the_padding_side_too(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, processing_class, **kwargs):
+            processing_class.padding_side = "left"
+            raise RuntimeError("stop")
+
+    tokenizer = build_tokenizer(padding_side="right")
+    trainer = make("dpo", tmp_path, tokenizer=tokenizer, predict_with_generate=False, callbacks=[Failing()])
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer.train()
+    assert tokenizer.padding_side == "right"
+
+
+# Processes
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_measure_what_one_does(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--main_process_port", str(port), generation_run.__file__, str(tmp_path / "2")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    generation_run.main(str(tmp_path / "1"))
+    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("1", "2"))
+    assert (one.pop("processes"), two.pop("processes")) == (1, 2)
+    assert one == two
+    assert written(tmp_path / "1") == written(tmp_path / "2")
+    assert len(written(tmp_path / "2")) == one["rows"] == 5
+
+
+# Settings and input
+
+
+def test_settings_can_be_given_on_a_command_line(tmp_path):
+    given = [
+        "--output_dir",
+        str(tmp_path),
+        "--use_cpu",
+        "--bf16",
+        "false",
+        "--predict_with_generate",
+        "--generation_kwargs",
+        '{"num_beams": 2}',
+    ]
+    (config,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses(given)
+    assert config.generation_kwargs == {"num_beams": 2}
+
+
+def test_generation_settings_reach_the_model(tmp_path):
+    trainer = make("dpo", tmp_path, generation_kwargs={"num_beams": 2, "min_new_tokens": 4})
+    trainer.evaluate()
+    expected = alone(trainer, trainer.eval_dataset["prompt"], num_beams=2, min_new_tokens=4)
+    assert (
+        [row["prediction"] for row in written(tmp_path)] == expected != alone(trainer, trainer.eval_dataset["prompt"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"generation_max_new_tokens": 0}, ValueError, "`generation_max_new_tokens` must be a positive"),
+        ({"eval_generation_samples": -1}, ValueError, "`eval_generation_samples` must be a positive"),
+        ({"generation_kwargs": {"max_new_tokens": 3}}, ValueError, "`max_new_tokens=3`: `generation_max_new_tokens`"),
+        ({"generation_kwargs": {"max_length": 3}}, ValueError, "`max_length=3`"),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, ValueError, "one prediction"),
+        ({"generation_kwargs": {"temprature": 1.0}}, ValueError, r"\['temprature'\].* spelling"),
+        ({"generation_kwargs": {"min_new_tokens": "x", "cache_implementation": "none"}}, ValueError, "cache"),
+        ({"generation_kwargs": [1]}, TypeError, "must be a dictionary, got `list`"),
+    ],
+)
+def test_settings_that_generate_would_refuse_are_refused_at_once(settings, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        DPOConfig(str(tmp_path), **SETTINGS | GENERATING | settings)
+    assert DPOConfig(str(tmp_path), **SETTINGS | settings)  # without generation they are not looked at
+    config = DPOConfig(str(tmp_path), **SETTINGS)
+    for name, value in (GENERATING | settings).items():
+        setattr(config, name, value)
+    rows = build_rows("dpo")
+    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": build_tokenizer()}
+    with pytest.raises(error, match=message):
+        DPOTrainer(build_model(), args=config, **given)
+
+
+CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
+UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dpo", {"eval_dataset": None}, "takes prompts from the `eval_dataset`, and there is none"),
+        ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` has no length"),
+        ("dpo", {"eval_dataset": {"a": build_rows("dpo").to_iterable_dataset()}}, "`IterableDataset` has no length"),
+        ("dpo", {"eval_dataset": build_rows("dpo").select([])}, "empty"),
+        ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"needs prompts.*\['input_ids'"),
+        ("sft", {"packing": True, "max_length": 32}, "`eval_packing`: packed rows have no prompts"),
+        ("sft", {"eval_packing": True, "max_length": 32}, "`eval_packing`: packed rows have no prompts"),
+        ("sft", {"formatting_func": str}, "`formatting_func`: it makes one text"),
+        ("dpo", {"batch_eval_metrics": True, "compute_metrics": len}, "`batch_eval_metrics`"),
+        ("dpo", {"include_for_metrics": ["loss"]}, "`include_for_metrics`"),
+        ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
+        ("dpo", {"tokenizer": build_tokenizer(pad_token=None, eos_token=None)}, "neither a pad token nor an EOS"),
+        ("sft", {"eval_dataset": CHAT}, "no chat template to write them out"),
+        (
+            "sft",
+            {"tokenizer": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
+            r"roles \['user'\]: no message of the assistant follows",
+        ),
+    ],
+)  # fmt: skip
+def test_what_could_not_be_generated_from_is_refused_before_the_first_step(name, settings, message, tmp_path):
+    model = build_model(max_position_embeddings=64)
+    with pytest.raises(ValueError, match=message):
+        make(name, tmp_path, **settings | {"model": model})
+    assert attachment_of(model) is None
+
+
+def test_rows_without_images_need_a_chat_template_too(tmp_path):
+    processor = build_processor("llava")
+    processor.chat_template = processor.tokenizer.chat_template = None
+    rows = Dataset.from_list([{"images": [build_image(0)], "messages": conversation("w1", "w2")}])
+    config = SFTConfig(str(tmp_path), max_length=None, **SETTINGS | GENERATING)
+    with pytest.raises(ValueError, match="LlavaProcessor has no chat template"):
+        SFTTrainer(
+            build_vision_model("llava"), args=config, train_dataset=rows, eval_dataset=rows, processing_class=processor
+        )
+
+
+@pytest.mark.parametrize("name", ["RewardConfig", "KTOConfig", "GRPOConfig", "RLOOConfig"])
+def test_other_trainers_do_not_have_it(name, tmp_path):
+    import trl_padfix
+
+    with pytest.raises(TypeError, match="predict_with_generate"):
+        getattr(trl_padfix, name)(str(tmp_path), predict_with_generate=True)

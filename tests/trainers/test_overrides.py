@@ -1,0 +1,64 @@
+"""What our trainers override of TRL's can be called as TRL calls it."""
+
+import inspect
+
+import pytest
+import trl
+
+import trl_padfix
+from trl_padfix.trainers.config import GeneratingConfig
+
+
+TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
+
+
+BUDGET = ["training_step", "get_train_dataloader", "_get_train_sampler", "_get_num_items_in_batch"]
+
+
+def overridden(name: str) -> list[str]:
+    ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
+    own = [c for c in ours.__mro__ if c.__module__.startswith("trl_padfix.")]
+    methods = {method for c in own for method, value in vars(c).items() if inspect.isfunction(value)}
+    return sorted(method for method in methods if hasattr(theirs, method) and method != "__init__")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_overridden_methods_take_the_arguments_of_trls(name):
+    methods = overridden(name)
+    assert {"compute_loss", "log", "evaluate"} <= set(methods)
+    for method in methods:
+        ours = inspect.signature(getattr(getattr(trl_padfix, name), method))
+        theirs = inspect.signature(getattr(getattr(trl, name), method))
+        parameters = list(theirs.parameters)
+        ours.bind(*parameters)
+        first = [p for p, q in theirs.parameters.items() if q.default is q.empty]
+        ours.bind(*first, **{p: None for p in parameters if p not in first})
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks"),
+    {
+        "DPOTrainer": ["_prepare_dataset", *BUDGET],
+        "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
+        "RewardTrainer": ["_prepare_dataset"],
+        "SFTTrainer": ["_prepare_dataset", "evaluation_loop", *BUDGET],
+        "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
+        "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
+    }.items(),
+)
+def test_the_hooks_exist_in_trl(name, hooks):
+    assert set(hooks) <= set(overridden(name))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_configurations_are_trls_with_our_fields(name):
+    config = name.replace("Trainer", "Config")
+    ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
+    assert issubclass(ours, theirs)
+    added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
+    sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
+    with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
+    both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch"}
+    both = both if name in ("DPOTrainer", "SFTTrainer") else set()
+    ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
+    assert added == ours | sided | with_reference | both

@@ -1,0 +1,143 @@
+"""Micro-batches under a token budget and processes with even work: every row once, whatever the lengths."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_padfix.trainers.row_costs import RowCosts, arrange, assign, pair_costs, split, text_costs
+
+
+@st.composite
+def drawn_costs(draw, most=24):
+    """Pairs of which some have one prompt; few lengths, so that many are equal."""
+    rows = draw(st.integers(1, most))
+    prompts = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+    lengths = draw(st.lists(st.integers(1, 9), min_size=5, max_size=5))
+    own = draw(st.lists(st.integers(2, 12), min_size=rows, max_size=rows))
+    grouped = draw(st.booleans())
+    shared = np.array([lengths[p] for p in prompts]) if grouped else np.zeros(rows, dtype=np.int64)
+    return RowCosts(np.array(own), shared, np.array(prompts) if grouped else np.arange(rows))
+
+
+def counted(costs, rows):
+    """Tokens of a batch, prompts once, row by row."""
+    prompts = {costs.group[r]: costs.shared[r] for r in rows}
+    return sum(costs.own[r] for r in rows) + sum(prompts.values())
+
+
+@given(drawn_costs(), st.integers(1, 60))
+def test_a_split_has_every_row_once_within_the_budget(costs, budget):
+    parts = split(costs, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    for part in parts:
+        assert costs.total(part) == counted(costs, part)
+        assert costs.total(part) <= budget or len(part) == 1
+    sizes = [costs.total(part) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(drawn_costs(), st.integers(1, 60))
+def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(costs, budget):
+    parts = split(costs, budget)
+    for prompt in set(costs.group.tolist()):
+        rows = np.flatnonzero(costs.group == prompt)
+        holding = [part for part in parts if set(part) & set(rows.tolist())]
+        assert len(holding) == 1 or costs.total(rows) > budget
+
+
+@given(drawn_costs(), st.integers(1, 60))
+def test_no_two_micro_batches_fit_into_one(costs, budget):
+    sizes = sorted(costs.total(part) for part in split(costs, budget))
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
+
+
+def test_a_split_is_even_where_the_budget_allows_it():
+    lengths = [30, 28, 26, 24, 6, 5, 4, 3, 2]
+    sizes = [sum(lengths[i] for i in part) for part in split(text_costs(lengths), budget=70)]
+    assert sizes == [65, 63]
+
+
+def test_a_row_beyond_the_budget_is_alone():
+    assert split(text_costs([50, 3, 4]), budget=10) == [[0], [1, 2]]
+
+
+@given(drawn_costs(), st.integers(1, 4))
+def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
+    costs = costs[: len(costs) // processes * processes]
+    parts = assign(costs, processes)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert {len(part) for part in parts} == {len(costs) // processes}
+
+
+def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
+    with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly to 2 processes"):
+        assign(text_costs([1, 2, 3, 4, 5]), 2)
+
+
+@pytest.mark.parametrize("processes", [2, 8, 64])
+def test_processes_have_even_work(processes):
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, 8 * processes).astype(int).clip(1, 1024)
+    costs = text_costs(lengths)
+    dealt = [costs.total(part) for part in assign(costs, processes)]
+    in_order = [costs.total(part) for part in np.arange(len(costs)).reshape(processes, 8)]
+    waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (dealt, in_order))
+    assert waiting < 0.5 * waiting_in_order
+    assert max(dealt) <= max(1.02 * np.mean(dealt), max(lengths) + 7 * np.median(lengths))
+
+
+def test_rows_of_one_prompt_go_to_one_process():
+    costs = RowCosts(np.full(8, 5), np.full(8, 9), np.array([0, 1, 0, 2, 1, 3, 0, 2]))
+    parts = assign(costs, 2)
+    assert sum(len(set(costs.group[part])) for part in parts) == 4
+
+
+@given(drawn_costs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_an_arranged_epoch_keeps_rows_and_global_batches(costs, per_process, processes, draw):
+    order = list(range(len(costs)))
+    draw.shuffle(order)
+    arranged = list(arrange(order, costs, per_process, processes))
+    assert arranged == list(arrange(order, costs, per_process, processes))
+    if not costs.shared.any():
+        size = per_process * processes
+        for begin in range(0, len(order), size):
+            assert sorted(arranged[begin : begin + size]) == sorted(order[begin : begin + size])
+    assert sorted(arranged) == sorted(order)
+
+
+def test_rows_of_one_prompt_come_up_together():
+    costs = RowCosts(np.full(6, 3), np.full(6, 4), np.array([0, 1, 0, 2, 1, 0]))
+    assert list(arrange([3, 5, 1, 0, 2, 4], costs, per_process=2, processes=1)) == [3, 5, 0, 2, 1, 4]
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pairs_cost_at_least_what_is_computed(data):
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from trl_padfix import padding_free_layout, prefix_sharing_layout
+
+    # Completions begin with ids of their own, so that pairs have nothing but prompts in common.
+    prompts = data.draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=6), min_size=1, max_size=4))
+    lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    pairs = [
+        {"prompt_ids": p, "chosen_ids": [10 + 2 * i] * c, "rejected_ids": [11 + 2 * i] * r}
+        for i, p in enumerate(prompts)
+        for c, r in [data.draw(lengths)]
+    ]
+    settings = {
+        "max_length": data.draw(st.sampled_from([None, 7])),
+        "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
+    }
+    batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
+    parts = [[len(pair[f"{name}_ids"]) for pair in pairs] for name in ("prompt", "chosen", "rejected")]
+    ids = [prompts.index(p) for p in prompts]
+    assert pair_costs(*parts, **settings).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
+    assert pair_costs(*parts, prompts=ids, **settings).total() >= shared
+    for i, pair in enumerate(pairs):
+        alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
+        tokens = prefix_sharing_layout(alone["input_ids"], alone["attention_mask"]).packed_tokens
+        each = pair_costs(*parts, prompts=ids, **settings).each[i]
+        assert each >= tokens
+        assert each == tokens or settings["truncation_mode"] == "keep_end"

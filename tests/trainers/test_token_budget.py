@@ -1,0 +1,299 @@
+"""
+Batches by token budget give the trajectory of fixed batches, whatever the split.
+
+TRL's own trainer with all rows of an optimizer step in one forward is what every split is compared with: loss,
+gradient norm and every metric of every step.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import budget_runs
+from kit.budget_runs import BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
+from kit.trainer_runs import build_model, build_tokenizer
+
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
+from trl_padfix.trainers import token_budget
+from trl_padfix.trainers.row_costs import pair_costs
+
+
+SHARING = {"prefix_sharing": True}
+ELSEWHERE = {"perf/tokens_per_second", "padfix/pad_fraction", "padfix/shared_fraction", "total_flos", "train_loss"}
+
+
+def figures(history, but=()):
+    """Everything that is logged of each step, but for what depends on the clock or on the padding."""
+    steps = [log for log in history if "loss" in log]
+    names = sorted(set(steps[0]) - ELSEWHERE - set(but))
+    assert {"loss", "grad_norm", "entropy", "mean_token_accuracy"} <= set(names)
+    return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
+
+
+def watched(trainer):
+    """Train, and list the rows of every micro-batch, step by step."""
+    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
+
+    def step(*args, **kwargs):
+        steps.append([])
+        return training_step(*args, **kwargs)
+
+    def loss(model, inputs, *args, **kwargs):
+        steps[-1].append(inputs["attention_mask"].sum(1).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.training_step, trainer.compute_loss = step, loss
+    trainer.train()
+    return steps
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory):
+    """What TRL logs with one forward per step, computed once for each trainer."""
+
+    @cache
+    def run(name, **config):
+        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | config)
+        trainer.train()
+        return trainer.state.log_history
+
+    return run
+
+
+CASES = {
+    "dpo": ("dpo", {}),
+    "dpo, sharing": ("dpo", SHARING),
+    "dpo, left": ("dpo", SHARING | {"padding_side": "left"}),
+    "dpo, accumulation": ("dpo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    "dpo, workers": ("dpo", {"dataloader_num_workers": 1}),
+    "sft": ("sft", {}),
+    "sft, accumulation": ("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
+    name, config = CASES[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+    # It was split, unevenly, and within the budget; the decoder computed no more than that.
+    rows = 2 if name == "dpo" else 1
+    assert all(sum(map(len, step)) == rows * GLOBAL_BATCH for step in steps)
+    assert all(len(step) > 1 for step in steps)
+    assert any(len({len(batch) for batch in step}) > 1 for step in steps)
+    if not config.get("prefix_sharing"):
+        assert max(sum(batch) for step in steps for batch in step) <= BUDGET[name]
+        assert trainer._handles[0].stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_row_and_three_weigh_as_four(name, tmp_path):
+    words = {"dpo": {"prompt": "w3 ", "chosen": "w4 ", "rejected": "w5 "}, "sft": {"text": "w3 "}}[name]
+    data = Dataset.from_list([{part: word * (i + 2) for part, word in words.items()} for i in (0, 5, 1, 0)])
+    tokens = {"dpo": 34, "sft": 10}[name]
+    runs = {}
+    for ours in (True, False):
+        config = {"max_tokens_per_batch": tokens} if ours else {}
+        config |= {"per_device_train_batch_size": 4, "max_steps": 4, "max_length": tokens}
+        trainer = make(name, tmp_path, ours=ours, data=data, **config)
+        runs[ours] = watched(trainer), figures(trainer.state.log_history)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in runs[True][0]] == [[3 * rows, rows]] * 4
+    assert [[len(batch) for batch in step] for step in runs[False][0]] == [[4 * rows]] * 4
+    assert_same(runs[True][1], runs[False][1])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_mean_of_means_is_not_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
+    trainer = make(name, tmp_path, ours=True, max_steps=9)
+    monkeypatch.setattr(trainer, "_batch_size_of", lambda batch: torch.tensor(1))
+    monkeypatch.setattr(trainer, "_metric_sizes", lambda batch: {})
+    monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
+    trainer.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+def test_reference_log_probabilities_that_were_computed_before_are_split_with_their_pairs(fixed, tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=9, precompute_ref_log_probs=True)
+    trainer.train()
+    assert_same(figures(trainer.state.log_history), figures(fixed("dpo")))
+
+
+def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
+    data = build_data("dpo").select(list(range(6)) * 4)
+    data = data.map(lambda row, i: {"chosen": f"{row['chosen']}w{2 + i} "}, with_indices=True)
+    trainer = make("dpo", tmp_path, ours=True, data=data, max_tokens_per_batch=300, max_steps=3, **SHARING)
+    found = []
+    compute_loss = trainer.compute_loss
+
+    def loss(model, inputs, *args, **kwargs):
+        prompts = inputs["input_ids"].masked_fill(inputs["completion_mask"].bool(), 39)
+        found.append({tuple(p for p in row if p != 39) for row in prompts.tolist()})
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = loss
+    trainer.train()
+    assert len(found) == 3  # steps, each of two prompts of four pairs
+    assert [len(prompts) for prompts in found] == [2, 2, 2]
+    assert not set.intersection(*found)
+
+
+COUNTED = ["num_tokens"]
+"""What TRL counts from zero in a resumed run."""
+
+
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
+    make("dpo", tmp_path, ours=True, **LAUNCHED).train()
+    trainer = make("dpo", tmp_path, ours=True, **LAUNCHED)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
+
+
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [("MULTI_CPU", ["--multi_gpu"]), pytest.param("FSDP", FSDP2, marks=pytest.mark.slow)],
+    ids=["ddp", "fsdp2"],
+)
+def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = budget_runs.__file__
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
+    command += ["--main_process_port", str(port), script, str(tmp_path)]
+    environment = os.environ | ({"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == kind
+    for name in TRAINERS:
+        whole, *resumed = logged[name]
+        assert_same(figures(whole), figures(fixed(name)))
+        for history in resumed:
+            assert_same(figures(history, COUNTED), figures(fixed(name), COUNTED))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(token_budget, "_halved", lambda batches, count, rows: halved(batches, count + 2, rows))
+    config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
+    steps = watched(trainer)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+# Input
+
+
+def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
+        steps = watched(trainer)
+    dataset = trainer.train_dataset
+    parts = [[len(ids) for ids in dataset[f"{part}_ids"]] for part in ("prompt", "chosen", "rejected")]
+    tokens = pair_costs(*parts, max_length=26).each
+    message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
+    assert sum(message in text for text in caplog.messages) == 1
+    assert any(sum(batch) > 26 for step in steps for batch in step)
+    assert all(sum(batch) <= 26 or len(batch) == 2 for step in steps for batch in step)
+
+
+def test_no_budget_leaves_batches_alone(tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=None, max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert {"input_ids", "attention_mask", "completion_mask"} == set(batch)
+    assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH
+
+
+def test_the_batch_of_a_step_is_the_product_with_the_accumulation():
+    config = DPOConfig(
+        use_cpu=True, bf16=False, padding_free=True, max_tokens_per_batch=2048,
+        per_device_train_batch_size=4, gradient_accumulation_steps=8,
+    )  # fmt: skip
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (32, 1)
+
+
+@pytest.mark.parametrize("config_class", [DPOConfig, SFTConfig])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
+        ({"max_tokens_per_batch": 2048, "padding_free": False}, "needs `padding_free=True`"),
+        ({"max_tokens_per_batch": 512}, r"`max_length=1024` tokens, more than `max_tokens_per_batch=512`"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_an_error(config_class, config, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**{"use_cpu": True, "bf16": False, "padding_free": True} | config)
+
+
+def test_packed_rows_are_not_split():
+    with pytest.raises(ValueError, match="Set one of `packing` and `max_tokens_per_batch`"):
+        SFTConfig(use_cpu=True, bf16=False, padding_free=True, packing=True, max_tokens_per_batch=2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_type": ["aot"]}, "'aot' compares the pairs of a forward"),
+        ({"loss_type": ["sigmoid", "sft"]}, "'sft' compares the pairs of a forward, or weighs them"),
+        ({"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"),
+    ],
+)
+def test_what_is_no_mean_over_pairs_is_refused(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make("dpo", tmp_path, ours=True, **config)
+
+
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
+        make("dpo", tmp_path, ours=True, data=build_data("dpo").to_iterable_dataset())
+
+
+def test_another_sampling_strategy_is_refused(tmp_path):
+    trainer = make("sft", tmp_path, ours=True, train_sampling_strategy="group_by_length")
+    with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which does the same in another way"):
+        trainer.get_train_dataloader()
+
+
+def test_an_accumulation_that_was_set_later_is_refused(tmp_path):
+    config = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, padding_free=True, gradient_accumulation_steps=2)
+    config.max_tokens_per_batch = 2048
+    model, tokenizer = build_model(), build_tokenizer()
+    with pytest.raises(ValueError, match="was set after the configuration was made, with `gradient_acc"):
+        DPOTrainer(model=model, args=config, train_dataset=build_data("dpo"), processing_class=tokenizer)
+
+
+def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, monkeypatch):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=2)
+    metrics, gather = trainer._metrics["train"], trainer.accelerator.gather
+    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert trainer._metrics["train"] is metrics
+    assert trainer.accelerator.gather == gather
+    assert "gather" not in vars(trainer.accelerator)
+    assert trainer.accelerator.sync_gradients
+    assert trainer._weight is None

@@ -1,0 +1,97 @@
+"""Trackers and model cards: what others see of a training."""
+
+import random
+import sys
+
+import pytest
+import trl
+from datasets import Dataset
+from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, words
+
+import trl_padfix
+from trl_padfix import DPOConfig, DPOTrainer
+
+
+OURS = {"padfix/pad_fraction", "padfix/shared_fraction", "perf/tokens_per_second"}
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Two steps of DPO and an evaluation, and a checkpoint."""
+
+    def run(trainer_class=DPOTrainer, config_class=DPOConfig, **settings):
+        draw = random.Random(0)
+        prompts = [words(draw, 2, 8) for _ in range(3)]
+        pairs = [{"prompt": p, "chosen": words(draw, 1, 6), "rejected": words(draw, 1, 6)} for p in prompts * 4]
+        config = SETTINGS | {"output_dir": str(tmp_path), "max_steps": 2, "eval_strategy": "epoch"} | settings
+        trainer = trainer_class(
+            build_model(),
+            ref_model=build_model(seed=1),
+            args=config_class(**config),
+            train_dataset=Dataset.from_list(pairs),
+            eval_dataset=Dataset.from_list(pairs[:3]),
+            processing_class=build_tokenizer(),
+        )
+        trainer.train()
+        return trainer
+
+    return run
+
+
+def logged(trainer) -> dict[str, list[float]]:
+    """What a tracker is to show of the numbers that the trainer logged."""
+    shown: dict[str, list[float]] = {}
+    for log in trainer.state.log_history:
+        for name, value in log.items():
+            mode = "eval" if name.startswith("eval_") else "train"
+            shown.setdefault(f"{mode}/{name.removeprefix('eval_')}", []).append(value)
+    wanted = {f"{mode}/{name}" for mode in ("train", "eval") for name in OURS}
+    assert wanted <= shown.keys()
+    return {name: shown[name] for name in wanted}
+
+
+def test_tensorboard_shows_our_metrics(train, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = train(report_to=["tensorboard"], **MODES["prefix sharing"])
+    shown = EventAccumulator(str(next((tmp_path / "events").rglob("events.*")).parent)).Reload()
+    for name, values in logged(trainer).items():
+        assert [event.value for event in shown.Scalars(name)] == pytest.approx(values)
+
+
+def test_trackio_shows_our_metrics(train, tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    for name, module in list(sys.modules.items()):  # read from the environment at the first import
+        if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    trainer = train(report_to=["trackio"], project="padfix", **MODES["prefix sharing"])
+    (name,) = SQLiteStorage.get_runs("padfix")
+    shown = SQLiteStorage.get_logs("padfix", name)
+    for metric, values in logged(trainer).items():
+        assert [log[metric] for log in shown if metric in log] == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tags", "says"),
+    [
+        ("padded", [], "padded"),
+        ("padding-free", ["padding-free"], "padding-free, attention `sdpa`"),
+        ("prefix sharing", ["padding-free", "prefix-sharing"], "padding-free and prefix-sharing, attention `sdpa`"),
+    ],
+)
+def test_the_model_card_is_trls_with_our_tags_mode_and_version(mode, tags, says, train, tmp_path):
+    from huggingface_hub import ModelCard
+
+    train(trl.DPOTrainer, trl.DPOConfig, save_strategy="steps", save_steps=2)
+    theirs = ModelCard.load(tmp_path / "README.md")
+    train(save_strategy="steps", save_steps=2, **MODES[mode])
+    ours = ModelCard.load(tmp_path / "README.md")
+    line = f"- trl_padfix: {trl_padfix.__version__} ({says})\n"
+    assert line in ours.text
+    assert ours.text.replace(line, "") == theirs.text
+    assert {"trl", "dpo"} <= set(theirs.data.tags)
+    assert set(ours.data.tags) == {*theirs.data.tags, "trl_padfix", *tags}

@@ -1,0 +1,278 @@
+"""
+TRL's trainers and ours on images: one trajectory, whatever the mode and the side.
+
+The processors of some families need torchvision; their tests are skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.torchvision_stand_in import torchvision_loads
+from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model
+from kit.vision_families import build_vision
+from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
+from peft import LoraConfig
+from transformers import PreTrainedModel, PrinterCallback
+
+import trl_padfix
+from trl_padfix import (
+    DataCollatorForVisionLanguageModeling,
+    DataCollatorForVisionPreference,
+    PaddingRemovalError,
+    ParityError,
+)
+from trl_padfix.cli.launch import main
+
+
+ROOT = Path(__file__).parents[2]
+
+needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
+FAMILIES = [
+    pytest.param(family, marks=needs_torchvision if family in NEEDS_TORCHVISION else ()) for family in PROCESSORS
+]
+DATA = {"DPO": build_pairs, "SFT": build_captions}
+MODES = {
+    "padded, left": {"padding_side": "left"},
+    "padding-free, left": {"padding_free": True, "padding_side": "left"},
+    "prefix sharing, right": {"padding_free": True, "prefix_sharing": True},
+}
+GIVEN = ("model", "peft_config", "train_dataset", "eval_dataset")
+IMAGES = (2, 0, 1)
+"""Images of the examples, by turns."""
+
+
+def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **config: Any) -> Any:
+    """A trainer of TRL's or of ours on ragged examples with two images, one and none."""
+    given = {name: config.pop(name) for name in GIVEN if name in config}
+    implementation = config.pop("attn_implementation", None)
+    processor = build_processor(family)
+    if kind == "DPO" and "peft_config" not in given:
+        given["ref_model"] = build_vlm(family, processor, implementation)
+    given = {"train_dataset": DATA[kind](9, IMAGES), "eval_dataset": DATA[kind](3, IMAGES, seed=1)} | given
+    settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": None} | config
+    trainer = getattr(library, f"{kind}Trainer")(
+        **{"model": build_vlm(family, processor, implementation)} | given,
+        args=getattr(library, f"{kind}Config")(output_dir=str(tmp_path), **settings),
+        processing_class=processor,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trajectory(trainer: Any) -> torch.Tensor:
+    trainer.train()
+    trainer.evaluate()
+    logs = trainer.state.log_history
+    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
+    return torch.tensor([*steps, *([log["eval_loss"], 0.0] for log in logs if "eval_loss" in log)])
+
+
+@cache
+def trls(kind: str, family: str) -> torch.Tensor:
+    return trajectory(build_trainer(trl, kind, family, "unused"))
+
+
+def decoder_tokens(model: PreTrainedModel) -> list[int]:
+    """Tokens that enter the first layer of the decoder, call by call."""
+    entered: list[int] = []
+    layer = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList))[0]
+    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    return entered
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_on_images_is_trls(family, kind, mode, tmp_path):
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])
+    entered = decoder_tokens(trainer.model)
+    assert_same(trajectory(trainer), trls(kind, family), atol=1e-5)
+
+    batches = list(trainer.get_eval_dataloader())
+    log = trainer.state.log_history[0]
+    real = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    padded = sum(batch["attention_mask"].numel() for batch in batches)
+    last = entered[-len(batches) :]
+    if mode.startswith("padded"):
+        assert sum(last) == padded
+        assert "padfix/pad_fraction" not in log
+    else:
+        shared = mode.startswith("prefix")
+        assert sum(last) < real if shared else sum(last) == real
+        assert log["padfix/pad_fraction"] > 0
+        assert (log["padfix/shared_fraction"] > 0) == shared
+
+
+@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
+@pytest.mark.parametrize("kind", DATA)
+def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode, monkeypatch, tmp_path):
+    config = break_mode(monkeypatch, mode)
+    monkeypatch.setattr("trl_padfix.core.remove.token_keys", lambda call, shape: None)
+    trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(trajectory(trainer), trls(kind, "llava"), atol=1e-5)
+    with pytest.raises(ParityError):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, **config).train()
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("SFT", "padding-free, left"), ("DPO", "prefix sharing, right")])
+def test_lora_with_gradient_checkpointing(kind, mode, tmp_path):
+    def trained(library: Any, **mode: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        adapters = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+        more = {"peft_config": adapters, "gradient_checkpointing": True, "max_steps": 2}
+        return trajectory(build_trainer(library, kind, "idefics3", tmp_path, **more, **mode))
+
+    assert_same(trained(trl_padfix, **MODES[mode]), trained(trl), atol=1e-5)
+
+
+def test_the_tower_runs_once_for_a_pair(tmp_path):
+    trainer = build_trainer(trl_padfix, "DPO", "llava", tmp_path, padding_free=True, max_steps=2)
+    images: list[int] = []
+    layer = next(m for m in trainer.model.model.vision_tower.modules() if isinstance(m, torch.nn.ModuleList))[0]
+    trainer.train()  # the first batch that repeats itself is tried both ways
+    layer.register_forward_pre_hook(lambda m, args: images.append(len(args[0])))
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.compute_loss(trainer.model, batch)
+    assert images == [len(batch["pixel_values"]) // 2]
+
+
+@needs_torchvision
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_qwen2_5_vl_evaluates_under_flash_attention_whatever_the_side(side, padding_free, tmp_path):
+    # ms-swift's users met "... batched generation with padding_side='right' ..." in the evaluation of a fine-tuning.
+    with flash_attention_stand_in() as calls:
+        trainer = build_trainer(
+            trl_padfix,
+            "SFT",
+            "qwen2_5_vl",
+            tmp_path,
+            attn_implementation="flash_attention_2",
+            padding_side=side,
+            padding_free=padding_free,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=4,
+        )
+        trainer.train()
+        assert calls
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    expected = build_trainer(trl, "SFT", "qwen2_5_vl", tmp_path, eval_strategy="steps", eval_steps=1)
+    expected.train()
+    theirs = [log["eval_loss"] for log in expected.state.log_history if "eval_loss" in log]
+    assert losses == pytest.approx(theirs, abs=1e-4)
+
+
+# -- collators
+
+
+def collated(kind: str, side: str, family: str = "idefics3", **settings: Any) -> dict[str, torch.Tensor]:
+    collator = {"DPO": DataCollatorForVisionPreference, "SFT": DataCollatorForVisionLanguageModeling}[kind]
+    return collator(build_processor(family), padding_side=side, **settings)(list(DATA[kind](4, IMAGES)))
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_sides_hold_the_same_rows(family, kind):
+    right, left = (collated(kind, side, family) for side in ("right", "left"))
+    assert right.keys() == left.keys()
+    moved = [name for name, value in right.items() if value.shape == right["input_ids"].shape]
+    assert {"input_ids", "attention_mask"} < set(moved)
+    assert ("mm_token_type_ids" in moved) == family.startswith("qwen")
+    rooms = right["attention_mask"].shape[1] - right["attention_mask"].sum(1)
+    assert rooms.max() > 0
+    for name, value in right.items():
+        rows = [row.roll(int(room)) for row, room in zip(value, rooms, strict=True)] if name in moved else value
+        rows = torch.stack(rows) if name in moved else rows
+        if name != "labels":
+            assert torch.equal(left[name], rows), name
+    assert (left["attention_mask"][:, -1] == 1).all()
+    if kind == "SFT":
+        first = left["attention_mask"].argmax(1)
+        assert (left["labels"].gather(1, first[:, None])[first > 0] == -100).all()
+
+
+def test_trls_collator_writes_to_its_examples_and_ours_does_not():
+    examples = list(build_pairs(2))
+    before = [dict(example) for example in examples]
+    DataCollatorForVisionPreference(build_processor("llava"))(examples)
+    assert examples == before
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_truncation_that_would_cut_an_image_is_refused(kind):
+    with pytest.raises(ValueError, match=r"`max_length=4` cuts images of examples \[0, 2, 3\] of the batch"):
+        collated(kind, "right", max_length=4)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_other_images_than_placeholders_are_found_before_the_first_step(kind, tmp_path):
+    def ask_for_one(row: dict[str, Any], i: int) -> dict[str, Any]:
+        asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w3"}]}]
+        return {"prompt": asked, "images": row["images"] * (2 if i == 2 else 1)}
+
+    data = DATA[kind](4)
+    data = data.remove_columns("prompt").map(ask_for_one, with_indices=True)
+    with pytest.raises(ValueError, match=r"Example 2 of the train dataset has 2 images and 1 placeholders"):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, train_dataset=data)
+
+
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_images_without_a_vision_model_are_refused(kind, padding_free, tmp_path):
+    with pytest.raises(ValueError, match=r"train dataset has images .*Qwen2ForCausalLM takes text only"):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, model=build_model(), padding_free=padding_free)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_text_alone_trains_a_vision_model(mode, tmp_path):
+    data = Dataset.from_list([{"prompt": "w3 w4 w5", "completion": "w6 w7 <eos>"}] * 4)
+    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data, eval_dataset=None, **MODES[mode])
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_images_in_the_evaluation_alone_are_refused(tmp_path):
+    data = Dataset.from_list([{"prompt": "w3 w4", "completion": "w6 <eos>"}] * 4)
+    with pytest.raises(ValueError, match=r"eval dataset has images .* and the train dataset has none"):
+        build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data)
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_refused_models_are_refused_before_the_first_step(kind, tmp_path):
+    model = build_vision("qwen3_5").model
+    with pytest.raises(PaddingRemovalError, match=r"Qwen3_5ForConditionalGeneration: layer `layers.0`"):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, model=model, padding_free=True)
+
+
+@needs_torchvision
+def test_the_recipe_of_qwen2_5_vl_trains_a_tiny_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    processor = build_processor("qwen2_5_vl")
+    processor.save_pretrained(tmp_path / "model")
+    build_vlm("qwen2_5_vl", processor).save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    build_pairs(8).to_parquet(tmp_path / "data" / "train.parquet")
+    settings = {
+        "config": "recipes/dpo_qwen2.5_vl.yaml", "model_name_or_path": tmp_path / "model",
+        "dataset_name": tmp_path / "data", "output_dir": tmp_path / "run", "max_steps": 2, "logging_steps": 1,
+        "gradient_accumulation_steps": 1, "save_steps": 2, "use_cpu": True, "bf16": False, "dtype": "float32",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    main("dpo", [str(part) for name, value in settings.items() for part in (f"--{name}", value)])
+    history = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())["log_history"]
+    assert next(log["loss"] for log in history if "loss" in log) == pytest.approx(0.6931, abs=1e-3)
+    assert all(log["padfix/pad_fraction"] > 0 for log in history if "loss" in log)

@@ -1,0 +1,147 @@
+"""`trl-padfix bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from .console import console, one_of
+
+
+if TYPE_CHECKING:
+    from ..tools.bench import BenchSettings, VariantResult
+
+__all__ = ["bench"]
+
+
+def bench(
+    data: Annotated[
+        str, typer.Option(help="Local file of preference pairs, Hub id, 'equal', or 'lengths:PROMPT/COMPLETION'.")
+    ] = "Anthropic/hh-rlhf",
+    trainer: Annotated[
+        str,
+        typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions, without data."),
+    ] = "dpo",
+    variants: Annotated[
+        str,
+        typer.Option(help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, token_budget; trl first."),
+    ] = "trl,padding_free,prefix_sharing",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
+    generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
+    prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a prompt, about.")] = 512,
+    completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
+    spread: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
+    ] = 0.25,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
+    shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
+    max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
+    max_tokens_per_batch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches."),
+    ] = None,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory; on CPU one more step of each variant.")] = True,
+    peak_tflops: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
+    plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
+    profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
+) -> None:
+    """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
+    import torch
+
+    from ..core.attention import refuse_implementation
+    from ..tools import bench as b
+    from ..tools.tiny import SHAPES
+
+    one_of("--shape", shape, SHAPES)
+    one_of("--trainer", trainer, b.TRAINERS)
+    one_of("--dtype", dtype, [str(known).removeprefix("torch.") for known in b.TOLERANCE])
+    one_of("--device", device, ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    if reason := refuse_implementation(attn):
+        raise typer.BadParameter(reason, param_hint="--attn")
+    try:
+        settings = b.BenchSettings(
+            trainer=trainer, variants=tuple(variants.split(",")), pairs=pairs, generations=generations,
+            prompt_length=prompt_length, completion_length=completion_length, steps=steps, warmup=warmup, shape=shape,
+            device=device, dtype=dtype, attn=attn, max_length=max_length, max_tokens_per_batch=max_tokens_per_batch,
+            lora=lora, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, memory=memory,
+            peak_tflops=peak_tflops, seed=seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--variants") from error
+    try:
+        dataset, name = _dataset(data, settings, spread)
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from error
+    step = b.prepare(dataset, settings)
+    results = b.measure(step, settings)
+    about = b.describe(settings, name)
+    sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
+    what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
+    title = f"{what}, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}"
+    console.print(_table(results, title))
+    console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
+    if profile:
+        for variant, table in b.profile(step, settings).items():
+            console.print(f"\n{variant}", table, sep="\n", markup=False, highlight=False, soft_wrap=True)
+    if json is not None:
+        json.write_text(b.to_json(results, about) + "\n")
+    if plot is not None:
+        from ..tools.report import plot_bench
+
+        plot_bench(results, f"{title}\n{name}, {about['threads']} threads", plot)
+
+
+def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, str]:
+    from ..tools import bench as b
+
+    if settings.trainer == "grpo":
+        return None, "random"
+    count = settings.pairs * (settings.steps + settings.warmup)
+    if data == "equal":
+        return b.equal_length_pairs(count), data
+    if lengths := b.parse_lengths(data):
+        return b.pairs_of_lengths(count, *lengths, spread, settings.seed), f"{data}, spread {spread:g}"
+    return b.load_pairs(data), Path(data).name
+
+
+def _table(results: list[VariantResult], title: str) -> Table:
+    table = Table(
+        box=SIMPLE,
+        padding=0,
+        title=title,
+        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
+        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory",
+    )
+    table.add_column("variant", no_wrap=True)
+    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.name,
+            f"{r.seconds:.2f}",
+            f"{r.low:.2f}-{r.high:.2f}",
+            f"{r.speedup:.2f}",
+            f"{r.token_limit:.2f}",
+            f"{r.speedup / r.token_limit:.2f}",
+            f"{r.tokens_per_second:.0f}",
+            f"{r.mfu:.0%}",
+            "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
+        )
+    return table

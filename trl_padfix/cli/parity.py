@@ -1,0 +1,96 @@
+"""`trl-padfix parity`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .console import console, one_of
+
+
+__all__ = ["parity"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+WIDTH = 120
+COLUMNS = ("attention", "mode", "dtype", "tokens", "log-prob diff", "gradient diff", "packed - padded", "")
+
+
+def parity(
+    model: Annotated[Optional[str], typer.Option(help="Model id or path.")] = None,  # noqa: UP045
+    data: Annotated[Optional[str], typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,  # noqa: UP045
+    config: Annotated[Optional[Path], typer.Option(help="YAML of a training: its model, data and max_length.")] = None,  # noqa: UP045
+    attn: Annotated[Optional[list[str]], typer.Option(help="Attention implementation; may be repeated.")] = None,  # noqa: UP045
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
+    device: Annotated[Optional[str], typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,  # noqa: UP045
+    rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
+    max_length: Annotated[Optional[int], typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,  # noqa: UP045
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+) -> None:
+    """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import is_flash_attn_2_available
+
+    from ..tools.compare import compare, tokenize_rows
+    from ..tools.data import load_recipe, load_rows
+
+    transformers.logging.disable_progress_bar()
+    one_of("--dtype", dtype, DTYPES)
+    one_of("--device", device or "cpu", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    recipe = load_recipe(str(config)) if config is not None else {}
+    model = model or recipe.get("model_name_or_path")
+    if model is None:
+        raise typer.BadParameter("give a model, here or as `model_name_or_path` of `--config`.", param_hint="--model")
+    if data is None and config is None:
+        raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
+    max_length = max_length or recipe.get("max_length") or 512
+    hint = "--model"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        hint = "--data"
+        batch = tokenize_rows(load_rows(data or str(config)), tokenizer, rows, max_length)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    batch = {name: value.to(device) for name, value in batch.items()}
+
+    def load(backend: str, precision: torch.dtype) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(model, attn_implementation=backend, dtype=precision).to(device)
+
+    flash = dtype != "float32" and device == "cuda" and is_flash_attn_2_available()
+    backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if flash else [])]
+    table = Table(box=box.MARKDOWN)  # as an issue shows it
+    for column in COLUMNS:
+        table.add_column(column, no_wrap=True)
+    failed = []
+    with console.status("comparing"):
+        for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
+            figures = ["-"] * 4 if c.note else [str(c.tokens), f"{c.logps:.1e}", _or_dash(c.gradient), "-"]
+            if c.parity is not None:
+                figures[3] = f"{c.parity.maximum:.1e}"
+            table.add_row(c.backend, c.mode, c.dtype, *figures, "ok" if c.ok else "FAILED")
+            failed += [] if c.ok else [f"{c.backend}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}"]
+    Console(width=WIDTH).print(table)
+    versions = ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
+    typer.echo(
+        f"{Path(model).name}, {len(batch['input_ids'])} rows on {device}; largest difference of a log-probability and "
+        f"relative difference of the gradient from padded eager float32, and largest difference between packed and "
+        f"padded. {versions}, Python {platform.python_version()}."
+    )
+    for line in failed:
+        typer.echo(line, err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"

@@ -1,0 +1,131 @@
+"""`trl-padfix stats`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.table import Table
+
+from .console import console, one_of
+
+
+__all__ = ["stats"]
+
+
+def stats(
+    data: Annotated[str, typer.Argument(help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe.")],
+    tokenizer: Annotated[Optional[str], typer.Option(help="Id or path of the tokenizer.")] = None,  # noqa: UP045
+    train_tokenizer: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    max_length: Annotated[Optional[int], typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,  # noqa: UP045
+    truncation_mode: Annotated[Optional[str], typer.Option(help="keep_start or keep_end. [keep_start]")] = None,  # noqa: UP045
+    world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
+    batch_size: Annotated[Optional[int], typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,  # noqa: UP045
+    accumulation: Annotated[Optional[int], typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,  # noqa: UP045
+    max_tokens_per_batch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random batches.")] = 0,
+    plot: Annotated[Optional[Path], typer.Option(help="Draw lengths and a batch to this PNG.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
+) -> None:
+    """Count the tokens of a dataset: padding, repeated prompts, truncation, and waiting of many processes."""
+    import json as json_module
+    from dataclasses import asdict
+
+    from transformers import AutoTokenizer
+
+    from ..tools import stats as s
+    from ..tools import tiny
+    from ..tools.data import load_recipe, load_rows
+
+    try:
+        sizes = [int(size) for size in world_size.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{world_size!r} is no list of numbers.", param_hint="--world-size") from None
+    try:
+        rows = load_rows(data, split)
+        recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
+    except (FileNotFoundError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="DATA") from error
+    if max_length is None:
+        max_length = recipe.get("max_length", 1024)
+    max_length = max_length or None
+    truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
+    one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
+    batch_size = batch_size or recipe.get("per_device_train_batch_size", 8)
+    accumulation = accumulation or recipe.get("gradient_accumulation_steps", 4)
+    max_tokens_per_batch = max_tokens_per_batch or recipe.get("max_tokens_per_batch")
+    if tokenizer is None and train_tokenizer is None:
+        tokenizer = recipe.get("model_name_or_path")
+        train_tokenizer = tiny.SHAPES.get(recipe.get("tiny_model"), {}).get("vocab_size")
+    if (tokenizer is None) == (train_tokenizer is None):
+        raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
+
+    if train_tokenizer is not None:
+        with console.status("Training a tokenizer"):
+            loaded, name = tiny.train_tokenizer(s.texts_of(rows), train_tokenizer), f"a BPE of {train_tokenizer}"
+    else:
+        loaded, name = AutoTokenizer.from_pretrained(tokenizer), tokenizer
+    try:
+        lengths = s.measure(rows, loaded, progress=console.is_terminal)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="DATA") from error
+    kept = lengths.kept(max_length, truncation_mode)
+    how = {"max_length": max_length, "truncation_mode": truncation_mode}
+    costs = kept.costs(**how)
+    budget = max_tokens_per_batch or s.memory_of(costs, batch_size, seed)
+    batches = s.batch_tokens(kept, [1, 2, 4, 8, 16, 32, 64], seed=seed, **how)
+    waits = [
+        s.waiting(costs, size, batch_size=batch_size, accumulation=accumulation, budget=budget, seed=seed)
+        for size in sizes
+    ]
+    cut, parts = s.truncated(lengths, **how), s.summary(lengths)
+    unit = "pairs" if lengths.are_pairs else "rows"
+
+    console.print(f"{len(lengths):,} {unit} of {Path(data).name}, tokenized with {name}")
+    table = Table("tokens")
+    for column in ("mean", "median", "95%", "max"):
+        table.add_column(column, justify="right")
+    for part, figures in parts.items():
+        table.add_row(part, *(f"{value:,.0f}" for value in figures.values()))
+    console.print(table)
+    if max_length:
+        share = cut["truncated"] / len(lengths)
+        kind = f"max_length={max_length} ({truncation_mode})"
+        console.print(f"{kind} truncates {cut['truncated']:,} {unit} ({share:.1%}) and drops {cut['dropped']:,}.")
+    console.print(f"\nTokens of random batches, and the speed-ups that they allow ({unit} per batch):")
+    table = Table()
+    for column in ("batch", "padded", "real", "distinct", "padded/real", "real/dist.", "padded/dist."):
+        table.add_column(column, justify="right")
+    for b in batches:
+        ratios = (b.padded / b.real, b.real / b.distinct, b.padded / b.distinct)
+        counts = (b.padded, b.real, b.distinct)
+        table.add_row(str(b.batch_size), *(f"{n:,.0f}" for n in counts), *(f"{r:.2f}" for r in ratios))
+    console.print(table)
+    console.print(
+        "\nShare of the time that processes compute and do not wait, by distinct tokens; steps of "
+        f"{accumulation} x {batch_size} {unit} per process:"
+    )
+    table = Table()
+    for column in ("processes", "fixed batches", f"max_tokens_per_batch={budget}"):
+        table.add_column(column, justify="right")
+    for wait in waits:
+        table.add_row(str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}")
+    console.print(table)
+    if plot is not None:
+        s.plot(kept, plot, batch_size=batch_size, max_length=max_length, seed=seed)
+    if json is not None:
+        found = {
+            "data": data, "tokenizer": name, **how, "seed": seed, "lengths": parts, "truncation": cut,
+            "batches": [asdict(b) for b in batches],
+            "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
+            "waiting": [asdict(wait) for wait in waits],
+        }  # fmt: skip
+        json.write_text(json_module.dumps(found, indent=2) + "\n")

@@ -1,0 +1,55 @@
+"""`trl-padfix dpo`, `sft`, `reward`, `kto`, `grpo` and `rloo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CalledProcessError
+from types import SimpleNamespace
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from .launch import METHODS, make_parser, parse
+
+
+__all__ = ["SETTINGS", "TrainingCommand", "training"]
+
+SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""All arguments are left to the parser of TRL's script, `--help` included."""
+
+
+class TrainingCommand(TyperCommand):
+    """A command that takes the fields of a configuration as flags."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        actions = make_parser(str(self.name))._actions
+        flags = [(flag, action.help or "") for action in actions for flag in action.option_strings]
+        return [
+            SimpleNamespace(type="plain", value=flag, help=text.split(". ")[0])
+            for flag, text in flags
+            if flag.startswith(incomplete) and "-" not in flag[2:]  # each is there with underscores and with hyphens
+        ]
+
+
+def training(method: str) -> Callable[[typer.Context], None]:
+    """The command that trains with one of [`METHODS`]."""
+
+    def train(ctx: typer.Context) -> None:
+        from accelerate.commands.launch import launch_command
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        try:
+            _, launch = parse(method, ctx.args)
+        except (ImportError, OSError, ValueError) as error:
+            typer.echo(f"trl-padfix {method}: {error}", err=True)
+            raise typer.Exit(2) from error
+        try:
+            launch_command(launch)
+        except (CalledProcessError, ChildFailedError) as error:  # the processes have said why
+            raise typer.Exit(1) from error
+
+    train.__doc__ = (
+        f"Train with {METHODS[method]}Trainer: TRL's flags, YAML and --accelerate_config, through accelerate launch."
+    )
+    return train

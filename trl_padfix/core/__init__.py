@@ -1,0 +1,1 @@
+"""Numbers: layouts, attention over them, and `remove_padding`. Imports no TRL."""

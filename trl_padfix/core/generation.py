@@ -1,0 +1,285 @@
+"""
+Generation from batches of any padding side.
+
+Generation appends tokens to the right of every row, so the rows of a batch must end together: padding belongs on the
+left. [`generate`] sees to that, whatever the side the batch came with, and leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GenerationConfig, GenerationMixin
+
+from .positions import position_embeddings, takes_positions
+from .remove import find_decoder, find_pretrained
+
+
+__all__ = ["check_budget", "check_generation_settings", "evaluating", "generate", "left_align"]
+
+
+def left_align(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """
+    Move the padding of a batch to the left, and drop the columns that hold nothing else.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, L)`):
+            Token ids, or embeddings of shape `(B, L, H)`.
+        attention_mask (`torch.Tensor` of shape `(B, L)`):
+            1 for real tokens, 0 for padding, anywhere: left, right, both ends, holes.
+        *tensors (`torch.Tensor` of shape `(B, L, ...)`):
+            More values of each token, such as `mm_token_type_ids`.
+
+    Returns:
+        `tuple[torch.Tensor, ...]`: the arguments, in their order, with the real tokens of each row in their order at
+        its right end. Their second dimension is the length of the longest row.
+
+    Raises:
+        ValueError: If the mask holds other values than 0 and 1, or shapes disagree.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import left_align
+
+    >>> ids = torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
+    >>> left_align(ids, torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]))
+    (tensor([[5, 6, 7],
+            [0, 0, 8]]), tensor([[1, 1, 1],
+            [0, 0, 1]]))
+
+    ```
+    """
+    given = (input_ids, attention_mask, *tensors)
+    for tensor in given:
+        if attention_mask.dim() != 2 or tensor.shape[:2] != attention_mask.shape:
+            raise ValueError(
+                f"The attention mask has shape {tuple(attention_mask.shape)} and the values to align have shapes "
+                f"{[tuple(t.shape) for t in given if t is not attention_mask]}. All must begin with the same `(B, L)`."
+            )
+    if ((attention_mask != 0) & (attention_mask != 1)).any():
+        raise ValueError(
+            f"The attention mask holds {attention_mask.unique()[:5].tolist()}; aligning needs 1 for real tokens and 0 "
+            "for padding. Additive and weighted masks do not say what is padding."
+        )
+    order = attention_mask.long().argsort(dim=1, stable=True)
+    columns = order[:, order.shape[1] - int(attention_mask.sum(1).max()) :]
+    rows = torch.arange(columns.shape[0], device=columns.device)[:, None]
+    return tuple(tensor[rows, columns] for tensor in given)
+
+
+def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
+    """
+    `model.generate`, for a batch of any padding side.
+
+    Every prompt is continued as it would be alone: the batch is left-aligned first, with everything that it holds for
+    each token; what it holds of images goes along. The model generates in evaluation mode and is then as it was, after
+    an exception too. Padding removal that is attached stays attached.
+
+    Args:
+        model (`torch.nn.Module`):
+            A [`~transformers.PreTrainedModel`] that generates, or one within PEFT, DDP or a compiled module. The batch
+            of an encoder-decoder is passed on as it is.
+        inputs (`Mapping`):
+            What a tokenizer, processor or collator made: `input_ids` of shape `(B, L)`, `attention_mask`, and what
+            else the model takes.
+        **kwargs:
+            As [`~transformers.GenerationMixin.generate`].
+
+    Returns:
+        What `model.generate` returns. The new tokens begin at column `L`, the length that the prompts had in `inputs`.
+
+    Raises:
+        TypeError: If the model does not generate.
+        ValueError: If several rows come without an attention mask, if a row is empty, if a cache is passed, and if the
+            longest prompt and the new tokens are more than the positions of the model.
+        NotImplementedError: If the model counts the columns of the batch, and the prompts differ in length.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> from trl_padfix import generate
+
+    >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> model = Qwen2ForCausalLM(config)
+    >>> settings = dict(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    >>> ids, mask = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    >>> together = generate(model, {"input_ids": ids, "attention_mask": mask}, **settings)[:, 3:]
+    >>> alone = generate(model, {"input_ids": torch.tensor([[8]])}, **settings)[:, 1:]
+    >>> torch.equal(together[1:], alone)
+    True
+
+    ```
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if not hasattr(model, "generate"):
+        raise TypeError(
+            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head; "
+            "of a wrapper, the model inside it."
+        )
+    call = dict(**inputs, **kwargs)
+    with evaluating(model):
+        main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
+        if model.config.is_encoder_decoder or call.get(main) is None:
+            return model.generate(**call)
+        given = call[main].shape[1]
+        call |= _aligned(call, main)
+        lengths = call["attention_mask"].sum(1)
+        check_budget(model, int(lengths.max()), **kwargs)
+        if int(lengths.min()) < int(lengths.max()):
+            _refuse_counted_columns(model)
+        if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+            # For a balancing loss that is not wanted here, and that fails where a cache leaves one token of a row.
+            call.setdefault("output_router_logits", False)
+        output = model.generate(**call)
+    removed = given - call[main].shape[1]
+    return output if removed == 0 or main != "input_ids" else _with_columns(output, removed, call, model)
+
+
+def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
+    """The arguments of a call that hold a value for each token, left-aligned."""
+    ids, mask = call[main], call.get("attention_mask")
+    if mask is None and ids.shape[0] > 1:
+        raise ValueError(
+            f"A batch of {ids.shape[0]} prompts came without `attention_mask`, so padding cannot be told. Pass the "
+            "mask that the tokenizer made, or ones where the prompts are equally long."
+        )
+    if call.get("past_key_values") is not None:
+        raise ValueError(
+            "The call carries `past_key_values`, a cache of columns as they stood when it was made: the batch cannot "
+            "be aligned any more. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
+        )
+    mask = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device) if mask is None else mask
+    empty = (mask.sum(1) == 0).nonzero().flatten().tolist() if mask.dim() == 2 else []
+    if empty:
+        raise ValueError(f"Prompts {empty} of the batch hold no real token: there is nothing to continue. Drop them.")
+    names = [n for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]]
+    names = [main, "attention_mask", *(n for n in names if n not in (main, "attention_mask"))]
+    return dict(zip(names, left_align(*((call | {"attention_mask": mask})[n] for n in names)), strict=True))
+
+
+def _with_columns(output: Any, count: int, call: dict[str, Any], model: Any) -> Any:
+    """Sequences with the columns of padding back that aligning removed, so that callers find the new tokens."""
+    pad = next((p for p in (call.get("pad_token_id"), model.generation_config.pad_token_id) if p is not None), 0)
+    if isinstance(output, torch.Tensor):
+        return nn.functional.pad(output, (count, 0), value=pad)
+    output["sequences"] = nn.functional.pad(output["sequences"], (count, 0), value=pad)
+    return output
+
+
+def _refuse_counted_columns(model: Any) -> None:
+    """Refuse prompts of several lengths where padding before a prompt moves its tokens."""
+    decoder = find_decoder(find_pretrained(model))
+    inner = [module for module in decoder.modules() if module is not decoder]
+    arguments = [inspect.signature(module.forward).parameters for module in inner]
+    # Without positions, order is in a bias of distances (ALiBi) or in a recurrence; both must skip what is masked.
+    ordered = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
+    takes_mask = "attention_mask" in inspect.signature(decoder.forward).parameters
+    sees_mask = ordered and takes_mask and any("attention_mask" in a for a in arguments)
+    counts = position_embeddings(decoder) or not (takes_positions(decoder) or sees_mask)
+    if counts or any(hasattr(module, "compressor") for module in inner):
+        raise NotImplementedError(
+            f"{type(decoder).__name__} counts the columns of the batch, padding included, so a prompt with padding "
+            "before it is not continued as it would be alone. Generate from prompts of one length at a time, or from "
+            "one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
+        )
+
+
+def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
+    """
+    Refuse to generate beyond the positions of a model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The model.
+        longest (`int`):
+            Tokens of the longest prompt.
+        **kwargs:
+            Those of `model.generate`.
+
+    Raises:
+        ValueError: If the longest prompt and the new tokens are more than the positions.
+    """
+    limit = _positions(model.config.get_text_config(decoder=True))
+    config = kwargs.get("generation_config") or model.generation_config
+    new = kwargs.get("max_new_tokens", config.max_new_tokens)
+    total = longest + new if new is not None else kwargs.get("max_length", config.max_length) or 0
+    if limit is not None and total > limit:
+        raise ValueError(
+            f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} together, "
+            f"and {type(model).__name__} has {limit} positions; what lies beyond it has not seen, or cannot number. "
+            f"Generate at most {max(limit - longest, 0)} new tokens, or shorten the prompts."
+        )
+
+
+def _positions(config: Any) -> int | None:
+    """Positions that a model was made for; those that its rotary embedding is stretched to, where it is."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit < 1:  # XLNet has -1 of them
+        return None
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for kind in (rope, *rope.values()):  # newer models have one for each type of layer
+        if isinstance(kind, dict) and (kind.get("factor") or 1) > 1:
+            original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+            limit = max(limit, int(original * kind["factor"]))
+    return limit
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode until the block ends; then each module is in the mode that it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def check_generation_settings(config: Any) -> None:
+    """
+    Check the fields of a configuration that say how to generate in evaluation, before there is a model.
+
+    Raises:
+        TypeError: If `generation_kwargs` is not a dictionary.
+        ValueError: For a number that is not positive; for keyword arguments that are set elsewhere or that
+            transformers does not know; for values that it refuses.
+    """
+    for name in ("generation_max_new_tokens", "eval_generation_samples"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    kwargs = config.generation_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
+    taken = {
+        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
+        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
+        "num_return_sequences": "every prompt has one prediction",
+        "return_dict_in_generate": "only the tokens are kept",
+        "inputs": "prompts come from the evaluation set",
+    }
+    for name in taken.keys() & kwargs.keys():
+        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
+    fields = set(GenerationConfig().to_dict())
+    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(GenerationMixin.generate).parameters))
+    if unknown:
+        raise ValueError(
+            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
+            "spelling."
+        )
+    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})

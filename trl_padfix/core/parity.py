@@ -1,0 +1,312 @@
+"""
+Packed against padded, on the user's own model and batch.
+
+The trainers run [`check_parity`] on the first batch of training and of evaluation: a few short slices of its rows go
+through the model twice, once packed and once padded, and the log-probabilities of their tokens must agree. It catches
+what no rule foresees: an unknown architecture, a patched layer, a kernel that aligns its mask otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .layout import packed_layout
+from .patches import pools_by_token_id
+from .remove import attachment_of, find_decoder, find_pretrained, remove_padding
+from .towers import find_multimodal
+
+
+__all__ = ["ParityError", "ParityReport", "check_parity"]
+
+TOLERANCES = {
+    torch.float64: (1e-8, 1e-7),
+    torch.float32: (1e-4, 1e-3),
+    torch.float16: (0.01, 0.2),
+    torch.bfloat16: (0.05, 1.0),
+}
+"""
+Largest mean and largest single difference of a log-probability, by dtype. Rounding stays well below: float32 on CPU
+comes out near 1e-6; half precision is given room for another order of summation in the attention kernel. One row that
+sees a token of another row moves the mean by more than any of these.
+"""
+
+COLUMNS = 64
+"""Columns of a batch with images whose scores are compared: logits are large."""
+
+SLICE = 192
+"""Tokens of a row that are compared, around the place where it parts from the row it shares most with."""
+
+
+class ParityError(RuntimeError):
+    """The packed forward of a model does not give the numbers of its padded forward."""
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """
+    Outcome of one comparison, in natural-log units of the scores (log-probabilities, or outputs of a reward head).
+
+    Attributes:
+        mean, maximum (`float`): Mean and largest absolute difference.
+        mean_tolerance, maximum_tolerance (`float`): What they may be.
+        compared (`int`): Scores compared.
+        padded_tokens, packed_tokens (`int`): Tokens that entered the decoder in the two forwards.
+        dtype (`torch.dtype`): Precision that the tolerance is for.
+        implementation (`str`): Attention implementation.
+        prefix_sharing (`bool`): Whether prefixes were shared.
+    """
+
+    mean: float
+    maximum: float
+    mean_tolerance: float
+    maximum_tolerance: float
+    compared: int
+    padded_tokens: int
+    packed_tokens: int
+    dtype: torch.dtype
+    implementation: str
+    prefix_sharing: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within tolerance; a NaN never is."""
+        return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
+
+    def __str__(self) -> str:
+        mode = "prefix sharing" if self.prefix_sharing else "padding-free"
+        return (
+            f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
+            f"{self.compared} scores mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
+            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}); "
+            f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens"
+        )
+
+    def raise_if_failed(self) -> None:
+        """
+        Raises:
+            ParityError: With the figures, if a difference is outside tolerance.
+        """
+        if not self.ok:
+            raise ParityError(
+                f"{self}. The packed forward of this model differs from the padded one, so training on it would not "
+                "be the training you asked for. Use `padding_free=False`"
+                + (", or `prefix_sharing=False` if that alone passes" if self.prefix_sharing else "")
+                + "; `parity_check=False` trains on regardless. Please report the model and these figures."
+            )
+
+
+def check_parity(
+    model: nn.Module,
+    batch: dict[str, Any],
+    *,
+    prefix_sharing: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> ParityReport:
+    """
+    Compare the packed forward of a model with its padded forward on up to four short slices of a batch.
+
+    Of a multimodal model's batch with images nothing can be cut out: all its rows go through the model twice, and the
+    scores of up to `COLUMNS` columns are compared.
+
+    Dropout is off and no gradient is taken. A model that is not attached yet is attached for the comparison.
+
+    Args:
+        model (`torch.nn.Module`):
+            Causal language model, or a wrapper of one; also one with a reward head.
+        batch (`dict`):
+            `input_ids` and `attention_mask`, both `(B, L)`; of rows that arrive packed `input_ids` and `position_ids`
+            (and `cu_seq_lens_q`, if there are any). Other entries are used by multimodal models only.
+        prefix_sharing (`bool`, *optional*):
+            Which mode to compare, for a model that is not attached; an attached one is compared as it is.
+        dtype (`torch.dtype`, *optional*):
+            Precision to take the tolerance of. By default the autocast dtype, else the decoder's.
+
+    Returns:
+        [`ParityReport`]: call its `raise_if_failed()` to stop on a difference.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> from trl_padfix import check_parity
+
+    >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]]),
+    ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
+    >>> report = check_parity(Qwen2ForCausalLM(config), batch, prefix_sharing=True)
+    >>> report.ok, report.padded_tokens, report.packed_tokens
+    (True, 16, 5)
+
+    ```
+    """
+    arrives_packed = "attention_mask" not in batch
+    pretrained = find_pretrained(model)
+    decoder = find_decoder(pretrained)
+    if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
+        inputs, columns = _whole(batch, pretrained)
+    else:
+        rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
+        ids, mask = short_slices(*rows)
+        inputs, columns = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, None
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_evaluating(model))
+        handle = attachment_of(model)
+        if handle is None:
+            handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
+        counted = dict(vars(handle.stats))
+        stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
+        stack.callback(setattr, handle, "enabled", handle.enabled)
+        handle.enabled = True
+        packed = (
+            _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
+        )
+        packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
+        with handle.disabled():
+            if pools_by_token_id(pretrained):
+                # Padded left and with no id that means padding, a classifier pools the last column: the right one.
+                column = torch.arange(ids.shape[1], device=ids.device)
+                inputs["position_ids"] = column.expand_as(ids)
+                column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
+                inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
+                stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
+            padded = _scores(model(**inputs), ids, mask, columns)
+        difference = (packed - padded).abs() if packed.numel() else packed.new_zeros(1)
+        dtype = dtype or _precision(decoder, ids.device)
+        mean_tolerance, maximum_tolerance = TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+        return ParityReport(
+            mean=difference.mean().item(),
+            maximum=difference.max().item(),
+            mean_tolerance=mean_tolerance,
+            maximum_tolerance=maximum_tolerance,
+            compared=packed.numel(),
+            padded_tokens=ids.numel(),
+            packed_tokens=packed_tokens,
+            dtype=dtype,
+            implementation=decoder.config._attn_implementation,
+            prefix_sharing=handle.prefix_sharing,
+        )
+
+
+def _unpacked(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequences of rows that arrive packed, as padded ids and mask."""
+    layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
+    rows = batch["input_ids"].flatten().split(layout.query_lengths)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+
+
+def _scores_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The scores of the rows of a batch that are handed over packed."""
+    keep = mask.bool()
+    positions = (mask.cumsum(1) - 1)[keep][None]
+    output = model(input_ids=ids[keep][None], position_ids=positions, use_cache=False)
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    padded = logits.new_zeros(*ids.shape, logits.shape[-1])
+    padded[keep] = logits[0]
+    return _scores((padded,), ids, mask)
+
+
+def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+    """All of a batch with images, with a column of padding more, and the columns to be compared."""
+    shape = batch["input_ids"].shape
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+    inputs = {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in given.items()}}
+    columns = torch.arange(shape[1] - 1, device=batch["input_ids"].device)
+    columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = columns
+    return inputs | {"use_cache": False}, columns
+
+
+def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Two short rows and the row that each shares most with, cut to at most `SLICE` tokens around where they part.
+
+    Args:
+        ids, mask (`torch.Tensor` of shape `(B, L)`):
+            Token ids and attention mask.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
+    """
+    rows = [row[keep.bool()] for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
+    chosen: list[torch.Tensor] = []
+    for i in sorted(range(len(rows)), key=lambda i: len(rows[i]))[:2]:
+        others = [j for j in range(len(rows)) if j != i]
+        partner = max(others, key=lambda j: _common_prefix(rows[i], rows[j]), default=i)
+        begin = max(0, _common_prefix(rows[i], rows[partner]) - SLICE // 2)
+        chosen += [rows[i][begin : begin + SLICE], rows[partner][begin : begin + SLICE]]
+    chosen = [row for row in chosen if len(row)]
+    # Slices of one length would leave nothing to remove, and so nothing to compare.
+    if len({len(row) for row in chosen}) == 1 and len(chosen[0]) > 2:
+        chosen[0] = chosen[0][: -max(1, len(chosen[0]) // 4)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    kept = pad([torch.ones_like(row) for row in chosen], batch_first=True)
+    return pad(chosen, batch_first=True).to(ids.device), kept.to(mask.device)
+
+
+def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
+    n = min(len(a), len(b))
+    return int((a[:n] == b[:n]).long().cumprod(0).sum())
+
+
+def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Log-probabilities of the real tokens after the first, or what a head on pooled states returned.
+
+    Args:
+        columns (`torch.Tensor`, *optional*):
+            Columns to score the next token of, where the output may hold these only.
+    """
+    logits = (output.logits if hasattr(output, "logits") else output[0]).float()
+    if columns is not None:
+        logits = logits[:, columns] if logits.shape[1] != len(columns) else logits
+        real = (mask[:, columns] * mask[:, columns + 1]).bool()
+        ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # an image token may lie beyond the vocabulary
+        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
+    if logits.dim() == 2 or logits.shape[:2] != ids.shape:
+        return logits.flatten()
+    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return logps[mask[:, 1:].bool()]
+
+
+def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
+    tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return torch.float16 if tf32 else dtype  # as many bits of mantissa
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode until the block ends, and then each module in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def _pad_token_id(config: Any, value: int) -> Iterator[None]:
+    saved, config.pad_token_id = config.pad_token_id, value
+    try:
+        yield
+    finally:
+        config.pad_token_id = saved

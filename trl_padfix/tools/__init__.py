@@ -1,0 +1,1 @@
+"""What is going on: doctor, stats, comparisons, benchmarks."""

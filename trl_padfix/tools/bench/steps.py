@@ -1,0 +1,288 @@
+"""One training step of TRL's own trainers on batches that are given: built, timed, its memory and its arithmetic."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+import trl.trainer.dpo_trainer as trl_dpo
+import trl.trainer.sft_trainer as trl_sft
+from datasets import Dataset
+
+from ...core.layout import Layout
+from ...core.remove import find_decoder, find_pretrained, number_padded_rows, remove_padding
+from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from ..tiny import SHAPES, build_qwen2, train_tokenizer
+from .data import random_completions
+
+
+if TYPE_CHECKING:
+    from . import BenchSettings, Variant
+
+__all__ = ["Step", "attached", "build", "decoder_inputs", "step_flops"]
+
+
+COLLATORS = {
+    trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
+    trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
+}
+
+
+class Step:
+    """
+    A training step of one trainer, on any batch of the rows it was built for.
+
+    Attributes:
+        trainer (`transformers.Trainer`): TRL's trainer.
+        rows (`list[dict]`): Its prepared rows; what a batch is made of.
+    """
+
+    def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
+        self.trainer, self.rows, self.settings = trainer, rows, settings
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = 1
+        weights = [p for p in trainer.model.parameters() if p.requires_grad]
+        trainer.optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.0)  # weights stay equal
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        return [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
+
+    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
+        """The collated batch of some rows, on the device: by TRL's collator, or padded left by ours."""
+        collator = self.trainer.data_collator
+        if side == "left":
+            given = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            collator = COLLATORS[type(collator)](**given, padding_side="left")
+        return self.trainer._prepare_inputs(collator([self.rows[i] for i in rows]))
+
+    def weight(self, batch: dict[str, torch.Tensor]) -> int:
+        """What the loss is a mean over: pairs, for SFT labelled tokens."""
+        if "labels" in batch:
+            return int((batch["labels"][:, 1:] != -100).sum())
+        return len(next(iter(batch.values()))) // (2 if "input_ids" in batch else 1)
+
+    def run(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Time one step; its loss and gradient, and on CUDA its peak memory."""
+        cuda = self.settings.device == "cuda"
+        # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
+        batch = {k: v.clone() for k, v in batch.items()}
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = self.trainer.training_step(self.trainer.model, batch, None)
+        if self.settings.optimizer:
+            self.trainer.optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()
+        figures = {"seconds": time.perf_counter() - start, "loss": loss.item()}
+        if cuda:
+            figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        gradients = [p.grad for p in self.trainer.model.parameters() if p.grad is not None]
+        figures["grad_norm"] = torch.stack(torch._foreach_norm(gradients)).norm().item()
+        figures["grad_projection"] = sum(_projected(g) for g in gradients)
+        self.trainer.optimizer.zero_grad()
+        return figures
+
+    def peak_gib(self, batch: dict[str, torch.Tensor]) -> float:
+        """Peak memory of a step on CPU: models and optimizer, and the most that is held beside them at one time."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            self.run(batch)
+        held = peak = 0
+        for event in profile.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                peak = max(peak, held)
+        state = [v for s in self.trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        kept = [*state, *(p for model in self.models for p in model.parameters())]
+        return (peak + sum(t.numel() * t.element_size() for t in kept)) / 2**30
+
+    def profile(self, batch: dict[str, torch.Tensor], top: int = 12) -> str:
+        """Where the time of a step goes: a table of its operations, the longest first."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.settings.device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            self.run(batch)
+        key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
+        return profile.key_averages().table(sort_by=key, row_limit=top, max_name_column_width=50)
+
+
+def _projected(gradient: torch.Tensor) -> float:
+    """
+    Product with a fixed vector: linear in the gradient, so that the gradients of batches that split the same rows
+    otherwise can be added up and compared without keeping any.
+    """
+    flat = gradient.flatten()
+    return torch.dot(flat.float(), torch.arange(len(flat), device=flat.device).float().cos()).item()
+
+
+@contextlib.contextmanager
+def attached(models: list[torch.nn.Module], variant: Variant) -> Iterator[None]:
+    """What a variant attaches to the models, until the block ends."""
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if variant.packed:
+                stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
+            elif variant.ours and (numbering := number_padded_rows(model)) is not None:
+                stack.enter_context(numbering)
+        yield
+
+
+def decoder_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Ids and mask that a batch puts through the decoder."""
+    if "input_ids" in batch:
+        return {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return {
+        "input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        "attention_mask": torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    }
+
+
+def step_flops(step: Step, layout: Layout, scored: int) -> float:
+    """
+    Floating-point operations that a step on a batch needs at the least: of its distinct real tokens, its causal pairs
+    of them and its scored positions, each once.
+
+    A forward takes 2 for each weight and token, and 4 for each head size, head, layer and pair. The policy's backward
+    takes twice that, with LoRA once (no gradient of the weights that stay); the reference takes a forward. Nothing is
+    counted for recomputation.
+    """
+    model = find_pretrained(step.trainer.model)
+    config, decoder = model.config, find_decoder(model)
+    embeddings = model.get_input_embeddings().weight.numel()
+    weights = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name) - embeddings
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int((layout.positions + 1).sum())
+    forward = (
+        2 * weights * layout.packed_tokens
+        + 4 * config.num_hidden_layers * config.num_attention_heads * head_size * pairs
+        + 2 * config.hidden_size * config.vocab_size * scored
+    )
+    references = int(step.settings.trainer == "dpo")  # with LoRA the policy without its adapters
+    return forward * ((2 if step.settings.lora else 3) + references)
+
+
+def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
+    """
+    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches).
+
+    Raises:
+        ValueError: If the data has fewer.
+    """
+    if settings.trainer == "grpo":
+        return _online(settings, count)
+    texts = [""] if data is None or "prompt_ids" in data.features else _texts(data, settings)
+    tokenizer = train_tokenizer(texts, min(SHAPES[settings.shape]["vocab_size"], 8192))
+    # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
+    data = data.shuffle(seed=settings.seed).select(range(min(len(data), 2 * count)))
+    if settings.trainer == "sft":
+        data = data.map(_dialogue, remove_columns=data.column_names)
+    given = dict(
+        args=_arguments(settings, max_length=settings.max_length),
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=_lora(settings),
+    )
+    policy = _model(tokenizer, settings, settings.seed)
+    if settings.trainer == "sft":
+        trainer = trl.SFTTrainer(model=policy, **given)
+    else:
+        reference = None if settings.lora else _model(tokenizer, settings, settings.seed + 1)
+        trainer = _GivenTokens(model=policy, ref_model=reference, **given)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids", "input_ids", "labels")
+    prepared = trainer.train_dataset
+    rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
+    if len(rows) < count:
+        raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
+    return Step(trainer, rows[:count], settings)
+
+
+def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
+    """What SFT trains on."""
+    if "prompt_ids" in pair:
+        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
+    return {"text": pair["chosen"]}
+
+
+class _GivenTokens(trl.DPOTrainer):
+    """DPO on pairs that are tokenized already, where they are."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
+
+
+class _GivenCompletions(trl.GRPOTrainer):
+    """GRPO's step on completions that are there already: log-probabilities, loss and backward, no generation."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return generation_batch
+
+
+class _OnlineStep(Step):
+    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
+        return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
+
+
+def _online(settings: BenchSettings, count: int) -> Step:
+    """GRPO on `pairs` random prompts with `generations` random completions each, of about the lengths asked for."""
+    tokenizer = train_tokenizer([""], 1024)
+    trainer = _GivenCompletions(
+        model=_model(tokenizer, settings, settings.seed),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=_arguments(
+            settings,
+            per_device_train_batch_size=settings.pairs * settings.generations,
+            num_generations=settings.generations,
+            max_completion_length=2 * settings.completion_length,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        processing_class=tokenizer,
+        peft_config=_lora(settings),
+    )
+    draw = torch.Generator().manual_seed(settings.seed)
+    sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
+    vocab_size = SHAPES[settings.shape]["vocab_size"]
+    return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
+
+
+def _arguments(settings: BenchSettings, **more: Any) -> Any:
+    config = {"dpo": trl.DPOConfig, "sft": trl.SFTConfig, "grpo": trl.GRPOConfig}[settings.trainer]
+    common = dict(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=settings.pairs,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        bf16=False,
+        use_cpu=settings.device == "cpu",
+        report_to=[],
+        seed=settings.seed,
+    )
+    return config(**common | more)
+
+
+def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
+    dtype = getattr(torch, settings.dtype)
+    shape = SHAPES[settings.shape]
+    model = build_qwen2(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
+    return model.to(settings.device, dtype)
+
+
+def _lora(settings: BenchSettings) -> Any:
+    if not settings.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=settings.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
+    names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
+    return (row[name] for row in data for name in names)

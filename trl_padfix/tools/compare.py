@@ -1,0 +1,212 @@
+"""
+A model on the user's data, computed in every mode with every attention backend: how far apart the numbers are.
+
+The yardstick is the padded forward and backward in float32 with eager attention, the computation that nothing was
+optimized in. [`check_parity`] beside it says whether packed and padded agree where nothing but the packing differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import nn
+
+from ..core.attention import PaddingRemovalError
+from ..core.parity import TOLERANCES, ParityReport, check_parity
+from ..core.remove import remove_padding
+
+
+__all__ = ["MODES", "Comparison", "compare", "tokenize_rows"]
+
+MODES = {"padded": None, "padding-free": False, "prefix sharing": True}
+"""Modes, and whether prefixes are shared in them."""
+
+GRADIENT = 1e-3
+"""Largest relative difference of the gradient from the yardstick's, in float32."""
+
+ROUNDING = 2.0
+"""Half precision may be this many times as far from the yardstick packed as it is padded."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    One mode with one backend.
+
+    Attributes:
+        backend, mode, dtype (`str`): What was computed.
+        tokens (`int`): Tokens that entered the decoder.
+        logps (`float`): Largest difference of a log-probability from the yardstick's.
+        gradient (`float`, *optional*): Norm of the difference of the gradients over the norm of the yardstick's.
+        parity ([`ParityReport`], *optional*): Packed against padded with this backend; none where it is padded.
+        ok (`bool`): Whether all of them are within tolerance.
+        note (`str`): Why there are no figures, where there are none.
+    """
+
+    backend: str
+    mode: str
+    dtype: str
+    tokens: int = 0
+    logps: float = float("nan")
+    gradient: float | None = None
+    parity: ParityReport | None = None
+    ok: bool = True
+    note: str = ""
+
+
+def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:
+    """
+    The first rows of a dataset of any of TRL's types as a batch, padded right.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Preference pairs, prompts with completions, conversations or text.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Tokenizer, with a chat template where the data is conversational.
+        count (`int`):
+            Examples to take; a preference pair gives two rows.
+        max_length (`int`):
+            Longest row, in tokens.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask`, both `(B, L)`.
+
+    Raises:
+        ValueError: If the rows have no text that TRL would train on.
+    """
+    from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
+
+    texts = []
+    for example in dataset.select(range(min(count, len(dataset)))):
+        row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
+        ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
+        texts += [row.get("prompt", "") + end for end in ends]
+    if not texts:
+        raise ValueError(
+            f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` and "
+            "`completion`, `messages` or `text`. Rename them, or map them to one of these."
+        )
+    ids = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
+    rows = [torch.tensor(row) for row in ids]
+    pad = torch.nn.utils.rnn.pad_sequence
+    padded = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
+    return {"input_ids": padded, "attention_mask": pad([torch.ones_like(row) for row in rows], batch_first=True)}
+
+
+def compare(
+    load: Callable[[str, torch.dtype], nn.Module],
+    batch: dict[str, torch.Tensor],
+    backends: list[str],
+    dtype: torch.dtype,
+    gradients: bool = True,
+) -> Iterator[Comparison]:
+    """
+    Compute a batch in every mode with every backend, and tell how far each is from float32 with eager attention.
+
+    Args:
+        load (`Callable`):
+            Loads the model with an attention implementation and a dtype, on the device where it is to run. It is
+            called anew for each backend, and one model is held at a time.
+        batch (`dict`):
+            `input_ids` and `attention_mask`, both `(B, L)`, on that device.
+        backends (`list[str]`):
+            Attention implementations.
+        dtype (`torch.dtype`):
+            Precision of the model.
+        gradients (`bool`, *optional*, defaults to `True`):
+            Whether to compare gradients too; three times the memory of the weights in float32.
+
+    Returns:
+        `Iterator[Comparison]`: one for each backend and mode, as they are computed.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix.tools.compare import compare
+    >>> from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
+
+    >>> def load(backend, dtype):
+    ...     shape = dict(layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
+    ...     return build_qwen2(train_tokenizer([""], 300), **shape, attn_implementation=backend).to(dtype)
+
+    >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]]),
+    ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
+    >>> [(c.mode, c.tokens, c.ok) for c in compare(load, batch, ["sdpa"], torch.float32)]
+    [('padded', 8, True), ('padding-free', 7, True), ('prefix sharing', 5, True)]
+
+    ```
+    """
+    yardstick = _compute(load("eager", torch.float32), batch, gradients)
+    for backend in backends:
+        try:
+            model = load(backend, dtype)
+        except (ImportError, ValueError) as error:  # the backend cannot run here, or not on this model
+            yield Comparison(backend, "-", _name(dtype), ok=False, note=str(error))
+            continue
+        room = (TOLERANCES[torch.float32][1], GRADIENT)
+        for mode, sharing in MODES.items():
+            try:
+                found = _compare(model, batch, sharing, yardstick)
+            except (PaddingRemovalError, RuntimeError) as error:
+                yield Comparison(backend, mode, _name(dtype), ok=False, note=str(error))
+                continue
+            if mode == "padded" and dtype != torch.float32:
+                room = (ROUNDING * found["logps"], ROUNDING * (found["gradient"] or 0.0))
+            near = found["logps"] <= room[0] and (found["gradient"] is None or found["gradient"] <= room[1])
+            parity = found["parity"]
+            yield Comparison(backend, mode, _name(dtype), ok=near and (parity is None or parity.ok), **found)
+        del model
+
+
+def _compare(model: nn.Module, batch: dict[str, torch.Tensor], sharing: bool | None, yardstick: _Figures) -> dict:
+    tokens, parity = batch["attention_mask"].numel(), None
+    with contextlib.ExitStack() as stack:
+        if sharing is not None:
+            handle = stack.enter_context(remove_padding(model, prefix_sharing=sharing))
+            parity = check_parity(model, batch)
+        computed = _compute(model, batch, bool(yardstick.gradient))
+        if sharing is not None:
+            tokens = handle.stats.packed_tokens
+    difference = (computed.logps - yardstick.logps).abs().max().item()
+    return {"tokens": tokens, "logps": difference, "gradient": yardstick.distance(computed), "parity": parity}
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Log-probabilities of the real tokens, and the gradient of their mean."""
+
+    logps: torch.Tensor
+    gradient: dict[str, torch.Tensor]
+
+    def distance(self, other: _Figures) -> float | None:
+        """Relative difference of the gradient of `other`."""
+        if not self.gradient:
+            return None
+        norms = [(other.gradient[name] - mine).norm() for name, mine in self.gradient.items()]
+        return (
+            torch.stack(norms).norm() / torch.stack([mine.norm() for mine in self.gradient.values()]).norm()
+        ).item()
+
+
+def _compute(model: nn.Module, batch: dict[str, torch.Tensor], gradients: bool) -> _Figures:
+    model.eval()  # no dropout
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    with torch.set_grad_enabled(gradients):
+        logits = model(**batch, use_cache=False).logits[:, :-1].float()
+        logps = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)[mask[:, 1:]]
+        if not gradients:
+            return _Figures(logps.cpu(), {})
+        logps.mean().backward()
+    found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return _Figures(logps.detach().cpu(), found)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

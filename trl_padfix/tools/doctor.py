@@ -1,0 +1,200 @@
+"""
+What there is on this machine, what of it can be used, and what becomes of a model: the figures behind
+`trl-padfix doctor`.
+
+A model is judged by its configuration alone: it is built without weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ..core import compat
+from ..core.backends import Backend, Machine, Workload, choose, judge, list_backends, model_class
+from ..core.refusals import refusal
+from ..core.remove import find_decoder
+
+
+__all__ = ["Diagnosis", "ModelReport", "diagnose"]
+
+PACKAGES = (
+    "trl-padfix",
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "datasets",
+    "peft",
+    "deepspeed",
+    "liger-kernel",
+    "bitsandbytes",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "kernels",
+)
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """
+    What becomes of a model.
+
+    Attributes:
+        name (`str`): Id or path.
+        family (`str`): Its `model_type`.
+        architecture (`str`): Class that it is loaded as.
+        refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
+        checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
+    """
+
+    name: str
+    family: str
+    architecture: str
+    refusal: str | None
+    checks_padding_side: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """
+    What `trl-padfix doctor` found.
+
+    Attributes:
+        versions (`dict`): Of Python and of packages; `None` where one is not installed.
+        tested (`bool`): Whether transformers and TRL are a pair that is tested together.
+        machine ([`Machine`]): The accelerator.
+        dtypes (`dict[str, str]`): Precisions, and what can be said of them here.
+        dtype (`str`): The one that the rest is for.
+        backends (`list[Backend]`): Every attention implementation.
+        auto ([`Backend`]): The one that `"auto"` chooses.
+        model ([`ModelReport`], *optional*): The model that was asked about.
+        problems (`list[str]`): Why what was asked for cannot run; nothing if it can.
+    """
+
+    versions: dict[str, str | None]
+    tested: bool
+    machine: Machine
+    dtypes: dict[str, str]
+    dtype: str
+    backends: list[Backend]
+    auto: Backend
+    model: ModelReport | None
+    problems: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a backend also says whether it is usable, and why not."""
+        found = asdict(self)
+        for described, backend in zip([*found["backends"], found["auto"]], [*self.backends, self.auto], strict=True):
+            described |= {"usable": backend.usable, "packs": backend.packs, "reason": backend.reason}
+        return found
+
+
+def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
+    """
+    Look at this machine, and at a model if one is named.
+
+    Args:
+        model (`str`, *optional*):
+            Path or Hub id; nothing but its configuration is read.
+        attn (`str`, *optional*):
+            Attention implementation that is to run.
+        dtype (`str`, *optional*):
+            Precision that attention is computed in; by default bfloat16 on a GPU that has it, else float32.
+
+    Returns:
+        [`Diagnosis`]; what cannot be read or cannot run is among its problems.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.tools.doctor import diagnose
+
+    >>> diagnose(attn="telepathy").problems
+    ['`telepathy`: transformers knows no attention implementation of this name']
+
+    ```
+    """
+    machine = Machine.of()
+    dtypes = _dtypes(machine)
+    dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    tested = (versions["transformers"], versions["trl"]) in compat.TESTED
+    problems = [
+        f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
+        for package, bounds in compat.BOUNDS.items()
+        if not tested and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
+    ]
+    config = None
+    if model is not None:
+        try:
+            config = AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            problems.append(
+                f"{model}: neither in a folder of this name nor on the Hub or in its cache is there the configuration "
+                f"of a transformers model ({str(error).splitlines()[0]})"
+            )
+    workload = Workload(machine, getattr(torch, dtype), config)
+    backends = list_backends(workload)
+    if attn is not None:
+        asked = choose(workload) if attn == "auto" else judge(attn, workload)
+        if asked.name not in [backend.name for backend in backends]:
+            backends.append(asked)
+        if not asked.usable:
+            problems.append(f"`{attn}`: {asked.reason}")
+    report = None if config is None else _report(model, config)
+    if report is not None and report.refusal is not None:
+        problems.append(f"padding cannot be removed from {report.architecture}: {report.refusal}")
+    return Diagnosis(
+        versions=versions,
+        tested=tested,
+        machine=machine,
+        dtypes=dtypes,
+        dtype=dtype,
+        backends=backends,
+        auto=choose(workload),
+        model=report,
+        problems=problems,
+    )
+
+
+def _report(name: str, config: PretrainedConfig) -> ModelReport:
+    cls = model_class(config) or AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            # Eager: every model has it, and the rules ask for the layers, not for their implementation.
+            build = cls._from_config if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
+            model = build(config, attn_implementation="eager")
+    except Exception as error:
+        reason = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
+        return ModelReport(name, config.model_type, cls.__name__, reason, False)
+    return ModelReport(
+        name=name,
+        family=config.model_type,
+        architecture=type(model).__name__,
+        refusal=refusal(model, model, find_decoder(model)),
+        checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
+    )
+
+
+def _dtypes(machine: Machine) -> dict[str, str]:
+    if machine.device == "cuda":
+        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+        return {"float32": "yes", "float16": "yes", "bfloat16": "emulated: use float16" if emulated else "yes"}
+    if machine.device == "cpu":
+        return {"float32": "yes", "float16": "slow: use bfloat16 or float32", "bfloat16": "yes"}
+    return {"float32": "yes", "float16": "yes", "bfloat16": "depends on the device"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

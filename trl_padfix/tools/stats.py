@@ -1,0 +1,373 @@
+"""
+What a dataset's lengths say about padding, before anything is trained.
+
+Rows are tokenized as TRL's trainers do; what is kept of them is their lengths. Everything else is counted from those:
+how many tokens batches hold, what `max_length` cuts off, and how long processes would wait for one another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
+
+from ..trainers.row_costs import RowCosts, assign, pair_costs, split, text_costs
+
+
+__all__ = [
+    "BatchTokens",
+    "Lengths",
+    "Waiting",
+    "batch_tokens",
+    "measure",
+    "plot",
+    "summary",
+    "texts_of",
+    "truncated",
+    "waiting",
+]
+
+DRAWS = 8
+"""Epochs of random batches that token counts are averaged over."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """
+    Tokens of every row of a dataset, as TRL's DPO or SFT trainer would have them before truncation.
+
+    Attributes:
+        parts (`dict[str, np.ndarray]`): `prompt`, `chosen` and `rejected` of pairs, or `text`; each of shape `(n,)`.
+    """
+
+    parts: dict[str, np.ndarray]
+
+    @property
+    def are_pairs(self) -> bool:
+        return "chosen" in self.parts
+
+    def __len__(self) -> int:
+        return len(next(iter(self.parts.values())))
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """Tokens of the sequences that a padded batch has of each row, `(n, 2)` or `(n, 1)`."""
+        if not self.are_pairs:
+            return self.parts["text"][:, None]
+        return np.stack([self.parts["prompt"] + self.parts[side] for side in ("chosen", "rejected")], axis=1)
+
+    def kept(self, max_length: int | None, truncation_mode: str = "keep_start") -> Lengths:
+        """The rows that TRL trains on: those whose prompt alone fills `max_length` are left out."""
+        if not self.are_pairs or max_length is None or truncation_mode != "keep_start":
+            return self
+        keep = self.parts["prompt"] < max_length
+        return Lengths({name: part[keep] for name, part in self.parts.items()})
+
+    def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
+        """Tokens that each row puts through the decoder without padding, with its prompt computed once or not."""
+        if not self.are_pairs:
+            return text_costs(self.parts["text"], max_length=max_length)
+        own = np.arange(len(self)) if sharing else None
+        return pair_costs(**self.parts, prompts=own, max_length=max_length, truncation_mode=truncation_mode)
+
+
+@dataclass(frozen=True)
+class BatchTokens:
+    """Tokens of random batches of one size, on average: with padding, without, and without repeated prompts."""
+
+    batch_size: int
+    padded: float
+    real: float
+    distinct: float
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """
+    Share of the time that processes compute, where each forward takes as long as its tokens on the fullest process.
+
+    Attributes:
+        processes (`int`): How many.
+        fixed (`float`): With batches of equally many rows as they come.
+        budget (`float`): With the rows of a step dealt out evenly and split by a token budget.
+    """
+
+    processes: int
+    fixed: float
+    budget: float
+
+
+def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
+    """
+    Tokenize a dataset as TRL does, and keep its lengths.
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            Preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
+            `messages`, or `prompt` and `completion`); plain or conversational.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The model's.
+        progress (`bool`, *optional*, defaults to `False`):
+            Whether to show a progress bar.
+
+    Returns:
+        [`Lengths`].
+
+    Raises:
+        ValueError: If the dataset is empty, or has neither pairs nor texts.
+    """
+    if len(dataset) == 0:
+        raise ValueError("The dataset is empty: check its split or filter.")
+    columns = set(dataset.column_names)
+    count = _pair_lengths if {"chosen", "rejected"} <= columns else _text_lengths
+    if count is _text_lengths and not columns & {"text", "messages"} and not {"prompt", "completion"} <= columns:
+        raise ValueError(
+            f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
+            "`messages`, or `prompt` and `completion`: rename its columns."
+        )
+    size = 1000
+    batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
+    found = [count([dataset[i] for i in range(b, min(b + size, len(dataset)))], tokenizer) for b in batches]
+    return Lengths({name: np.concatenate([lengths[name] for lengths in found]) for name in found[0]})
+
+
+def texts_of(dataset: Dataset) -> Iterator[str]:
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
+    for row in dataset.select_columns(sorted(names)):
+        for value in row.values():
+            yield from [value] if isinstance(value, str) else [message["content"] or "" for message in value]
+
+
+def batch_tokens(
+    lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0, **how: Any
+) -> list[BatchTokens]:
+    """
+    Tokens of random batches, averaged.
+
+    Args:
+        lengths ([`Lengths`]):
+            Of the rows.
+        batch_sizes (`Sequence[int]`):
+            Rows of a batch; those that the dataset cannot fill are left out.
+        max_length (`int`, *optional*):
+            Longest sequence.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the batches.
+        **how:
+            `truncation_mode`.
+    """
+    sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
+    real = lengths.costs(max_length, sharing=False, **how).each
+    distinct = lengths.costs(max_length, **how).each
+    draw = np.random.default_rng(seed)
+    found = []
+    for size in (s for s in batch_sizes if s <= len(lengths)):
+        whole = len(lengths) // size * size
+        orders = np.stack([draw.permutation(len(lengths))[:whole] for _ in range(DRAWS)]).reshape(-1, size)
+        padded = sequences[orders].max((1, 2)) * size * sequences.shape[1]
+        found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), distinct[orders].sum(1).mean()))
+    return found
+
+
+def truncated(lengths: Lengths, max_length: int | None, truncation_mode: str = "keep_start") -> dict[str, int]:
+    """How many rows lose tokens to `max_length`, and how many TRL leaves out since only their prompt would be left."""
+    kept = lengths.kept(max_length, truncation_mode)
+    cut = 0 if max_length is None else int((kept.sequences > max_length).any(1).sum())
+    return {"rows": len(lengths), "truncated": cut, "dropped": len(lengths) - len(kept)}
+
+
+def waiting(
+    costs: RowCosts, processes: int, *, batch_size: int = 8, accumulation: int = 4, budget: int | None = None,
+    seed: int = 0,
+) -> Waiting:  # fmt: skip
+    """
+    Simulate how long processes would wait for the one with the most tokens.
+
+    Processes meet in every forward, as FSDP and ZeRO-3 have it. An optimizer step has `batch_size` x `accumulation`
+    rows on each process; datasets with fewer are gone through several times.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows.
+        processes (`int`):
+            How many.
+        batch_size, accumulation (`int`, *optional*, defaults to `8` and `4`):
+            Rows of a forward, and forwards of a step, with fixed batches.
+        budget (`int`, *optional*):
+            `max_tokens_per_batch`; by default [`memory_of`] the fixed batches.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the order.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import text_costs
+    >>> from trl_padfix.tools.stats import waiting
+
+    >>> waiting(text_costs([100] * 64), processes=2, batch_size=1, accumulation=2)
+    Waiting(processes=2, fixed=1.0, budget=1.0)
+
+    ```
+    """
+    budget = budget or memory_of(costs, batch_size)
+    rows = batch_size * accumulation * processes
+    steps = min(32, max(2, 40_000 // rows))
+    draw = np.random.default_rng(seed)
+    epochs = [draw.permutation(len(costs)) for _ in range(-(-steps * rows // len(costs)))]
+    order = np.concatenate(epochs)[: steps * rows].reshape(steps, rows)
+    each = costs.each
+    forwards = each[order].reshape(steps, accumulation, processes, batch_size).sum(3)
+    tokens, fixed, split_up = forwards.sum(), processes * forwards.max(2).sum(), 0
+    for step in order:
+        own = RowCosts(costs.own[step], costs.shared[step], np.arange(len(step)))
+        loads: list[int] = []
+        for part in assign(own, processes):
+            of_part = own[part]
+            for i, micro_batch in enumerate(split(of_part, budget)):
+                loads += [0] * (i + 1 - len(loads))
+                loads[i] = max(loads[i], of_part.total(micro_batch))
+        split_up += processes * sum(loads)
+    return Waiting(processes, float(tokens / fixed), float(tokens / split_up))
+
+
+def memory_of(costs: RowCosts, batch_size: int, seed: int = 0) -> int:
+    """The most tokens of a random batch, of a thousand: what a device has room for if it trains by fixed batches."""
+    rows = np.random.default_rng(seed).integers(len(costs), size=(1000, batch_size))
+    return int(costs.each[rows].sum(1).max())
+
+
+def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
+    """Mean, median, 95th percentile and most tokens of each part, and of whole sequences."""
+    parts = dict(lengths.parts)
+    if lengths.are_pairs:
+        parts["sequence"] = lengths.sequences.ravel()
+    figures: dict[str, Callable[[np.ndarray], Any]] = {
+        "mean": np.mean,
+        "median": np.median,
+        "p95": lambda part: np.percentile(part, 95),
+        "max": np.max,
+    }
+    return {name: {figure: float(f(part)) for figure, f in figures.items()} for name, part in parts.items()}
+
+
+def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length: int | None = None, seed: int = 0):
+    """
+    Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
+
+    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens.
+
+    Args:
+        lengths ([`Lengths`]):
+            Of the rows.
+        path (`str` or `Path`):
+            PNG file to write.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Rows of the batch.
+        max_length (`int`, *optional*):
+            Longest sequence.
+        seed (`int`, *optional*, defaults to `0`):
+            Which batch.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    rows = np.random.default_rng(seed).permutation(len(lengths))[:batch_size]
+    pieces = _pieces(lengths, rows, max_length)
+    width = max(sum(n for _, n in sequence) for sequence in pieces)
+    padded = np.full((len(pieces), width), 1)
+    for i, sequence in enumerate(pieces):
+        tokens = np.repeat([kind for kind, _ in sequence], [n for _, n in sequence])
+        padded[i, : len(tokens)] = tokens
+    packed = padded[padded > 1]
+    once = [[piece for piece in s if i % 2 == 0 or piece[0] != _PROMPT] for i, s in enumerate(pieces)]
+    shared = np.concatenate([np.repeat([k for k, _ in s], [n for _, n in s]) for s in once])
+
+    figure = Figure(figsize=(13, 6.4), layout="constrained")
+    histograms, picture = np.ravel(figure.subfigures(2, 1, height_ratios=(1, 1.2)))
+    for axes, (name, part) in zip(histograms.subplots(1, len(lengths.parts), squeeze=False)[0], lengths.parts.items(),
+                                  strict=True):  # fmt: skip
+        axes.hist(part, bins=50, color=_COLOURS[_KINDS[name]])
+        axes.set(title=f"{name}: {part.mean():.0f} tokens, at most {part.max()}", xlabel="tokens", ylabel="rows")
+    colours = ListedColormap(_COLOURS)
+    drawn = {"padded": padded, "packed": _wrapped(packed, width)}
+    if lengths.are_pairs:
+        drawn["each prompt once"] = _wrapped(shared, width)
+    for axes, (name, image) in zip(picture.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+        axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
+        axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
+        axes.set_ylim(len(padded) - 0.5, -0.5)
+    figure.savefig(path, dpi=120)
+
+
+_COLOURS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]
+_PROMPT = 2
+_KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "text": 3}
+
+
+def _pieces(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[list[tuple[int, int]]]:
+    """Kind and tokens of the parts of each sequence of a batch, truncated at the end; pairs next to each other."""
+    names = [["prompt", "chosen"], ["prompt", "rejected"]] if lengths.are_pairs else [["text"]]
+    found = []
+    for row in rows:
+        for sequence in names:
+            room, parts = max_length or np.iinfo(np.int64).max, []
+            for name in sequence:
+                tokens = min(room, int(lengths.parts[name][row]))
+                parts.append((_KINDS[name], tokens))
+                room -= tokens
+            found.append(parts)
+    return found
+
+
+def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:
+    """One row of tokens, as a picture of lines of `width`."""
+    lines = np.zeros((-(-len(tokens) // width), width), dtype=int)
+    lines.ravel()[: len(tokens)] = tokens
+    return lines
+
+
+def _pair_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    if "prompt" not in rows[0]:
+        rows = [extract_prompt(row) for row in rows]
+    prompts = _token_ids(rows, ["prompt"], tokenizer)
+    chosen, rejected = (_token_ids(rows, ["prompt", side], tokenizer) for side in ("chosen", "rejected"))
+    # As in TRL, the prompt ends where its tokens and those of a whole row part.
+    parted = [min(_common(p, c), _common(p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
+    prompt = np.array(parted, dtype=np.int64)
+    whole = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt} | {name: np.array([len(row) for row in ids]) - prompt for name, ids in whole.items()}
+
+
+def _text_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
+    return {"text": np.array([len(ids) for ids in _token_ids(rows, names, tokenizer)], dtype=np.int64)}
+
+
+def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of what stands in the columns `names`, one after another, as TRL puts it before the model."""
+    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token)
+    texts: list[str] = []
+    for row in rows:
+        if not conversational:
+            text = "".join(row[name] for name in names)
+            texts.append(text if is_prompt or text.endswith(eos) else text + eos)
+            continue
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        more = {"tools": tools, "add_generation_prompt": is_prompt, **row.get("chat_template_kwargs", {})}
+        messages = [message for name in names for message in row[name]]
+        texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, **more)))
+    return tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _common(ids: list[int], others: list[int]) -> int:
+    return len(ids) if others[: len(ids)] == ids else common_prefix_length(ids, others)

@@ -1,0 +1,358 @@
+"""TRL's configurations with our fields."""
+
+# No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
+# `InitVar` only where it is not a string.
+import json
+from dataclasses import InitVar, dataclass, field
+from typing import Any
+
+import trl
+
+from ..core.backends import Implementation
+from ..core.generation import check_generation_settings
+from .collators import check_padding_side
+
+
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
+
+
+def parse_implementation(value: Any) -> Implementation | None:
+    """
+    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+
+    Raises:
+        TypeError: If it is neither a name nor a mapping of parts to names.
+        ValueError: If a string begins as a mapping and is not one.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.config import parse_implementation
+
+    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
+    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
+
+    ```
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
+                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
+            ) from error
+    names = value.values() if isinstance(value, dict) else [value]
+    if value is None or value == "":
+        return None
+    if not all(isinstance(name, str) for name in names) or not isinstance(value, (str, dict)):
+        raise TypeError(
+            f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
+        )
+    return value
+
+
+@dataclass
+class AttentionConfig:
+    """
+    `attn_implementation`; a mixin, in front of the others.
+
+    No field, but an argument and an attribute: TRL's scripts parse their configuration together with TRL's
+    `ModelConfig`, which has the flag `--attn_implementation`, and a parser takes a flag only once.
+    """
+
+    attn_implementation: InitVar[Implementation | None] = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.attn_implementation = parse_implementation(attn_implementation)
+        super().__post_init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"attn_implementation": self.attn_implementation}  # type: ignore[misc]
+
+
+@dataclass
+class ReferenceAttentionConfig(AttentionConfig):
+    """The same, for trainers with a reference model."""
+
+    ref_attn_implementation: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Attention implementation of the reference model, as `attn_implementation` is the policy's: a "
+            "name, 'auto', or for a vision model a name for each part, "
+            """such as '{"text_config": "sdpa", "vision_config": "eager"}'. By default the policy's."""
+        },
+    )
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
+        super().__post_init__(attn_implementation)
+
+
+@dataclass
+class PackingConfig:
+    """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
+
+    padding_free: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute no padding: batches are packed at the decoder's door, on either padding side, with any "
+            "attention implementation and with the numbers of the padded computation. What cannot be packed exactly "
+            "is refused."
+        },
+    )
+    prefix_sharing: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a "
+            "system prompt of many. Needs `padding_free`."
+        },
+    )
+    parity_check: bool = field(
+        default=True,
+        metadata={
+            "help": "With `padding_free`: compare the packed forward with the padded one on a few rows of the first "
+            "training and the first evaluation batch, and stop if they differ."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.prefix_sharing and not self.padding_free:
+            raise ValueError(
+                "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
+                "it there is none. Set both, or neither."
+            )
+        super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class PaddingConfig(PackingConfig):
+    """The same, for trainers with a collator."""
+
+    padding_side: str | None = field(
+        default=None,
+        metadata={
+            "help": "Side on which the collator pads. By default the tokenizer's `padding_side`.",
+            "choices": ["left", "right"],
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side, optional=True)
+        super().__post_init__()
+
+
+@dataclass
+class GeneratingConfig:
+    """Fields of the configurations whose trainers can generate in evaluation; a mixin, in front of the others."""
+
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={
+            "help": "Continue the prompts of the evaluation set during evaluation. `compute_metrics` then receives "
+            "the generated tokens (`predictions`, padded with the pad token) and those of the data (`label_ids`, "
+            "padded with -100), as `Seq2SeqTrainer` hands them over; the texts go to `generations/` in the output "
+            "directory, and a few of them to the log and the trackers."
+        },
+    )
+    generation_max_new_tokens: int = field(
+        default=256, metadata={"help": "With `predict_with_generate`: tokens to generate after a prompt, at most."}
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: more keyword arguments of `generate`. They go before the model's "
+            "own generation config: `{'do_sample': False}` for greedy decoding whatever it says."
+        },
+    )
+    eval_generation_samples: int | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: how many rows of each evaluation set to generate from, the first "
+            "ones. By default all."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.predict_with_generate:
+            check_generation_settings(self)
+
+
+@dataclass
+class BudgetConfig(PaddingConfig):
+    """The same, for trainers that split the batch of an optimizer step by tokens."""
+
+    max_tokens_per_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens that one forward computes on a device: the rows of an optimizer step are split into "
+            "micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of "
+            "them. The batch of an optimizer step stays `per_device_train_batch_size` x "
+            "`gradient_accumulation_steps` x processes. Needs `padding_free`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_budget(self)
+        if self.max_tokens_per_batch is not None:
+            # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
+            self.per_device_train_batch_size *= self.gradient_accumulation_steps
+            self.gradient_accumulation_steps = 1
+        super().__post_init__()
+
+
+def check_budget(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `max_tokens_per_batch` is no number of tokens, is less than one row may have, or is set without
+            `padding_free` or with `packing`.
+    """
+    budget = getattr(config, "max_tokens_per_batch", None)
+    if budget is None:
+        return
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
+    if not config.padding_free:
+        raise ValueError(
+            f"`max_tokens_per_batch={budget}` needs `padding_free=True`: it counts the tokens that are computed, and "
+            "a padded batch computes others."
+        )
+    if getattr(config, "packing", False):
+        raise ValueError(
+            "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
+            "of `packing` and `max_tokens_per_batch`."
+        )
+    if config.max_length is not None and config.max_length > budget:
+        raise ValueError(
+            f"A row may have `max_length={config.max_length}` tokens, more than `max_tokens_per_batch={budget}`, and "
+            f"no batch could hold it. Raise the budget to {config.max_length} at least, or lower `max_length`."
+        )
+
+
+@dataclass
+class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DPOConfig):
+    """
+    TRL's [`~trl.DPOConfig`] with padding removal.
+
+    Args:
+        padding_free (`bool`, *optional*, defaults to `False`):
+            Whether to compute no padding.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        padding_side (`str`, *optional*):
+            `"left"` or `"right"`; by default the tokenizer's.
+        parity_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare packed with padded on the first batch of training and of evaluation.
+        attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
+            here, or for a vision model a name for each part. By default transformers' choice.
+        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            The same for the reference model; by default the policy's.
+        predict_with_generate (`bool`, *optional*, defaults to `False`):
+            Whether to continue the prompts of the evaluation set during evaluation.
+        generation_max_new_tokens (`int`, *optional*, defaults to `256`):
+            Tokens to generate after a prompt, at most.
+        generation_kwargs (`dict`, *optional*):
+            More keyword arguments of `generate`; they go before the model's own generation config.
+        eval_generation_samples (`int`, *optional*):
+            Rows of each evaluation set to generate from, the first ones; by default all.
+        max_tokens_per_batch (`int`, *optional*):
+            Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
+            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
+            the pairs of an optimizer step are computed.
+        **kwargs:
+            All fields of [`~trl.DPOConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
+            for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
+    """
+
+    _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
+
+
+@dataclass
+class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
+    """
+    TRL's [`~trl.RewardConfig`] with padding removal.
+
+    Args:
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation:
+            As in [`DPOConfig`].
+        **kwargs:
+            All fields of [`~trl.RewardConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
+    """
+    TRL's [`~trl.KTOConfig`] with padding removal.
+
+    Args:
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`DPOConfig`].
+        **kwargs:
+            All fields of [`~trl.KTOConfig`].
+
+    Raises:
+        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
+    """
+    TRL's [`~trl.GRPOConfig`] with padding removal.
+
+    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
+
+    Args:
+        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
+            of a group is computed once for all its completions.
+        **kwargs:
+            All fields of [`~trl.GRPOConfig`].
+
+    Raises:
+        ValueError: For `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
+    """
+    TRL's [`~trl.RLOOConfig`] with padding removal.
+
+    Args:
+        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+            As in [`GRPOConfig`].
+        **kwargs:
+            All fields of [`~trl.RLOOConfig`].
+
+    Raises:
+        ValueError: For `prefix_sharing` without `padding_free`.
+    """
+
+
+@dataclass
+class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
+    """
+    TRL's [`~trl.SFTConfig`] with padding removal.
+
+    Args:
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
+        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
+            As in [`DPOConfig`].
+        **kwargs:
+            All fields of [`~trl.SFTConfig`].
+
+    Raises:
+        ValueError: As [`DPOConfig`].
+    """
+
+    _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]

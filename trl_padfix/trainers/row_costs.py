@@ -1,0 +1,270 @@
+"""
+Which rows go together: micro-batches under a token budget, and processes with equal work.
+
+A row is what a trainer counts its batches in: a preference pair, or a text. Plain functions on token counts; nothing
+here knows of trainers, and everything is a function of its arguments alone, so that every process plans the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+__all__ = ["RowCosts", "arrange", "assign", "pair_costs", "split", "text_costs"]
+
+
+@dataclass(frozen=True, eq=False)
+class RowCosts:
+    """
+    Tokens that rows put through the decoder: their own, and those that the rows of one group have in common.
+
+    Attributes:
+        own (`np.ndarray` of shape `(n,)`): Tokens that are computed for each row.
+        shared (`np.ndarray` of shape `(n,)`): Tokens that are computed once for all rows of its group.
+        group (`np.ndarray` of shape `(n,)`): Rows with one number have one prompt.
+    """
+
+    own: np.ndarray
+    shared: np.ndarray
+    group: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, rows: Any) -> RowCosts:
+        return RowCosts(self.own[rows], self.shared[rows], self.group[rows])
+
+    @property
+    def each(self) -> np.ndarray:
+        """Tokens of each row in a batch of its own, `(n,)`."""
+        return self.own + self.shared
+
+    def total(self, rows: Any = slice(None)) -> int:
+        """Tokens of one batch of `rows`."""
+        groups = _numbered(self.group[rows])
+        shared = np.zeros(len(groups), dtype=np.int64)
+        np.maximum.at(shared, groups, self.shared[rows])
+        return int(self.own[rows].sum() + shared.sum())
+
+
+def pair_costs(
+    prompt: Sequence[int] | np.ndarray,
+    chosen: Sequence[int] | np.ndarray,
+    rejected: Sequence[int] | np.ndarray,
+    *,
+    prompts: Sequence[int] | np.ndarray | None = None,
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+) -> RowCosts:
+    """
+    Tokens of preference pairs, as TRL's collator truncates them.
+
+    Tokens that completions begin with in common are not looked for: what is computed may be less, never more.
+
+    Args:
+        prompt, chosen, rejected (`Sequence[int]` of length `n`):
+            Tokens of each part of each pair.
+        prompts (`Sequence[int]` of length `n`, *optional*):
+            Which prompt each pair has, where prompts are computed once. By default they are not.
+        max_length (`int`, *optional*):
+            Longest row.
+        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            `"keep_start"` or `"keep_end"`, which leaves pairs with a truncated row nothing in common.
+
+    Returns:
+        [`RowCosts`], a row for each pair.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import pair_costs
+
+    >>> pair_costs([10, 10], [4, 6], [2, 9], prompts=[7, 7], max_length=16).total()
+    28
+
+    ```
+    """
+    prompt, chosen, rejected = (np.asarray(x, dtype=np.int64) for x in (prompt, chosen, rejected))
+    rows = np.stack([prompt + chosen, prompt + rejected])
+    limit = np.iinfo(np.int64).max if max_length is None else max_length
+    real = np.minimum(rows, limit).sum(0)
+    if prompts is None:
+        return RowCosts(real, np.zeros_like(real), np.arange(len(real)))
+    in_common = np.minimum(prompt, limit)
+    if truncation_mode == "keep_end":
+        in_common = np.where((rows <= limit).all(0), in_common, 0)
+    return RowCosts(real - 2 * in_common, in_common, np.asarray(prompts))
+
+
+def text_costs(tokens: Sequence[int] | np.ndarray, *, max_length: int | None = None) -> RowCosts:
+    """Tokens of rows that have nothing in common."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    own = tokens if max_length is None else np.minimum(tokens, max_length)
+    return RowCosts(own, np.zeros_like(own), np.arange(len(own)))
+
+
+def split(costs: RowCosts, budget: int) -> list[list[int]]:
+    """
+    Split rows into micro-batches of at most `budget` tokens: about as few as it takes, and then of even size.
+
+    Rows of one group stay together as far as the budget goes. A row beyond the budget is a micro-batch of its own.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows.
+        budget (`int`):
+            Most tokens of a micro-batch.
+
+    Returns:
+        `list[list[int]]`: rows of each micro-batch, that with the most tokens first.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import split, text_costs
+
+    >>> split(text_costs([5, 9, 3, 4, 2]), budget=12)
+    [[1, 2], [0, 3, 4]]
+
+    ```
+    """
+    units = [piece for rows in _groups(costs) for piece in _pieces(costs, rows, budget)]
+    sizes = [costs.total(unit) for unit in units]
+    largest_first = sorted(range(len(units)), key=lambda u: -sizes[u])
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for u in largest_first:
+        at = next((b for b, load in enumerate(loads) if load + sizes[u] <= budget), len(bins))
+        if at == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[at].append(u)
+        loads[at] += sizes[u]
+    even, even_loads = [[] for _ in bins], [0] * len(bins)
+    for u in largest_first:
+        at = even_loads.index(min(even_loads))
+        even[at].append(u)
+        even_loads[at] += sizes[u]
+    if all(load <= budget or len(units_in) == 1 for units_in, load in zip(even, even_loads, strict=True)):
+        bins, loads = even, even_loads
+    fullest_first = sorted(range(len(bins)), key=lambda b: -loads[b])
+    return [sorted(row for u in bins[b] for row in units[u]) for b in fullest_first]
+
+
+def assign(costs: RowCosts, processes: int) -> list[list[int]]:
+    """
+    Give each process equally many rows, with token sums as even as that allows.
+
+    Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows; their number is a multiple of `processes`.
+        processes (`int`):
+            How many parts.
+
+    Returns:
+        `list[list[int]]`: rows of each process, ascending.
+
+    Raises:
+        ValueError: If the rows cannot be dealt out evenly.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import assign, text_costs
+
+    >>> assign(text_costs([9, 8, 2, 1]), processes=2)
+    [[0, 3], [1, 2]]
+
+    ```
+    """
+    if len(costs) % processes:
+        raise ValueError(f"{len(costs)} rows cannot be dealt out evenly to {processes} processes.")
+    room = np.full(processes, len(costs) // processes)
+    load = np.zeros(processes)
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    units = _groups(costs)
+    sizes = [costs.total(unit) for unit in units]
+    for u in sorted(range(len(units)), key=lambda u: -sizes[u]):
+        rows = units[u]
+        while rows:
+            # The lightest process with room for all; else the lightest with any.
+            fits = room >= len(rows)
+            at = int(np.where(fits if fits.any() else room > 0, load, np.inf).argmin())
+            now, rows = rows[: room[at]], rows[room[at] :]
+            parts[at] += now
+            room[at] -= len(now)
+            load[at] += costs.total(now)
+    return [sorted(part) for part in parts]
+
+
+def arrange(order: Sequence[int] | np.ndarray, costs: RowCosts, per_process: int, processes: int) -> Iterator[int]:
+    """
+    Rearrange the rows of an epoch so that the processes of each global batch have even work.
+
+    Global batches keep their rows, but that rows of one group come up together. A last batch that is not full stays
+    as it is.
+
+    Args:
+        order (`Sequence[int]`):
+            Rows in the order of the epoch, shuffled or not.
+        costs ([`RowCosts`]):
+            Tokens of all rows.
+        per_process (`int`):
+            Rows of one process in a global batch: the first as many are those of the first process, and so on.
+        processes (`int`):
+            How many processes.
+
+    Returns:
+        `Iterator[int]` over the same rows.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import arrange, text_costs
+
+    >>> list(arrange([3, 2, 1, 0, 4], text_costs([9, 8, 2, 1, 5]), per_process=2, processes=2))
+    [3, 0, 2, 1, 4]
+
+    ```
+    """
+    order = np.asarray(order)
+    groups = _numbered(costs.group[order])
+    # A group comes where its first row came; numbers are given out in that order.
+    order = order[np.argsort(groups, kind="stable")]
+    size = per_process * processes
+    for begin in range(0, len(order), size):
+        batch = order[begin : begin + size]
+        if processes == 1 or len(batch) < size:
+            yield from batch.tolist()
+        else:
+            yield from (int(batch[i]) for part in assign(costs[batch], processes) for i in part)
+
+
+def _numbered(group: np.ndarray) -> np.ndarray:
+    """Groups by number, 0 for that of the first row, and so on as they come."""
+    _, first, which = np.unique(group, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[which]
+
+
+def _groups(costs: RowCosts) -> list[list[int]]:
+    """The rows of each group."""
+    groups = _numbered(costs.group)
+    order = np.argsort(groups, kind="stable")
+    return [part.tolist() for part in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(part)]
+
+
+def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
+    """The rows of one group, in as many pieces as the budget wants."""
+    piece: list[int] = []
+    for row in rows:
+        if piece and costs.total([*piece, row]) > budget:
+            yield piece
+            piece = []
+        piece.append(row)
+    yield piece

@@ -1,0 +1,203 @@
+"""TRL's collators for images and text that honour the padding side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl.trainer.dpo_trainer as trl_dpo
+import trl.trainer.sft_trainer as trl_sft
+
+from .collators import check_padding_side, check_prompts, pad_left
+
+
+__all__ = ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"]
+
+
+@dataclass
+class DataCollatorForVisionPreference(trl_dpo.DataCollatorForVisionPreference):
+    """
+    TRL's collator for preference pairs with images, padding on the side you choose.
+
+    Args:
+        processor ([`~transformers.ProcessorMixin`]):
+            Tokenizes the text and prepares the images.
+        max_length (`int`, *optional*):
+            Longest sequence; of longer ones the end is cut off.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`: of ids, masks and token types alike.
+        **kwargs:
+            The other fields of TRL's.
+
+    Raises:
+        ValueError: For another `padding_side`, for a pair whose images are not as many as its placeholders, or with a
+            completion of which nothing is left, and where `max_length` would cut an image.
+
+    Example:
+
+    ```python
+    >>> from PIL import Image
+    >>> from trl_padfix import DataCollatorForVisionPreference
+    >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
+
+    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
+    >>> collator = DataCollatorForVisionPreference(processor, padding_side="left")
+    >>> image = Image.new("RGB", (32, 32))
+    >>> batch = collator([
+    ...     {
+    ...         "images": [image],
+    ...         "prompt": [{"role": "user", "content": "What is it?"}],
+    ...         "chosen": [{"role": "assistant", "content": "A cat."}],
+    ...         "rejected": [{"role": "assistant", "content": "A dog, I think."}],
+    ...     }
+    ... ])
+    >>> batch["attention_mask"][:, 0]
+    tensor([0, 1])
+    >>> batch["pixel_values"].shape
+    torch.Size([2, 3, 32, 32])
+
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = _copied(examples)
+        check_images(examples, self.processor, "the batch")
+        batch = _collated(super(), self, examples)
+        empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
+        if len(empty):
+            raise ValueError(
+                f"Pairs {sorted(set(empty.tolist()))} of the batch have a completion without a token (within "
+                f"`max_length={self.max_length}`): its log-probability would be 0 whatever the model does. Drop them, "
+                "or raise `max_length`."
+            )
+        if self.padding_side == "left":
+            batch = pad_left(batch)
+            check_prompts(batch, "every pair", "")
+        return batch
+
+
+@dataclass
+class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguageModeling):
+    """
+    TRL's collator for language modelling with images, padding on the side you choose.
+
+    The first token of a left-padded row has no label: there is nothing to predict it from.
+
+    Args:
+        processor ([`~transformers.ProcessorMixin`]):
+            Tokenizes the text and prepares the images.
+        max_length (`int`, *optional*):
+            Longest sequence; of longer ones the end is cut off.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"left"` or `"right"`: of ids, masks, labels and token types alike.
+        **kwargs:
+            The other fields of TRL's.
+
+    Raises:
+        ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
+            where `max_length` would cut an image.
+
+    Example:
+
+    ```python
+    >>> from PIL import Image
+    >>> from trl_padfix import DataCollatorForVisionLanguageModeling
+    >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
+
+    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
+    >>> collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
+    >>> image = Image.new("RGB", (32, 32))
+    >>> batch = collator([
+    ...     {"images": images, "messages": [{"role": "user", "content": "What is it?"}]}
+    ...     for images in ([image], [image, image])
+    ... ])
+    >>> batch["attention_mask"][:, 0]
+    tensor([0, 1])
+    >>> batch["pixel_values"].shape
+    torch.Size([3, 3, 32, 32])
+
+    ```
+    """
+
+    padding_side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = _copied(examples)
+        check_images(examples, self.processor, "the batch")
+        batch = _collated(super(), self, examples)
+        return pad_left(batch) if self.padding_side == "left" else batch
+
+
+def check_images(examples: list[dict[str, Any]], processor: Any, where: str, first: int = 0) -> None:
+    """
+    Raises:
+        ValueError: If an example has other images than its text has placeholders for.
+    """
+    for i, example in enumerate(examples, first):
+        given = len(example["images"])
+        value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
+        if isinstance(value, str):
+            placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+            wanted = value.count(placeholder) if placeholder else given
+        elif value:
+            messages = [message for message in value if message["role"] != "tool"]
+            parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
+            wanted = sum(part["type"] == "image" for part in parts)
+            # Before the first plain text of the user TRL puts all images.
+            wanted += given if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages) else 0
+        else:
+            continue
+        if wanted != given:
+            raise ValueError(
+                f"Example {i} of {where} has {given} images and {wanted} placeholders for them. Give each placeholder "
+                "in its text one image, in their order."
+            )
+
+
+def _copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """TRL's collators write to the examples; a row without images may hold `None`."""
+    copies = [dict(example) for example in examples]
+    for example in copies:
+        if "images" in example and example["images"] is None:
+            example["images"] = []
+        if "image" in example:
+            image = example.pop("image")
+            example["images"] = [] if image is None else [image]
+    return copies
+
+
+def _collated(parent: Any, collator: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    """What TRL's collator makes of the examples, with the end cut off only where no image is."""
+    if collator.max_length is None or collator.pad_to_multiple_of is not None:
+        return parent.torch_call(examples)
+    limit, collator.max_length = collator.max_length, None
+    try:
+        batch = parent.torch_call(examples)
+    finally:
+        collator.max_length = limit
+    ids = batch["input_ids"]
+    tokens = _image_tokens(collator.processor)
+    cut = torch.isin(ids[:, limit:], tokens.to(ids.device)).any(1).nonzero().flatten() % len(examples)
+    if len(cut):
+        raise ValueError(
+            f"`max_length={limit}` cuts images of examples {sorted(set(cut.tolist()))} of the batch: they would have "
+            "fewer placeholders than features. Raise `max_length`, set it to `None`, or let the processor make the "
+            "images smaller."
+        )
+    shape = ids.shape
+    return {k: v[:, :limit] if isinstance(v, torch.Tensor) and v.shape == shape else v for k, v in batch.items()}
+
+
+def _image_tokens(processor: Any) -> torch.Tensor:
+    names = [f"{kind}_token_id" for kind in ("image", "video", "context_image")]
+    ids = {getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in names} - {None}
+    return torch.tensor(sorted(ids), dtype=torch.int64)
