@@ -8,8 +8,8 @@ from kit.families import build
 from kit.family_outcomes import TOLERANCE
 
 from trl_padfix import padding_free_layout, remove_padding
-from trl_padfix.core.positions import numbering, packed_positions, position_embeddings
-from trl_padfix.core.remove import find_decoder
+from trl_padfix.core.find import find_decoder
+from trl_padfix.core.positions import Numbering, packed_positions, position_embeddings
 
 
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -17,12 +17,12 @@ IDS = torch.tensor([[9, 9, 5, 6], [5, 1, 7, 9]])  # 1 is RoBERTa's padding, and 
 
 
 def test_rows_are_numbered_from_their_first_token():
-    assert packed_positions(None, {}, padding_free_layout(MASK)).tolist() == [0, 1, 0, 1, 2]
+    assert packed_positions(Numbering(), {}, padding_free_layout(MASK)).tolist() == [0, 1, 0, 1, 2]
 
 
 def test_roberta_numbers_the_tokens_that_are_not_padding():
-    numbers = numbering(find_decoder(build("roberta")))
-    numbers.padding_idx = 1
+    numbers = Numbering.of(find_decoder(build("roberta")))
+    numbers.by_ids.padding_idx = 1
     layout = padding_free_layout(MASK)
     assert packed_positions(numbers, {"input_ids": IDS, "attention_mask": MASK}, layout).tolist() == [2, 3, 2, 1, 3]
     assert packed_positions(numbers, {"attention_mask": MASK}, layout).tolist() == [2, 3, 2, 3, 4]

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .generation import evaluating
 from .layout import packed_layout
-from .patches import pools_by_token_id
-from .remove import attachment_of, find_decoder, find_pretrained, remove_padding
-from .towers import find_multimodal
+from .remove import attachment_of, remove_padding
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -161,26 +161,24 @@ def check_parity(
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_evaluating(model))
+        stack.enter_context(evaluating(model))
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         counted = dict(vars(handle.stats))
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
-        stack.callback(setattr, handle, "enabled", handle.enabled)
-        handle.enabled = True
+        stack.enter_context(handle.reenabled())
+        if pools_by_token_id(pretrained):
+            # Padded left and with no id that means padding, a classifier pools the last token in any case.
+            inputs["position_ids"] = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
+            inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
+            stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
         packed = (
             _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
         )
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         with handle.disabled():
-            if pools_by_token_id(pretrained):
-                # Padded left and with no id that means padding, a classifier pools the last column: the right one.
-                column = torch.arange(ids.shape[1], device=ids.device)
-                inputs["position_ids"] = column.expand_as(ids)
-                column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
-                inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
-                stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
             padded = _scores(model(**inputs), ids, mask, columns)
         difference = (packed - padded).abs() if packed.numel() else packed.new_zeros(1)
         dtype = dtype or _precision(decoder, ids.device)
@@ -289,18 +287,6 @@ def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
     dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
     tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return torch.float16 if tf32 else dtype  # as many bits of mantissa
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the block ends, and then each module in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

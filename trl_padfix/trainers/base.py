@@ -19,18 +19,12 @@ import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.attention import PaddingRemovalError
+from ..core.batches import step_layouts
+from ..core.errors import PaddingRemovalError
+from ..core.find import find_decoder, find_multimodal, find_pretrained
+from ..core.handle import Attachment, PaddingRemoval
 from ..core.parity import check_parity
-from ..core.patches import Attachment
-from ..core.remove import (
-    PaddingRemoval,
-    attachments_of,
-    find_decoder,
-    find_pretrained,
-    number_padded_rows,
-    remove_padding,
-)
-from ..core.towers import find_multimodal
+from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -197,6 +191,7 @@ class PaddingRemovalMixin:
         size = None if mode == "train" else self._batch_size_of(own)
         logged = {name: len(values) for name, values in self._metrics[mode].items()}
         with contextlib.ExitStack() as stack:
+            stack.enter_context(step_layouts())  # the reference's forward takes what the policy's has built
             stack.enter_context(self._counting(mode, own))
             if size is not None:
                 stack.enter_context(gathering_nothing(self.accelerator))

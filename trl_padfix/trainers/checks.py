@@ -9,7 +9,7 @@ import pyarrow.compute
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from ..core.attention import PaddingRemovalError
+from ..core.errors import PaddingRemovalError
 from .collators import check_padding_side
 from .vision_collators import check_images
 
