@@ -38,6 +38,9 @@ comes out near 1e-6; half precision is given room for another order of summation
 sees a token of another row moves the mean by more than any of these.
 """
 
+HOLE = -1
+"""Stands for a masked token within a slice: holes are kept, since some decoders number tokens by their mask."""
+
 COLUMNS = 64
 """Columns of a batch with images whose scores are compared: logits are large."""
 
@@ -62,6 +65,7 @@ class ParityReport:
         dtype (`torch.dtype`): Precision that the tolerance is for.
         implementation (`str`): Attention implementation.
         prefix_sharing (`bool`): Whether prefixes were shared.
+        finite (`bool`): Whether the padded forward itself gives finite scores.
     """
 
     mean: float
@@ -74,6 +78,7 @@ class ParityReport:
     dtype: torch.dtype
     implementation: str
     prefix_sharing: bool
+    finite: bool = True
 
     @property
     def ok(self) -> bool:
@@ -92,8 +97,16 @@ class ParityReport:
     def raise_if_failed(self) -> None:
         """
         Raises:
-            ParityError: With the figures, if a difference is outside tolerance.
+            ParityError: With the figures, if a difference is outside tolerance; if the padded forward itself gives
+                no finite scores, with that.
         """
+        if not self.finite:
+            raise ParityError(
+                f"The padded forward of this model gives scores that are NaN or infinite ({self.dtype}, "
+                f"{self.implementation}), so there is nothing to compare the packed one with, and nothing to train: "
+                "look at the weights (`[n for n, p in model.named_parameters() if not p.isfinite().all()]`) and at "
+                "the precision. Removing padding has no part in it."
+            )
         if not self.ok:
             raise ParityError(
                 f"{self}. The packed forward of this model differs from the padded one, so training on it would not "
@@ -194,6 +207,7 @@ def check_parity(
             dtype=dtype,
             implementation=decoder.config._attn_implementation,
             prefix_sharing=handle.prefix_sharing,
+            finite=bool(padded.isfinite().all()),
         )
 
 
@@ -239,21 +253,30 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
     """
-    rows = [row[keep.bool()] for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    rows = [_from_first_to_last(row, keep.bool()) for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
     rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
+    shortest = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    with_holes = [i for i in shortest if (rows[i] == HOLE).any()][:1]
     chosen: list[torch.Tensor] = []
-    for i in sorted(range(len(rows)), key=lambda i: len(rows[i]))[:2]:
+    for i in list(dict.fromkeys([shortest[0], *with_holes, *shortest]))[:2]:
         others = [j for j in range(len(rows)) if j != i]
         partner = max(others, key=lambda j: _common_prefix(rows[i], rows[j]), default=i)
         begin = max(0, _common_prefix(rows[i], rows[partner]) - SLICE // 2)
-        chosen += [rows[i][begin : begin + SLICE], rows[partner][begin : begin + SLICE]]
-    chosen = [row for row in chosen if len(row)]
+        pieces = (rows[k][begin : begin + SLICE] for k in (i, partner))
+        chosen += [_from_first_to_last(piece, piece != HOLE) for piece in pieces if (piece != HOLE).any()]
     # Slices of one length would leave nothing to remove, and so nothing to compare.
     if len({len(row) for row in chosen}) == 1 and len(chosen[0]) > 2:
-        chosen[0] = chosen[0][: -max(1, len(chosen[0]) // 4)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    kept = pad([torch.ones_like(row) for row in chosen], batch_first=True)
-    return pad(chosen, batch_first=True).to(ids.device), kept.to(mask.device)
+        shorter = chosen[0][: -max(1, len(chosen[0]) // 4)]
+        chosen[0] = _from_first_to_last(shorter, shorter != HOLE)
+    sliced = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=HOLE)
+    kept = sliced != HOLE
+    return sliced.masked_fill(~kept, 0).to(ids.device), kept.to(mask.dtype).to(mask.device)
+
+
+def _from_first_to_last(row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A row without the padding around it; what is masked within it becomes [`HOLE`]."""
+    places = real.nonzero()
+    return row.masked_fill(~real, HOLE)[places.min() : places.max() + 1]
 
 
 def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -278,7 +301,7 @@ def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.T
     if logits.dim() == 2 or logits.shape[:2] != ids.shape:
         return logits.flatten()
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return logps[mask[:, 1:].bool()]
+    return logps[(mask[:, 1:] * mask[:, :-1]).bool()]  # nothing is predicted from a hole
 
 
 def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
