@@ -37,7 +37,7 @@ OF_DATA = {
     "empty.jsonl": "is empty: it has no row",
     "blank.jsonl": "cannot be read",
     "binary.jsonl": "cannot be read",
-    "latin.jsonl": "cannot be read",
+    "latin.jsonl": "Text is UTF-8",
     "null.jsonl": "Row 3 (counted from 0) has None in column `text`",
     "number.jsonl": "has 3 in column `text`",
     "mixed.jsonl": "Row 1 (counted from 0) has 4",
@@ -123,7 +123,7 @@ CASES = (
         *((f"parity {name}", compared(f"models/{name}" if name.isidentifier() else name), message)
           for name, message in OF_MODELS.items() if name),
         *((f"parity {name}", compared("models/good", name), message)
-          for name, message in OF_DATA.items() if not name.endswith(".yaml")),
+          for name, message in OF_DATA.items() if not name.endswith(".yaml") and name != "null.jsonl"),  # of two rows
         *((f"parity --config {name}", parity("--model", "models/good", "--config", name), message)
           for name, message in OF_DATA.items() if name.endswith(".yaml")),
         ("parity", compared("models/good", "no_text.jsonl"), "A row has no token"),
@@ -132,10 +132,10 @@ CASES = (
         ("parity", parity("--config", "nowhere.yaml"), "no such file"),
         ("parity", parity("--config", "good_folder"), "it is a folder"),
         ("parity", parity("--config", "bad_model.yaml"), "give a model"),
-        ("parity", compared("models/good") + ["--dtype", "float8"], "float8"),
-        ("parity", compared("models/good") + ["--device", "abacus"], "abacus"),
-        ("parity", compared("models/good") + ["--rows", "0"], "--rows"),
-        ("parity", compared("models/good") + ["--max-length", "1"], "--max-length"),
+        ("parity", [*compared("models/good"), "--dtype", "float8"], "float8"),
+        ("parity", [*compared("models/good"), "--device", "abacus"], "abacus"),
+        ("parity", [*compared("models/good"), "--rows", "0"], "--rows"),
+        ("parity", [*compared("models/good"), "--max-length", "1"], "--max-length"),
         *((f"bench {name}", [*TINY, "--data", name], message)
           for name, message in OF_DATA.items()
           if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "columns.jsonl", "bad_length.yaml")
@@ -245,11 +245,10 @@ def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [TypeError("an argument is missing"), AssertionError(), IndexError("out of range")])
-def test_what_an_operation_of_ours_raises_is_no_mistake_of_the_user(error):
-    try:
+def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
+    with pytest.raises(type(error)) as raised:
         raise error
-    except type(error) as raised:
-        assert mistakes.describe(raised) is None
+    assert mistakes.describe(raised.value) is None
 
 
 def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():

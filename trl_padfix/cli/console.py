@@ -58,15 +58,15 @@ def write_output(option: str, path: Path, write: Callable[[Path], object]) -> No
         write_whole(path, write)
     except OSError as error:
         raise typer.BadParameter(
-            f"{str(path)!r} was not written ({describe(error)}) The figures are printed above, nothing half-written is "
-            "left, and a file that was there before is as it was.",
+            f"{str(path)!r} was not written ({describe(error)}) The figures are printed above, nothing half-written "
+            "is left, and a file that was there before is as it was.",
             param_hint=option,
         ) from error
 
 
 def write_text(option: str, path: Path, text: str) -> None:
     """
-    The same for a text; with the path `-` it is printed. If it cannot be written, it is printed, so that it is not lost.
+    The same for a text; with the path `-` it is printed. A text that cannot be written is printed: it is not lost.
     """
     if str(path) == "-":
         typer.echo(text)

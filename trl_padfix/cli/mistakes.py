@@ -1,5 +1,5 @@
 """
-Errors that a user can mend, as messages with exit code 2; everything else is a bug of this package, with its traceback.
+Errors that a user can mend, as messages with exit code 2; all others are bugs of this package, with their traceback.
 
 [`MistakesExplained`] is the group that all commands belong to, and [`explained`] does the same for a process of a
 training. `--debug` (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
@@ -92,8 +92,8 @@ def explained(command: str | Callable[[], str]) -> Iterator[None]:
         command = command if isinstance(command, str) else command()
         if message is None:
             typer.echo(
-                f"{command}: the error that follows is not explained, so it is likely to be a mistake of trl-padfix and "
-                "not yours. Please report it, with the command and the traceback.",
+                f"{command}: the error that follows is not explained, so it is likely to be a mistake of trl-padfix "
+                "and not yours. Please report it, with the command and the traceback.",
                 err=True,
             )
             raise

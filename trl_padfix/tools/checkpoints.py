@@ -19,9 +19,11 @@ logger = logging.getLogger(__name__)
 NEWEST = ("true", "latest", "last")
 NONE = ("", "false", "none", "null")
 
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+_ADAPTER = "adapter_model.safetensors"
+_WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "adapter_model.bin")
+_OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
+"""Pickles, and the folders and files of FSDP and DeepSpeed."""
 
 
 def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> str | None:
@@ -135,13 +137,9 @@ def _weights(folder: Path) -> str | None:
             return f"`{_INDEX}` is cut short"
     else:
         names = [name for name in _WEIGHTS if (folder / name).exists()]
-        others = [
-            *(folder / name for name in _PICKLED),
-            *folder.glob("pytorch_model_fsdp*"),
-            *folder.glob("global_step*"),
-        ]
-        if not names and not any(path.exists() for path in others):
-            return "`model.safetensors` is missing"
+    names += [str(path.relative_to(folder)) for path in folder.glob(f"*/{_ADAPTER}")]  # of more adapters than one
+    if not names and not any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS):
+        return "`model.safetensors` is missing"
     for name in names:
         if not (folder / name).exists():
             return f"`{name}` is missing"

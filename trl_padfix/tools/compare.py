@@ -19,7 +19,7 @@ from torch import nn
 from ..core.errors import PaddingRemovalError
 from ..core.parity import TOLERANCES, ParityReport, check_parity
 from ..core.remove import remove_padding
-from .data import check_row
+from .data import checked_rows
 
 
 __all__ = ["MODES", "Comparison", "compare", "tokenize_rows"]
@@ -83,8 +83,7 @@ def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int)
     from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 
     texts = []
-    for number, example in enumerate(dataset.select(range(min(count, len(dataset))))):
-        check_row(example, number)
+    for example in checked_rows(dataset, stop=count):
         row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
         ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
         texts += [row.get("prompt", "") + end for end in ends]
@@ -150,8 +149,8 @@ def compare(
     known, largest = model.get_input_embeddings().num_embeddings, int(batch["input_ids"].max())
     if largest >= known:
         raise ValueError(
-            f"The tokenizer gives token {largest}, and the model has embeddings for 0 to {known - 1}: they do not belong "
-            "together. Use the model's own tokenizer, or `model.resize_token_embeddings(len(tokenizer))`."
+            f"The tokenizer gives token {largest}, and the model has embeddings for 0 to {known - 1}: they do not "
+            "belong together. Use the model's own tokenizer, or `model.resize_token_embeddings(len(tokenizer))`."
         )
     yardstick = _compute(model, batch, gradients)
     del model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from datasets import Dataset, load_dataset
 from .reading import reading
 
 
-__all__ = ["check_row", "load_recipe", "load_rows"]
+__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows"]
 
 _ADVICE = (
-    "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, Parquet, "
-    "a folder of these, or the id of a Hub dataset."
+    "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
+    "Parquet, a folder of these, or the id of a Hub dataset."
 )
 
 _FILES = {".gz", ".json", ".jsonl", ".parquet"}
@@ -92,6 +93,29 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
     return splits[split]
+
+
+def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """
+    The rows of a dataset, each with text where text is needed; see [`check_row`].
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            From [`load_rows`].
+        start, stop (`int`, *optional*):
+            Which rows; by default all.
+
+    Raises:
+        UnreadableError: If a row cannot be decoded.
+        ValueError: If it has no text.
+    """
+    for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
+        with reading(
+            f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or mend the row."
+        ):
+            row = dataset[number]
+        check_row(row, number)
+        yield row
 
 
 def check_row(row: dict[str, Any], number: int) -> None:

@@ -1,6 +1,6 @@
 """
-What a user names is read by libraries: rows, YAML, tokenizers, weights. Whatever they raise becomes one error that says
-what could not be read and why.
+What a user names is read by libraries: rows, YAML, tokenizers, weights. Whatever they raise becomes one error that
+says what could not be read and why.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def reading(what: str, advice: str) -> Iterator[None]:
     Example:
 
     ```python
-    >>> import json
-    >>> from trl_padfix.tools.reading import reading
+    >>> import yaml
+    >>> from trl_padfix.tools.reading import UnreadableError, reading
 
-    >>> with reading("the settings 'x.json'", "Give JSON."):  # doctest: +ELLIPSIS
-    ...     json.loads("{")
-    Traceback (most recent call last):
-    trl_padfix.tools.reading.UnreadableError: the settings 'x.json' cannot be read: Expecting ... Give JSON.
+    >>> try:
+    ...     with reading("the YAML 'x.yaml'", "Mend the file."):
+    ...         yaml.safe_load("a: b: c")
+    ... except UnreadableError as error:
+    ...     str(error)[:59]
+    "the YAML 'x.yaml' cannot be read: mapping values are not al"
 
     ```
     """

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
 from ..trainers.row_costs import RowCosts, assign, pair_costs, split, text_costs
-from .data import check_row
+from .data import checked_rows
 
 
 __all__ = [
@@ -141,15 +141,8 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
         )
     size = 1000
     batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
-    found = [count(_checked_rows(dataset, b, size), tokenizer) for b in batches]
+    found = [count(list(checked_rows(dataset, b, b + size)), tokenizer) for b in batches]
     return Lengths({name: np.concatenate([lengths[name] for lengths in found]) for name in found[0]})
-
-
-def _checked_rows(dataset: Dataset, start: int, size: int) -> list[dict[str, Any]]:
-    rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-    for number, row in enumerate(rows, start):
-        check_row(row, number)
-    return rows
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
@@ -160,8 +153,7 @@ def texts_of(dataset: Dataset) -> Iterator[str]:
         ValueError: If a row has something else.
     """
     names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
-    for number, row in enumerate(dataset.select_columns(sorted(names))):
-        check_row(row, number)
+    for row in checked_rows(dataset.select_columns(sorted(names))):
         for value in row.values():
             for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
                 yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]

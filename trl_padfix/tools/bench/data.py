@@ -7,7 +7,7 @@ import re
 import torch
 from datasets import Dataset
 
-from ..data import check_row, load_rows
+from ..data import checked_rows, load_rows
 
 
 __all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_completions"]
@@ -24,8 +24,12 @@ def load_pairs(data: str) -> Dataset:
     dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
         raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
-    for number, row in enumerate(dataset):
-        check_row(row, number)
+    for row in checked_rows(dataset):
+        if not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
+            raise ValueError(
+                f"{data} has conversations in `chosen` and `rejected`, and texts are measured. Render them with the "
+                "chat template of your model (`trl.apply_chat_template`), and give the file of that."
+            )
     return dataset
 
 
