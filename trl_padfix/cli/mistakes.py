@@ -99,7 +99,7 @@ def explained(command: str | Callable[[], str]) -> Iterator[None]:
             raise
         if os.environ.get(DEBUG):
             traceback.print_exception(error)
-        typer.echo(f"{command}: {message}\n(`trl-padfix --debug ...` shows where it was raised.)", err=True)
+        typer.echo(f"{command}: {message}\n({DEBUG}=1 or `trl-padfix --debug ...` shows the traceback.)", err=True)
         raise SystemExit(MISTAKE) from error
 
 

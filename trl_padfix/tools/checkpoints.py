@@ -152,7 +152,7 @@ def _weights(folder: Path) -> str | None:
 
 
 def _saves_only_model(folder: Path) -> bool:
-    """Whether the training had `save_only_model`; read from its name in the file, which is a pickle and is not loaded."""
+    """Whether the training had `save_only_model`: its settings are a pickle, which is searched and not loaded."""
     path = folder / "training_args.bin"
     if not zipfile.is_zipfile(path):
         return False

@@ -73,6 +73,8 @@ def _check(directory: Path, built_from: dict[str, Any]) -> None:
             f"another program wrote it. {remedy}"
         ) from error
     if found != built_from:
-        names = [name for name in {**found, **built_from} if found.get(name) != built_from.get(name)]
-        differences = ", ".join(f"`{name}` {found.get(name)!r} there and {built_from.get(name)!r} now" for name in names)
+        values = {name: (found.get(name), built_from.get(name)) for name in {**found, **built_from}}
+        differences = ", ".join(
+            f"`{n}` {old!r} there and {new!r} now" for n, (old, new) in values.items() if old != new
+        )
         raise ValueError(f"{str(directory)!r} was built for another training: {differences}. {remedy}")

@@ -29,14 +29,14 @@ def refuse_output(path: str | Path) -> str | None:
     path = Path(path)
     cannot = f"{str(path)!r} cannot be written:"
     folder = path.parent
+    if max(len(part.encode()) for part in (*path.parts, "")) > 255:
+        return f"{cannot} its name is too long. Choose a shorter one."
     if path.is_dir():
         return f"{cannot} it is a folder. Name a file in it."
     if folder.exists() and not folder.is_dir():
         return f"{cannot} {str(folder)!r} is a file, not a folder. Write elsewhere."
     if not folder.exists():
         return f"{cannot} there is no folder {str(folder)!r}. Make it, or write elsewhere."
-    if len(path.name.encode()) > 255:
-        return f"{cannot} the name is too long."
     if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         return f"{cannot} no permission, or a read-only file system. Write elsewhere, or change the permission."
     try:  # what `access` says of root and of special file systems is not the whole truth
@@ -50,6 +50,8 @@ def refuse_output(path: str | Path) -> str | None:
 def refuse_folder(path: str | Path) -> str | None:
     """Why nothing can be written into the folder `path`, which need not be there yet, or `None` if it can."""
     path = Path(path).absolute()
+    if max(len(part.encode()) for part in path.parts) > 255:
+        return f"{str(path)!r} has a name that is too long. Choose a shorter one."
     there = next(parent for parent in (path, *path.parents) if parent.exists())
     return refuse_output(there / ".trl_padfix") if there.is_dir() else f"{str(there)!r} is a file, not a folder."
 
