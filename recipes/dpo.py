@@ -25,7 +25,7 @@ from trl.data_utils import is_conversational
 
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.cli.mistakes import explained
-from trl_padfix.tools.checkpoints import checkpoint_to_resume
+from trl_padfix.tools.checkpoints import checkpoint_to_resume, saying_what_is_safe
 from trl_padfix.tools.initial_model import built_once, fingerprint
 from trl_padfix.tools.report import plot_curves, summary_table
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
@@ -103,8 +103,9 @@ def run(trainer_class: type, model: str, dataset, script_args, training_args, mo
         quantization_config=trl.get_quantization_config(model_args),
         peft_config=trl.get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(training_args.output_dir)
+    with saying_what_is_safe(training_args.output_dir):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training_args.output_dir)
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
         Console().print(summary_table(history))

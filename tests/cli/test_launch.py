@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.launch import METHODS, main, make_parser, parse
+from trl_padfix.tools.checkpoints import checkpoint_to_resume
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -157,6 +158,31 @@ def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
     assert training.resume_from_checkpoint is None
 
 
+LIMITED = """
+import resource, sys
+from trl_padfix.cli.launch import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+run("dpo", sys.argv[2:])
+"""
+"""A training whose files may not be larger than so many bytes, as on a disk that fills up."""
+
+
+def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
+    shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
+    size = (unbroken / "checkpoint-2" / "model.safetensors").stat().st_size
+    flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
+    command = [sys.executable, "-c", LIMITED, str(size // 2), *RESUMED, *flags]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 2, result.stderr[-3000:]
+    message = result.stderr[result.stderr.index("trl-padfix dpo: ") :]
+    assert "Traceback" not in result.stderr
+    assert "`ulimit -f`" in message
+    assert str(tmp_path) in message
+    assert f"The newest whole checkpoint is {tmp_path / 'checkpoint-2'}" in message
+    assert "MiB are free" in message
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # nothing stands in the way
+
+
 def test_a_mistake_that_only_the_training_can_see_is_a_message_too(recipe, tmp_path):
     flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(tmp_path / "no_model")]
     result = subprocess.run(
@@ -223,7 +249,7 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
         (["--paddin_free", "true"], "--paddin_free: neither a field of `trl-padfix dpo` nor a flag of `accelerate"),
         (["--paddin_free=true"], "--paddin_free=true: neither"),
         (["recipe.yaml"], "recipe.yaml: neither"),
-        (["--config", "nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml': there is no such file or folder"),
         (["--accelerate_config", "fsdp9"], "fsdp9"),
         (["--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
         (["--padding_side", "top"], "invalid choice: 'top'"),

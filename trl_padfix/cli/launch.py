@@ -151,12 +151,14 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
+    from ..tools.checkpoints import saying_what_is_safe
+
     parsed, _ = parse(method, args)
     # TRL's script ends the process group while its DDP model lives. If the model were the last to hold the group, its
     # end would wait for the threads of gloo, and they for the interpreter: `trl dpo` on CPU hangs in one of two runs.
     _group = torch.distributed.group.WORLD
     set_seed(parsed[1].seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-    with _ours_in_trl(method):
+    with saying_what_is_safe(parsed[1].output_dir), _ours_in_trl(method):
         importlib.import_module(f"trl.scripts.{method}").main(*parsed)
 
 

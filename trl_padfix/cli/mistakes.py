@@ -36,12 +36,8 @@ _WORDED = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers", 
 """Packages that check what they are given, and raise `ValueError` and the like with a message for their user."""
 
 _OF_THE_SYSTEM = {
-    errno.ENOSPC: "the disk is full. Free space on it, or write to another",
-    errno.EDQUOT: "your quota of the disk is used up. Free space, or write to another disk",
-    errno.EFBIG: "the file would be larger than the file system or a limit of this process (`ulimit -f`) allows",
     errno.EACCES: "no permission. Change the permission, or name another path",
     errno.EPERM: "no permission. Change the permission, or name another path",
-    errno.EROFS: "the file system is read-only. Name another path",
     errno.ENOENT: "there is no such file or folder. Check the path",
     errno.EISDIR: "it is a folder, and a file is needed. Name a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder. Check the path",
@@ -149,14 +145,14 @@ def describe(error: BaseException) -> str | None:
             f"{str(error).split('. ')[0]}. Lower `per_device_train_batch_size`, `max_length` or "
             "`max_tokens_per_batch`, or set `gradient_checkpointing`."
         )
-    if isinstance(error, OSError) and error.errno is not None:
-        return _system(error)
-    if (full := _disk_full(error)) is not None:
-        return full
-
     from ..core.errors import PaddingRemovalError
     from ..tools.reading import UnreadableError, package_of, reason
+    from ..tools.whole_files import why_unwritable
 
+    if (why := why_unwritable(error)) is not None:
+        return f"{why}."
+    if isinstance(error, OSError) and error.errno is not None:
+        return _system(error)
     if isinstance(error, (UnreadableError, PaddingRemovalError)):
         return str(error)
     package, defined_in = package_of(error), type(error).__module__.split(".")[0]
@@ -181,11 +177,3 @@ def _system(error: OSError) -> str:
     path = "" if error.filename is None else f"{str(error.filename)!r}: "
     known = _OF_THE_SYSTEM.get(error.errno or 0)
     return f"{path}{known or error.strerror or error}."
-
-
-def _disk_full(error: BaseException) -> str | None:
-    """What torch and safetensors say in words of their own if a file cannot be written."""
-    text = str(error)
-    if f"os error {errno.ENOSPC}" in text or "PytorchStreamWriter failed writing" in text:
-        return f"a file could not be written: {_OF_THE_SYSTEM[errno.ENOSPC]} ({text.splitlines()[0]})."
-    return None

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import pickletools
+import shutil
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from .whole_files import UnwritableError, why_unwritable
 
-__all__ = ["checkpoint_to_resume", "checkpoints_of", "what_is_missing"]
+
+__all__ = ["checkpoint_to_resume", "checkpoints_of", "saying_what_is_safe", "what_is_missing"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +94,36 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
         if step.isdigit() and folder.is_dir():
             numbered.append((int(step), folder))
     return [folder for _, folder in sorted(numbered, reverse=True)]
+
+
+@contextmanager
+def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
+    """
+    Add to the error of a training that cannot write which of its checkpoints are whole.
+
+    Args:
+        output_dir (`str` or `Path`):
+            Where the training saves them.
+
+    Raises:
+        UnwritableError: In place of an error about a full disk and the like.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (why := why_unwritable(error)) is None:
+            raise
+        there = next(p for p in (Path(output_dir).absolute(), *Path(output_dir).absolute().parents) if p.exists())
+        free = f"{shutil.disk_usage(there).free / 2**20:,.0f} MiB are free at {str(there)!r}"
+        whole = [c for c in checkpoints_of(output_dir) if what_is_missing(c) is None]
+        safe = "There is no whole checkpoint yet: what was trained is lost."
+        if whole:
+            size = sum(path.stat().st_size for path in whole[0].rglob("*") if path.is_file()) / 2**20
+            safe = (
+                f"The newest whole checkpoint is {whole[0]} (one takes {size:,.0f} MiB): what was trained since is "
+                "lost, and `--resume_from_checkpoint latest` goes on from it."
+            )
+        raise UnwritableError(f"the training stopped: {why}. {free}. {safe}") from error
 
 
 def what_is_missing(checkpoint: str | Path) -> str | None:

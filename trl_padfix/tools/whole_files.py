@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 
-__all__ = ["refuse_folder", "refuse_output", "write_whole", "write_whole_folder"]
+__all__ = ["UnwritableError", "refuse_folder", "refuse_output", "why_unwritable", "write_whole", "write_whole_folder"]
+
+
+class UnwritableError(OSError):
+    """Something could not be written; the message says what, why, and what is safe."""
+
+
+_WHY = {
+    errno.ENOSPC: "the disk is full. Free space on it, or write to another",
+    errno.EDQUOT: "your quota of the disk is used up. Free space, or write to another disk",
+    errno.EFBIG: "the file would be larger than the file system or a limit of this process (`ulimit -f`) allows",
+    errno.EROFS: "the file system is read-only. Write elsewhere",
+    errno.EIO: "the device failed. Write elsewhere, and check the device",
+}
+
+
+def why_unwritable(error: BaseException) -> str | None:
+    """
+    What an error says about a file that could not be written, or `None` if it is about something else.
+
+    torch and safetensors say it in words of their own.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.tools.whole_files import why_unwritable
+
+    >>> why_unwritable(OSError(28, "No space left on device", "model.safetensors"))
+    "'model.safetensors': the disk is full. Free space on it, or write to another"
+    >>> why_unwritable(FileNotFoundError(2, "No such file or directory", "data.jsonl")) is None
+    True
+
+    ```
+    """
+    text = str(error)
+    number, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
+    if number is None and (found := re.search(r"os error (\d+)", text)):
+        number = int(found[1])
+    if number is None and "PytorchStreamWriter failed writing" in text:
+        return "torch could not write a file: the disk is full, or a limit is reached (`ulimit -f`). Free space"
+    why = _WHY.get(number or 0)
+    return why and (why if path is None else f"{str(path)!r}: {why}")
 
 
 def refuse_output(path: str | Path) -> str | None:
