@@ -138,7 +138,7 @@ CASES = (
         ("parity", [*compared("models/good"), "--max-length", "1"], "--max-length"),
         *((f"bench {name}", [*TINY, "--data", name], message)
           for name, message in OF_DATA.items()
-          if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl", "bad_length.yaml")
+          if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
           and not name.startswith("no_") and not name.endswith(".yaml")),
         ("bench", [*TINY, "--data", "good.jsonl"], "has no column ['chosen', 'rejected']"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),

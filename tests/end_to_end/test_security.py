@@ -26,14 +26,16 @@ def refused(*args, **kwargs):
 
 socket.getaddrinfo = socket.create_connection = refused
 connect = socket.socket.connect
-socket.socket.connect = lambda self, address: connect(self, address) if self.family == socket.AF_UNIX else refused(address)
+local = lambda self: self.family == socket.AF_UNIX
+socket.socket.connect = lambda self, address: connect(self, address) if local(self) else refused(address)
 """
 """Before the code of a test: whoever asks for a connection leaves a line."""
 
 
 def guarded(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """Run code with a network that only says who asked for it, online as far as the Hub's client knows."""
-    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    ours = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
     env |= {"HF_HOME": str(folder / "hub"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-c", GUARDED + code]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -123,6 +125,9 @@ def test_a_training_on_local_files_asks_for_no_network(material, tmp_path):
     assert "NETWORK" not in done.stderr
 
 
+ONE_STEP = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
 def model_with_code(material: Path, folder: Path, trap: Path) -> Path:
     """A model folder with code beside it that transformers would run if it were trusted."""
     shutil.copytree(material / "models" / "good", folder)
@@ -140,13 +145,13 @@ def model_with_code(material: Path, folder: Path, trap: Path) -> Path:
 def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monkeypatch):
     model = str(model_with_code(material, tmp_path / "model", trap))
     data = str(material / "good.jsonl")
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # nor is the user asked, who would say yes
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # nor is the user asked
     flags = {
         "stats": [data, "--tokenizer", model, "--world-size", "2"],
         "parity": ["--model", model, "--data", data],
         "doctor": ["--model", model],
-        "sft": ["--model_name_or_path", model, "--dataset_name", str(material / "good_folder"), "--max_steps", "1",
-                "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false", "--report_to", "none"],
+        "sft": ["--model_name_or_path", model, "--dataset_name", str(material / "good_folder"), *ONE_STEP,
+                "--output_dir", str(tmp_path / "out")],
     }[command]  # fmt: skip
     result = trl_padfix_command(command, *flags)
     assert not trap.exists()
@@ -160,8 +165,8 @@ def test_a_pickle_in_place_of_weights_is_not_executed(command, material, trap, t
     torch.save(Bomb(trap), model / "pytorch_model.bin")
     flags = {
         "parity": ["--model", str(model), "--data", str(material / "good.jsonl")],
-        "sft": ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), "--max_steps", "1",
-                "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false", "--report_to", "none"],
+        "sft": ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), *ONE_STEP,
+                "--output_dir", str(tmp_path / "out")],
     }[command]  # fmt: skip
     assert trl_padfix_command(command, *flags).exit_code != 0
     assert not trap.exists()

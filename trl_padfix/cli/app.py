@@ -11,6 +11,7 @@ from .. import __version__
 from . import bench, doctor, parity, stats, train
 from .launch import METHODS
 from .mistakes import DEBUG, MistakesExplained
+from .network import count_nothing
 
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ def _first(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
+    count_nothing()
     if debug:
         os.environ[DEBUG] = "1"  # for the processes of a training too
     if version:

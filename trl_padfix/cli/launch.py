@@ -165,7 +165,9 @@ def main(method: str, args: Sequence[str]) -> None:
 def run(method: str, args: Sequence[str]) -> None:
     """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
     from .mistakes import explained
+    from .network import count_nothing
 
+    count_nothing()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explained(f"trl-padfix {method}{rank}"):
         main(method, args)
