@@ -6,11 +6,13 @@ from typing import Any
 
 import trl
 import trl.trainer.reward_trainer as trl_reward
+from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .collators import DataCollatorForReward
+from .collators import DataCollatorForReward, empty_sequence
+from .columns import empty_lists
 
 
 __all__ = ["RewardTrainer"]
@@ -57,8 +59,17 @@ class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer
             [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}],
             "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
         )
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(prepared, Dataset):
+            for side in ("chosen", "rejected"):
+                if len(rows := empty_lists(prepared, f"{side}_ids")):
+                    raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))
+        return prepared
 
-    def _called_by_loss(self, model: Any) -> Any:
+    def _packing_options(self) -> dict[str, Any]:
+        wanted = getattr(self.args, "pool_last_token", False)
+        return super()._packing_options() | ({"pool_last_token": True} if wanted else {})
+
+    def _wrap_model_for_loss(self, model: Any) -> Any:
         # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
         return lambda margin=None, **inputs: model(**inputs)
