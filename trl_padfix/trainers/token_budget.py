@@ -106,6 +106,9 @@ class BudgetMixin:
     _weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
 
+    _plan: StepPlan | None = None
+    """The steps of the epochs that are running."""
+
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
         check_token_budget(config)
@@ -183,7 +186,7 @@ class BudgetMixin:
                 f"`max_tokens_per_batch={self.args.max_tokens_per_batch}`, the longest {costs.each.max()}: each is a "
                 "micro-batch of its own, and needs the memory of its size. Raise the budget, or lower `max_length`."
             )
-        return BudgetSampler(sampler, costs, self._step_plan(), epoch=lambda: int(self.state.epoch or 0))
+        return BudgetSampler(sampler, costs, self._plan or self._step_plan(), epoch=lambda: int(self.state.epoch or 0))
 
     def _step_plan(self) -> StepPlan:
         micro_batch = self.args._rows_per_micro_batch
