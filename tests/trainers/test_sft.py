@@ -456,6 +456,9 @@ def evaluated(trainer) -> dict[str, float]:
     return trainer.state.log_history[-1]
 
 
+EXACT = {"exact_eval_means": True}
+
+
 def batch_sizes(make_sized, names) -> list[dict[str, float]]:
     metrics = [evaluated(make_sized(size)) for size in (1, 2, 8, 64)]
     return [{name: m[f"eval_{name}"] for name in names} for m in metrics]
@@ -466,7 +469,7 @@ def test_any_evaluation_batch_size_gives_the_same_metrics(mode, make):
     names = ["loss", "mean_token_accuracy", *(["entropy"] if NEWEST else [])]
     rows = build_rows(21, 3)
     got = batch_sizes(
-        lambda n: make(config=SIDED_MODES[mode] | {"per_device_eval_batch_size": n}, eval_dataset=rows), names
+        lambda n: make(config=SIDED_MODES[mode] | EXACT | {"per_device_eval_batch_size": n}, eval_dataset=rows), names
     )
     for metrics in got[1:]:
         assert metrics == pytest.approx(got[0], abs=1e-5)
@@ -480,7 +483,8 @@ def test_any_evaluation_batch_size_gives_the_same_metrics_in_dpo(mode, tmp_path)
     names = ["loss", "rewards/margins", "rewards/chosen", "rewards/accuracies", "logps/rejected"]
     names += ["entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy"] if NEWEST else []
     given = {"train_dataset": dpo_pairs(4), "eval_dataset": dpo_pairs(21, 3)}
-    got = batch_sizes(lambda n: make_dpo(tmp_path, MODES[mode] | {"per_device_eval_batch_size": n}, **given), names)
+    exact = MODES[mode] | EXACT
+    got = batch_sizes(lambda n: make_dpo(tmp_path, exact | {"per_device_eval_batch_size": n}, **given), names)
     for metrics in got[1:]:
         assert metrics == pytest.approx(got[0], abs=1e-5)
     theirs = evaluated(make_dpo(tmp_path, {"per_device_eval_batch_size": 64}, trl.DPOTrainer, **given))
