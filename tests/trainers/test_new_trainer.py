@@ -45,7 +45,7 @@ def train(folder, trainer_class=ORPOTrainer, config_class=ORPOConfig, **config):
     settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_length": 26}
     trainer = trainer_class(
         model=build_model(),
-        args=config_class(str(folder), **settings | {"max_prompt_length": 18} | config),
+        args=config_class(str(folder), **settings | config),
         train_dataset=build_pairs(24),
         eval_dataset=build_pairs(11, seed=1),
         processing_class=build_tokenizer(bos_token="<bos>"),

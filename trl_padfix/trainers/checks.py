@@ -216,7 +216,7 @@ def _first_misplaced_of_rows(
     given = list_lengths(dataset, image) if image == "images" else None
     for i, row in enumerate(dataset.select_columns(texts)):
         count = int(given[i]) if given is not None else 1
-        for _, images, placeholders in misplaced_images([row | {"images": [None] * count}], processor):
+        for _, images, placeholders in misplaced_images([{**row, "images": [None] * count}], processor):
             return i, images, placeholders
     return None
 

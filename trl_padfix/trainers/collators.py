@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +58,19 @@ class SidedCollator:
         self.odd_rows[treatment] += len(rows)
         if before == 0 or len(str(before)) < len(str(self.odd_rows[treatment])):  # the 1st, 10th, 100th, ...
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
+
+    def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
+        empty = batch["attention_mask"].sum(1) == 0
+        if not empty.any():
+            return batch
+        if batch["attention_mask"].shape[1] == 0:
+            values = {"input_ids": self.pad_token_id, "labels": -100}  # type: ignore[attr-defined]
+            batch = {k: v.new_full((len(v), 1), values.get(k, 0)) if v.dim() == 2 else v for k, v in batch.items()}
+        # An empty list is a tensor of floats, and so is a batch that begins with one.
+        batch = {k: v.long() if k in ("input_ids", "attention_mask", "labels") else v for k, v in batch.items()}
+        batch["attention_mask"][empty, 0] = 1
+        return batch
 
     def on_side(self, batch: dict[str, Any], every: str, remedy: str = "") -> dict[str, Any]:
         """A right-padded batch of prompts and completions on the wanted side."""
@@ -119,9 +131,7 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
         for side in ("chosen", "rejected"):
             rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
             self.refuse_or_count(rows, empty_completion(side, f"pair {rows[0]} of the batch") if rows else "", EMPTY)
-        if self.for_trainer:
-            examples = with_a_token(examples, {"prompt_ids": self.pad_token_id}, ["chosen_ids", "rejected_ids"])
-        batch = super().torch_call(examples)
+        batch = self.without_empty_rows(super().torch_call(examples))
         return self.on_side(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
 
 
@@ -161,9 +171,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
             self.refuse_or_count(
                 rows, empty_sequence(side, where), "sequences have no token; they are scored as one pad token"
             )
-            if self.for_trainer:
-                examples = with_a_token(examples, {f"{side}_ids": self.pad_token_id})
-        batch = super().torch_call(examples)
+        batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
 
 
@@ -215,13 +223,13 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
             f"Row {rows[0] if rows else ''} of the batch has no token, so there is nothing to train on. Drop it.",
             "rows have no token; they teach nothing. Drop them",
         )
-        if self.for_trainer:
-            tokens = {"input_ids": self.pad_token_id, "labels": -100, "completion_mask": 0, "assistant_masks": 0}
-            examples = with_a_token(examples, tokens)
         if "seq_lengths" in examples[0] and not self.padding_free:
             return replace(self, padding_free=True).torch_call(examples)
         batch = super().torch_call(examples)
-        if self.padding_side == "left" and not self.padding_free:
+        if self.padding_free:
+            return batch
+        batch = self.without_empty_rows(batch)
+        if self.padding_side == "left":
             return pad_left(batch, keep_first_labels=self.for_trainer)
         return batch
 
@@ -242,27 +250,6 @@ def empty_completion(side: str, where: str) -> str:
 
 def empty_sequence(side: str, where: str) -> str:
     return f"The {side} sequence of {where} has no token, so there is nothing to take a reward from. Drop the pair."
-
-
-def with_a_token(examples: list[dict], tokens: dict[str, int], others: Sequence[str] = ()) -> list[dict]:
-    """
-    Examples without an empty row, for which an attention mask of zeros would stand.
-
-    Args:
-        examples (`list[dict]`):
-            Tokenized examples.
-        tokens (`dict[str, int]`):
-            The value that each column has one time in a row that is empty; the first column is the one looked at.
-        others (`Sequence[str]`):
-            Columns of the tokens that follow; a row is empty if one of them is empty as well.
-    """
-    ids, *_ = tokens
-    return [
-        example | {name: [value] for name, value in tokens.items() if name in example}
-        if len(example[ids]) == 0 and (not others or min(len(example[name]) for name in others) == 0)
-        else example
-        for example in examples
-    ]
 
 
 def rows_without_prompt(batch: dict[str, Any]) -> list[int]:

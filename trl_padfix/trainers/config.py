@@ -320,8 +320,8 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     pool_last_token: bool = field(
         default=False,
         metadata={
-            "help": "With `padding_free`: score the last token of each row's attention mask. By default it is the token "
-            "that the padded computation scores: another one where a row ends in the pad token."
+            "help": "With `padding_free`: score the last token of each row's attention mask. By default the token that "
+            "the padded computation scores: another one where a row ends in the pad token."
         },
     )
 

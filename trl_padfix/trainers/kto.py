@@ -13,7 +13,7 @@ from datasets import Dataset
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .collators import EMPTY, SidedCollator, with_a_token
+from .collators import EMPTY, SidedCollator
 from .columns import empty_lists
 
 
@@ -59,15 +59,13 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         rows = [i for i, example in enumerate(examples) if len(example["completion_ids"]) == 0]
         self.refuse_or_count(rows, _empty(f"example {rows[0]} of the batch") if rows else "", EMPTY)
-        if self.for_trainer:
-            completions = [name for name in ("completion_ids", "KL_completion_ids") if name in examples[0]]
-            examples = with_a_token(examples, {"prompt_ids": self.pad_token_id}, completions)
         batch = super().torch_call(examples)
         for prefix in ("", "KL_"):
             # The two batches may have one shape, so each is moved by its own mask.
             names = [name for name in ("input_ids", "attention_mask", "completion_mask") if prefix + name in batch]
             if names:
-                moved = self.on_side({name: batch[prefix + name] for name in names}, "every example")
+                moved = self.without_empty_rows({name: batch[prefix + name] for name in names})
+                moved = self.on_side(moved, "every example")
                 batch |= {prefix + name: value for name, value in moved.items()}
         return batch
 
