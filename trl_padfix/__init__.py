@@ -14,8 +14,9 @@ __version__ = "0.1.0.dev0"
 # costs nothing, and TRL is imported only by whoever wants a trainer.
 _MODULES = {
     "core.layout": ["Layout", "pack", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "unpack"],
-    "core.attention": ["PaddingRemovalError"],
-    "core.remove": ["PaddingRemoval", "PaddingStats", "remove_padding"],
+    "core.errors": ["PaddingRemovalError"],
+    "core.handle": ["PaddingRemoval", "PaddingStats"],
+    "core.remove": ["remove_padding"],
     "core.parity": ["ParityError", "ParityReport", "check_parity"],
     "core.generation": ["generate", "left_align"],
     "trainers.collators": ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"],
@@ -33,11 +34,12 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
-    from .core.attention import PaddingRemovalError
+    from .core.errors import PaddingRemovalError
     from .core.generation import generate, left_align
+    from .core.handle import PaddingRemoval, PaddingStats
     from .core.layout import Layout, pack, packed_layout, padding_free_layout, prefix_sharing_layout, unpack
     from .core.parity import ParityError, ParityReport, check_parity
-    from .core.remove import PaddingRemoval, PaddingStats, remove_padding
+    from .core.remove import remove_padding
     from .trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference, DataCollatorForReward
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.dpo import DPOTrainer

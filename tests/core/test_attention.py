@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import pytest
@@ -12,21 +11,13 @@ from kit import reference_flash_attn
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import batch, build, drawn_batches
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trl_padfix.core.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
-from trl_padfix.core.attention import (
-    LAYOUT,
-    PACKED,
-    PackedCall,
-    _gather_keys,
-    packed_attention,
-    packed_dispatch,
-    refuse_implementation,
-    uses_attention_interface,
-)
+from trl_padfix.core.attention import packed_attention, refuse_implementation, uses_attention_interface
+from trl_padfix.core.calls import LAYOUT, PackedCall
+from trl_padfix.core.kernels import _gather_keys
 from trl_padfix.core.masks import PackedMask
 
 
@@ -90,7 +81,7 @@ def layout_of(side: str, sharing: bool) -> tuple[Layout, torch.Tensor]:
 
 
 def attend(module, states, layout: Layout, asked: PackedMask | None = None, **kwargs) -> torch.Tensor:
-    call = PackedCall(layout, module.config._attn_implementation)
+    call = PackedCall(layout, module.config._attn_implementation, module, layout.positions[None])
     values, weights = packed_attention(module, *states, asked, **{LAYOUT: call, "scaling": SIZE**-0.5} | kwargs)
     assert weights is None
     return values
@@ -149,7 +140,7 @@ NOT_IN = {
     ],
 )
 def test_each_row_attends_as_if_it_were_alone(implementation, case, block, side, sharing, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention, "BLOCK", block)
+    monkeypatch.setattr(trl_padfix.core.kernels, "BLOCK", block)
     name, kwargs = CASES[case]
     module = attention_module(name, implementation)
     if "s_aux" in kwargs:
@@ -255,7 +246,7 @@ def test_attention_does_not_wait_for_the_device(implementation):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention, "BLOCK", 4)
+    monkeypatch.setattr(trl_padfix.core.kernels, "BLOCK", 4)
     layout, _ = layout_of("holes", sharing=True)
     module = attention_module(implementation=implementation)
     masks = []
@@ -319,14 +310,14 @@ def varlen_calls(monkeypatch) -> list[dict]:
         )
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(trl_padfix.core.attention, "torch_varlen_is_complete", lambda: True)
+    monkeypatch.setattr(trl_padfix.core.kernels, "torch_varlen_is_complete", lambda: True)
     return calls
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 @pytest.mark.parametrize("kwargs", [{}, {"scaling": 0.1}, {"sliding_window": 3}], ids=str)
 def test_torchs_varlen_kernel_gets_the_same_question(kwargs, sharing, varlen_calls, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention, "_torch_varlen_applies", lambda *args: True)
+    monkeypatch.setattr(trl_padfix.core.attention, "torch_varlen_applies", lambda *args: True)
 
     assert_attends_like_dense(attention_module(), *layout_of("mixed", sharing), **kwargs)
 
@@ -398,7 +389,6 @@ def test_other_implementations_are_refused_with_a_remedy(implementation, message
     [
         ({"is_causal": False}, {}, r"Qwen2Attention \(layer 0\) attends in both directions"),
         ({}, {"is_causal": False}, "attends in both directions"),
-        ({}, {"output_attentions": True}, r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"),
         ({}, {"position_bias": torch.zeros(1)}, r"hands \['position_bias'\] to its attention function"),
         ({}, {LAYOUT: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
         ({}, {"asked": PackedMask(causal=False)}, "attends in both directions"),
@@ -408,7 +398,6 @@ def test_other_implementations_are_refused_with_a_remedy(implementation, message
     ids=[
         "bidirectional module",
         "bidirectional call",
-        "weights",
         "unknown tensor",
         "no layout",
         "bidirectional mask",
@@ -455,50 +444,3 @@ def test_a_flash_kernel_that_fails_outside_half_precision_is_explained(monkeypat
 
 
 # -- nothing stays behind
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_dispatch_leaves_no_trace_after_an_exception(error):
-    config = attention_module().config
-    registries = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    before, registered = config.to_dict(), [dict(registry) for registry in registries]
-
-    with contextlib.suppress(error), packed_dispatch(config):
-        assert config._attn_implementation == PACKED
-        assert PACKED in ALL_ATTENTION_FUNCTIONS
-        raise error
-
-    assert config._attn_implementation == "sdpa"
-    assert config.to_dict() == before
-    assert [dict(registry) for registry in registries] == registered
-    assert PACKED not in registered[0] | registered[1]
-
-
-def test_dispatch_nests():
-    one, two = attention_module().config, attention_module(implementation="eager").config
-    with packed_dispatch(one):
-        with packed_dispatch(two), packed_dispatch(one):
-            assert one._attn_implementation == two._attn_implementation == PACKED
-        assert (one._attn_implementation, two._attn_implementation) == (PACKED, "eager")
-        assert PACKED in ALL_ATTENTION_FUNCTIONS
-    assert one._attn_implementation == "sdpa"
-    assert PACKED not in ALL_ATTENTION_FUNCTIONS
-
-
-def test_the_module_is_itself_while_its_own_function_runs(monkeypatch):
-    seen = []
-    module = attention_module(implementation="flash_attention_2")
-    function = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-
-    def spy(module, *args, **kwargs):
-        seen.append(module.config._attn_implementation)  # transformers picks the kernel by this name
-        return function(module, *args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", spy)
-    layout, _ = layout_of("right", sharing=True)
-    with packed_dispatch(module.config):
-        call = PackedCall(layout, "flash_attention_2")
-        packed_attention(module, *random_states(layout), None, **{LAYOUT: call}, scaling=SIZE**-0.5)
-        assert module.config._attn_implementation == PACKED
-
-    assert seen == ["flash_attention_2"]

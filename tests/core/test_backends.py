@@ -8,7 +8,7 @@ from kit.models import CONFIGS
 from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Config, T5Config
 
-from trl_padfix.core import attention, backends
+from trl_padfix.core import backends, kernels
 from trl_padfix.core.backends import (
     Machine,
     Workload,
@@ -258,7 +258,7 @@ def test_the_parts_of_a_vision_model_are_named_one_by_one(installed):
 def test_torchs_varlen_attention_starts_with_ampere(capability, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
-    complete = attention.torch_varlen_is_complete.__wrapped__
+    complete = kernels.torch_varlen_is_complete.__wrapped__
     assert complete() == runs
 
 

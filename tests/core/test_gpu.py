@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import prefix_sharing_layout, remove_padding
-from trl_padfix.core.attention import _gather_keys, torch_varlen_is_complete
+from trl_padfix.core.kernels import _gather_keys, torch_varlen_is_complete
 
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,6 @@ from kit.family_outcomes import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
     create_bidirectional_mask,
     create_causal_mask,
     create_chunked_causal_mask,
@@ -25,8 +24,9 @@ from transformers.masking_utils import (
 )
 
 from trl_padfix import PaddingRemovalError, remove_padding
-from trl_padfix.core.attention import PACKED, packed_dispatch
+from trl_padfix.core.attention import register_packed_attention
 from trl_padfix.core.masks import PackedMask
+from trl_padfix.core.views import PackedConfig
 
 
 ONLY_IN_THE_MASK = ["qwen2_moe", "phimoe", "llama4_text, attn_temperature_tuning=False"]
@@ -38,8 +38,8 @@ def described(create, **config):
     config._attn_implementation_internal = "sdpa"
     states, positions = torch.zeros(1, 6, 4), torch.tensor([[0, 1, 2, 0, 1, 2]])
     given = {"position_ids": positions} if create is not create_bidirectional_mask else {}
-    with packed_dispatch(config):
-        return create(config, states, attention_mask=None, past_key_values=None, **given)
+    register_packed_attention()
+    return create(PackedConfig(config), states, attention_mask=None, past_key_values=None, **given)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,12 @@ def test_a_condition_of_the_models_own_is_noticed():
     assert described(create).custom
 
 
-def test_the_description_is_gone_after_the_forward():
+def test_masks_of_other_models_are_tensors():
     described(create_causal_mask)
-    assert PACKED not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    config = AutoConfig.for_model("llama")
+    config._attn_implementation_internal = "eager"
+    mask = create_causal_mask(config, torch.zeros(1, 6, 4), attention_mask=None, past_key_values=None)
+    assert mask.shape == (1, 1, 6, 6)
 
 
 @pytest.mark.parametrize("sharing", [False, True])

@@ -85,8 +85,15 @@ def test_bounds_say_more_than_positions():
     positions = torch.arange(6)[None]
     assert packed_layout(positions).is_trivial
     assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).query_lengths == (4, 2)
-    # What stands behind the last bound is no part of the last sequence.
-    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 4])).query_lengths == (2, 2, 2)
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 2, 6, 6])).query_lengths == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 4], [0, 4, 2, 6], [0, -2, 6], [0, 2, 9], [1, 6], [0.0, 2.0, 6.0], [[0, 6]], [], [0, 1, 7, 6]]
+)
+def test_bounds_that_do_not_ascend_over_the_whole_batch_are_an_error(bounds):
+    with pytest.raises(ValueError, match=r"`cu_seqlens` of dtype .* ascend from 0 to 6"):
+        packed_layout(torch.arange(6)[None], cu_seqlens=torch.tensor(bounds))
 
 
 def test_rows_without_a_second_sequence_are_the_padded_computation():
@@ -136,7 +143,7 @@ def test_the_equality_can_fail(monkeypatch):
     model = build("qwen2")
     expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
     with monkeypatch.context() as patch, remove_padding(model):
-        patch.setattr("trl_padfix.core.remove.packed_layout", two_sequences)
+        patch.setattr("trl_padfix.core.batches.packed_layout", two_sequences)
         got = numbers(model, packed(ids, mask), ids, mask)
     with pytest.raises(AssertionError):
         assert_same_numbers(got, expected)
@@ -226,7 +233,7 @@ def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
     assert report.ok
     assert report.compared > 10
     assert 0 < report.packed_tokens < report.padded_tokens
-    monkeypatch.setattr("trl_padfix.core.remove.packed_layout", two_sequences)
+    monkeypatch.setattr("trl_padfix.core.batches.packed_layout", two_sequences)
     assert not check_parity(build("qwen2"), packed(ids, mask)).ok
 
 

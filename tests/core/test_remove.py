@@ -9,6 +9,7 @@ import functools
 import gc
 import inspect
 import io
+import types
 import weakref
 from typing import Any
 
@@ -32,12 +33,12 @@ from kit.models import (
     real_logps,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_padfix.core.remove
+import trl_padfix.core.batches
 from trl_padfix import PaddingRemovalError, padding_free_layout, prefix_sharing_layout, remove_padding
+from trl_padfix.core.batches import step_layouts
+from trl_padfix.core.calls import packed_call
 
 
 TOLERANCE = 1e-5
@@ -239,9 +240,9 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     model = build(name, implementation)
     expected = padded_numbers(name, model, ids, mask)
     sharing, layout = WRONG_LAYOUTS[wrong]
-    monkeypatch.setattr(trl_padfix.core.remove, "padding_free_layout", lambda mask: layout(ids, mask))
+    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", lambda mask: layout(ids, mask))
     monkeypatch.setattr(
-        trl_padfix.core.remove, "prefix_sharing_layout", lambda ids, mask, positions: layout(ids, mask)
+        trl_padfix.core.batches, "prefix_sharing_layout", lambda ids, mask, positions: layout(ids, mask)
     )
 
     with remove_padding(model, prefix_sharing=sharing):
@@ -257,7 +258,7 @@ def test_absolute_positions_that_go_on_give_other_numbers(monkeypatch):
     model = build("gpt2")
     expected = padded_numbers("gpt2", model, ids, mask)
     wrong = keep_counting_positions(padding_free_layout(mask))
-    monkeypatch.setattr(trl_padfix.core.remove, "padding_free_layout", lambda mask: wrong)
+    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", lambda mask: wrong)
 
     with remove_padding(model), pytest.raises(AssertionError):
         assert_same_numbers(numbers(model, ids, mask), expected)
@@ -350,8 +351,9 @@ class Waits(TorchDispatchMode):
 def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing):
     ids, mask = batch("mixed")
     model = build(name)
-    with remove_padding(model, prefix_sharing=sharing), torch.no_grad():
+    with remove_padding(model, prefix_sharing=sharing), torch.no_grad(), contextlib.ExitStack() as stack:
         decoder = model.get_decoder()
+        stack.enter_context(step_layouts())
         decoder(ids, attention_mask=mask)
         with Waits() as waits:
             decoder(ids, attention_mask=mask)
@@ -502,13 +504,6 @@ def test_all_hidden_states_are_laid_out_over_the_batch(sharing):
         assert (one[mask == 0] == 0).all()
 
 
-def test_attention_weights_are_refused():
-    ids, mask = batch("mixed")
-    model = build("qwen2", "eager")
-    with remove_padding(model), pytest.raises(PaddingRemovalError, match="output_attentions"):
-        model(ids, mask, output_attentions=True)
-
-
 @SHARING
 def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing):
     ids, mask = batch("mixed")
@@ -551,7 +546,7 @@ def test_reward_heads_pool_the_end_of_the_mask_even_if_its_id_is_that_of_padding
     with torch.no_grad():
         alone = [model.score(model.model(torch.tensor([row])).last_hidden_state[0, -1]) for row in ROWS]
 
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
         got = logits_of(model, ids.masked_fill(mask == 0, last), mask)
 
     torch.testing.assert_close(got, torch.stack(alone), rtol=0, atol=TOLERANCE)
@@ -702,19 +697,17 @@ def test_another_model_stays_as_it_is_bit_for_bit():
 
 def attached_parts(model: torch.nn.Module) -> list[str]:
     """What of an attachment a model still carries."""
-    found = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    return found + [name for name in (*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS) if "padfix" in name]
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 def traces(model: transformers.PreTrainedModel) -> dict[str, Any]:
-    """All that an attachment could leave in a model, its config and transformers' registry."""
+    """All that an attachment could leave in a model, its config and transformers' functions."""
     attributes = {
         f"{name}.{attribute}": len(value) if attribute.endswith("_hooks") else None
         for name, module in model.named_modules()
         for attribute, value in vars(module).items()
     }
-    registered = [f"{name} registered" for name in (*ALL_ATTENTION_FUNCTIONS, *ALL_MASK_ATTENTION_FUNCTIONS)]
-    return attributes | vars(model.config) | dict.fromkeys(registered)
+    return attributes | vars(model.config) | {"search": transformers.masking_utils.find_packed_sequence_indices}
 
 
 @SHARING
@@ -772,7 +765,7 @@ def test_after_an_exception_the_attached_model_goes_on():
         hook = model.model.layers[1].register_forward_pre_hook(fail)
         with contextlib.suppress(ValueError):
             logits_of(model, ids, mask)
-        assert not handle.is_running
+        assert packed_call(handle.decoder) is None
         assert model.config._attn_implementation == "sdpa"
         assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
 
@@ -831,9 +824,35 @@ def test_a_patch_on_top_stays_when_ours_goes():
     assert torch.equal(logits_of(model, ids, mask), expected)
     assert calls == [1, 1]
     assert handle.stats.packed_tokens == REAL
-    with remove_padding(model, prefix_sharing=True) as second:  # and another goes on top of that
+    with pytest.raises(PaddingRemovalError, match=r"replaced before .*hides the module that it calls"):
+        remove_padding(model)
+    assert model.model.forward is on_top
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["model"]
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["method", "accelerate's hook"])
+def test_a_forward_that_was_replaced_before_goes_along(hook):
+    ids, mask = batch("mixed")
+    model, calls = build("qwen2"), []
+    expected = logits_of(model, ids, mask)
+
+    def counted(forward):
+        @functools.wraps(forward)
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return forward(self, *args, **kwargs)
+
+        return call
+
+    for module in (model.model, model.model.layers[0].self_attn):
+        if hook:
+            accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        else:
+            module.forward = types.MethodType(counted(type(module).forward), module)
+    with remove_padding(model, prefix_sharing=True) as handle:
         assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
-    assert second.stats.packed_tokens == DISTINCT
+    assert handle.stats.packed_tokens == DISTINCT
+    assert hook or len(calls) == 2
 
 
 def test_disabled_is_the_padded_computation():
@@ -930,7 +949,7 @@ def built(monkeypatch) -> list[str]:
             names.append(function.__name__)
             return function(*args)
 
-        monkeypatch.setattr(trl_padfix.core.remove, function.__name__, counting)
+        monkeypatch.setattr(trl_padfix.core.batches, function.__name__, counting)
     return names
 
 
@@ -939,17 +958,19 @@ def test_policy_and_reference_use_one_layout(sharing, built):
     ids, mask = batch("mixed")
     policy, reference = build("qwen2"), build("qwen2", seed=1)
     with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
-        for model in (policy, reference, policy):
-            logits_of(model, ids, mask)
-
-    assert len(built) == 1
+        with step_layouts():
+            for model in (policy, reference, policy):
+                logits_of(model, ids, mask)
+        assert len(built) == 1
+        logits_of(policy, ids, mask)
+    assert len(built) == 2
 
 
 @SHARING
 def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
     ids, mask = batch("right")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing) as handle:
+    with remove_padding(model, prefix_sharing=sharing) as handle, step_layouts():
         logits_of(model, ids, mask)
         mask[0, 10] = 0
         expected = logits_of(build("qwen2"), ids, mask)
@@ -969,7 +990,7 @@ def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
 def test_both_modes_keep_their_own_layout(built):
     ids, mask = batch("right")
     one, other = build("qwen2"), build("qwen2")
-    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second:
+    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, step_layouts():
         for model in (one, other, one, other):
             logits_of(model, ids, mask)
 
@@ -1016,6 +1037,19 @@ def test_calls_that_cannot_be_packed_are_refused(sharing, kwargs, error, message
 def test_it_takes_exactly_one_model(model, message):
     with pytest.raises(TypeError, match=message):
         remove_padding(model())
+
+
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_attention_weights_are_refused(where):
+    ids, mask = batch("right")
+    model = build("qwen2", "eager")
+    model.config.output_attentions = where == "config"
+    with remove_padding(model) as handle:
+        with pytest.raises(PaddingRemovalError, match=r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"):
+            model(ids, attention_mask=mask, **({"output_attentions": True} if where == "call" else {}))
+        with handle.disabled():
+            weights = model(ids, attention_mask=mask, output_attentions=True).attentions
+    assert len(weights) == model.config.num_hidden_layers
 
 
 def test_attaching_twice_is_refused():

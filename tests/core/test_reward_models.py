@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
 
 from trl_padfix import check_parity, remove_padding
+from trl_padfix.core import calls
 
 
 pytestmark = pytest.mark.stacks
@@ -54,7 +55,7 @@ def test_scores_and_gradients_equal_rows_alone_where_pad_is_eos(name, implementa
     expected_gradient = backward(model, expected)
     for side in ("left", "right", "mixed"):
         ids, mask = pad(ROWS, side, pad_id=EOS)
-        with remove_padding(model, prefix_sharing=sharing) as handle:
+        with remove_padding(model, prefix_sharing=sharing, pool_last_token=True) as handle:
             found = model(ids, attention_mask=mask).logits
             gradient = backward(model, found)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -74,7 +75,7 @@ def test_negative_control_transformers_scores_another_token(side):
     # A batch without any padding is scored wrongly as well, and rightly with the package.
     row = torch.tensor([ROWS[0]])
     assert not torch.allclose(model(row).logits, scores_of_last_tokens(model)[:1], atol=0.05)
-    with remove_padding(model):
+    with remove_padding(model, pool_last_token=True):
         found = model(row, attention_mask=torch.ones_like(row)).logits
     torch.testing.assert_close(found, scores_of_last_tokens(model)[:1], atol=1e-5, rtol=1e-5)
 
@@ -94,8 +95,9 @@ def test_check_parity_passes(name, implementation, sharing):
 def test_check_parity_fails_where_the_last_token_is_not_the_one_pooled(monkeypatch):
     model = classifier()
     ids, mask = pad(ROWS, "right", pad_id=EOS)
-    monkeypatch.setattr("trl_padfix.core.remove.pools_by_token_id", lambda model: False)
-    assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
+    monkeypatch.setattr(calls, "_last_everywhere", lambda hidden, layout: calls.unpack(hidden, layout).roll(1, 1))
+    with remove_padding(model, pool_last_token=True):
+        assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 
 
 def test_loss_is_the_models_own_on_the_right_scores():
@@ -103,7 +105,7 @@ def test_loss_is_the_models_own_on_the_right_scores():
     ids, mask = pad(ROWS, "left", pad_id=EOS)
     labels = torch.tensor([0, 2, 1, 1])
     expected = nn.functional.cross_entropy(scores_of_last_tokens(model), labels)
-    with remove_padding(model):
+    with remove_padding(model, pool_last_token=True):
         found = model(ids, attention_mask=mask, labels=labels).loss
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
     torch.testing.assert_close(found, expected)
@@ -142,7 +144,7 @@ def test_subclasses_pool_as_they_say():
     config = classifier().config
     ids, mask = pad(ROWS, "right", pad_id=EOS)
     model = Calibrated(config).eval()
-    with remove_padding(model):
+    with remove_padding(model, pool_last_token=True):
         found = model(ids, attention_mask=mask).logits
     torch.testing.assert_close(found, scores_of_last_tokens(model) / 2, atol=1e-5, rtol=1e-5)
     model = OfTheFirstToken(config).eval()

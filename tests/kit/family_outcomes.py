@@ -19,9 +19,9 @@ from kit.families import NotBuiltError, build
 from torch import nn
 from transformers import PreTrainedModel
 
-import trl_padfix.core.remove
+import trl_padfix.core.batches
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.attention import PaddingRemovalError
+from trl_padfix.core.errors import PaddingRemovalError
 
 
 __all__ = ["LEAK", "MODES", "TOLERANCE", "family_outcomes", "leaking_layouts"]
@@ -135,7 +135,7 @@ def leaking_layouts() -> Iterator[None]:
 
     builders = {"padding_free_layout": padding_free_layout, "prefix_sharing_layout": prefix_sharing_layout}
     leaking = {name: lambda *args, build=build: leak(build(*args)) for name, build in builders.items()}
-    with mock.patch.multiple(trl_padfix.core.remove, **leaking):
+    with mock.patch.multiple(trl_padfix.core.batches, **leaking):
         yield
 
 

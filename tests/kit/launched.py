@@ -24,14 +24,14 @@ if __name__ == "__main__":  # a script sees its own folder only
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli.launch import main
-from trl_padfix.core import remove
+from trl_padfix.core import batches
 
 
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     if os.environ.get("BROKEN_LAYOUT"):
-        remove.prefix_sharing_layout = confusing_layout
+        batches.prefix_sharing_layout = confusing_layout
     method, *args = sys.argv[1:]
     if os.environ.get("PLAIN_TRL"):
         script = importlib.import_module(f"trl.scripts.{method}")

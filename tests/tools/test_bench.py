@@ -131,7 +131,7 @@ def confusing_layout(input_ids, attention_mask, position_ids=None):
     ("variant", "broken"), [("padding_free", leaking_layout), ("prefix_sharing", confusing_layout)]
 )
 def test_a_broken_layout_gives_an_error_and_no_figures(variant, broken, monkeypatch):
-    monkeypatch.setattr(f"trl_padfix.core.remove.{variant}_layout", broken)
+    monkeypatch.setattr(f"trl_padfix.core.batches.{variant}_layout", broken)
     with pytest.raises(
         RuntimeError, match=f"{variant} is not the same computation: in step 0 its (loss|grad_norm) is"
     ):
@@ -150,7 +150,7 @@ def test_a_step_of_sft_is_timed_on_what_is_chosen(data):
 
 
 def test_a_broken_layout_gives_no_figures_of_sft(monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.remove.padding_free_layout", leaking_layout)
+    monkeypatch.setattr("trl_padfix.core.batches.padding_free_layout", leaking_layout)
     with pytest.raises(RuntimeError, match="padding_free is not the same computation"):
         bench.run(build_pairs(), dataclasses.replace(TINY, trainer="sft"))
 

@@ -12,6 +12,7 @@ from trl_padfix.trainers.columns import (
     empty_lists,
     first_misplaced_image,
     list_lengths,
+    rows_of_only,
     untrained_rows,
 )
 from trl_padfix.trainers.vision_collators import misplaced_images
@@ -33,6 +34,7 @@ def test_lists_are_counted_as_in_a_loop(rows, shuffled):
     assert list_lengths(dataset, "a").tolist() == [len(row["a"]) for row in rows]
     assert empty_lists(dataset, "a").tolist() == [i for i, row in enumerate(rows) if not row["a"]]
     assert count_equal(dataset, "a", "b") == sum(row["a"] == row["b"] for row in rows)
+    assert rows_of_only(dataset, "a", 1).tolist() == [i for i, row in enumerate(rows) if set(row["a"]) <= {1}]
 
 
 @given(st.lists(st.fixed_dictionaries({"labels": st.lists(st.sampled_from([-100, 5]), max_size=4)}), min_size=1))

@@ -426,7 +426,7 @@ def confusing_layout(input_ids, attention_mask, position_ids=None):
 def broken_mode(request, monkeypatch):
     """A mode whose layout is wrong."""
     broken = {"padding_free_layout": leaking_layout, "prefix_sharing_layout": confusing_layout}[request.param]
-    monkeypatch.setattr(f"trl_padfix.core.remove.{request.param}", broken)
+    monkeypatch.setattr(f"trl_padfix.core.batches.{request.param}", broken)
     return MODES["prefix sharing, left" if "sharing" in request.param else "padding-free, left"]
 
 
@@ -493,7 +493,7 @@ def test_a_log_covers_all_batches_since_the_last(make):
 def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
     built = []
     monkeypatch.setattr(
-        "trl_padfix.core.remove.prefix_sharing_layout", lambda *batch: built.append(batch) or share_prefixes(*batch)
+        "trl_padfix.core.batches.prefix_sharing_layout", lambda *batch: built.append(batch) or share_prefixes(*batch)
     )
     trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"parity_check": False}, eval_dataset=None)
     run(trainer)

@@ -372,7 +372,7 @@ def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
 
 def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
     monkeypatch.setattr(
-        "trl_padfix.core.remove.packed_layout",
+        "trl_padfix.core.batches.packed_layout",
         lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
     )
     with pytest.raises(ParityError, match="parity FAILED"):

@@ -1,9 +1,9 @@
 """
 Attention over a layout, with the model's own attention functions.
 
-Inside a packed forward the attention modules of a decoder look up one more implementation, [`packed_attention`]. It
-computes each segment of the layout with the function that the model is configured for, so scaling, softcap, sinks and
-grouped heads are the model's own:
+Inside a packed forward the attention modules of a decoder find [`packed_attention`] under the name that their view has
+for it. It computes each segment of the layout with the function that the model is configured for, so scaling, softcap,
+sinks and grouped heads are the model's own:
 
 - FlashAttention (`flash_attention_2/3/4`, Hub kernels): one variable-length call, `cu_seqlens` from the layout, keys
   gathered per segment;
@@ -18,32 +18,31 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .compat import flash_arguments
-from .layout import Layout
-from .masks import PackedMask, describing_masks
+from .calls import LAYOUT, PackedCall
+from .compat import register_mask_function
+from .errors import PaddingRemovalError
+from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, torch_varlen_applies
+from .masks import PackedMask, describe_mask
+from .views import PACKED, viewed_module
 
 
-__all__ = ["PaddingRemovalError", "packed_attention"]
-
-PACKED = "trl_padfix"
-"""Name of [`packed_attention`] among transformers' attention implementations, registered while it is needed."""
-
-LAYOUT = "padding_layout"
-"""Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function."""
-
-BLOCK = 1024
-"""Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
+__all__ = [
+    "counts_columns",
+    "names_attention",
+    "packed_attention",
+    "refuse_implementation",
+    "register_packed_attention",
+    "uses_attention_interface",
+]
 
 # Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
 _IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
@@ -53,50 +52,10 @@ _IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache"
 _UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
 
 
-class PaddingRemovalError(NotImplementedError):
-    """Padding cannot be removed here with exact results; the message names what, why and what to do."""
-
-
-@dataclass(frozen=True, eq=False)
-class PackedCall:
-    """
-    What the attention of one packed forward needs to know: the layout and the implementation to compute with.
-
-    It lives as long as the forward can still be recomputed: gradient checkpointing keeps it until backward is done.
-    """
-
-    layout: Layout
-    implementation: str
-
-
-@contextmanager
-def attending_with(config: PretrainedConfig, implementation: str) -> Iterator[None]:
-    """Let the modules that share `config` look up `implementation`, until the block ends."""
-    saved = config._attn_implementation_internal
-    config._attn_implementation_internal = implementation
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = saved
-
-
-@contextmanager
-def packed_dispatch(config: PretrainedConfig) -> Iterator[None]:
-    """
-    Send the attention of the modules that share `config` to [`packed_attention`], until the block ends.
-
-    A decoder called inside the block builds no mask, only a description of it. The name is registered for the block
-    only.
-    """
-    outermost = PACKED not in ALL_ATTENTION_FUNCTIONS
-    if outermost:
-        ALL_ATTENTION_FUNCTIONS[PACKED] = packed_attention
-    try:
-        with attending_with(config, PACKED), describing_masks(PACKED):
-            yield
-    finally:
-        if outermost:
-            del ALL_ATTENTION_FUNCTIONS[PACKED]
+def register_packed_attention() -> None:
+    """Enter packed attention and its masks in transformers' registers, for good; registering again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    register_mask_function(PACKED, describe_mask)
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
@@ -104,6 +63,15 @@ def uses_attention_interface(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     name = "ALL_ATTENTION_FUNCTIONS"  # some models keep an interface of their own under the same name
     return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+
+
+def names_attention(module: nn.Module) -> bool:
+    """Whether a module asks its config which attention to use: to attend, or to make the masks of its layers."""
+    if uses_attention_interface(module):
+        return True
+    makers = isinstance(module, PreTrainedModel) and hasattr(module, "config")
+    codes = [inspect.unwrap(type(module).forward).__code__] if makers else []
+    return any(n.startswith("create_") and "mask" in n for c in codes for n in c.co_names)
 
 
 def counts_columns(module: nn.Module) -> bool:
@@ -154,6 +122,7 @@ def packed_attention(
     Raises:
         PaddingRemovalError: If the module hands over something that the layout does not account for.
     """
+    module = viewed_module(module)  # so that the model's own functions find its own implementation
     call: PackedCall | None = kwargs.pop(LAYOUT, None)
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
@@ -164,20 +133,19 @@ def packed_attention(
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     _check_arguments(name, module, kwargs)
-    asked = _asked(name, module, attention_mask, call, kwargs)
+    asked = _mask_of_layer(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
     if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
         kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
-    # From here on the module is what it was before, for functions that ask it for its implementation.
-    with attending_with(module.config, call.implementation):
-        attend = _own_function(module, call.implementation)
-        if _is_flash(call.implementation):
-            return _flash(attend, module, query, key, value, call.layout, kwargs), None
-        if call.implementation == "sdpa" and _torch_varlen_applies(query, value, call.layout, kwargs):
-            return _torch_varlen(query, key, value, call.layout, kwargs), None
-        return _by_segment(attend, module, query, key, value, call.layout, kwargs), None
+    attend = _own_function(module, call.implementation)
+    states = query, key, value, call.layout, kwargs
+    if _is_flash(call.implementation):
+        return attend_varlen(attend, module, *states), None
+    if call.implementation == "sdpa" and torch_varlen_applies(query, value, call.layout, kwargs):
+        return attend_torch_varlen(*states), None
+    return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager"), None
 
 
 def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -185,11 +153,6 @@ def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> No
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
-        )
-    if kwargs.get("output_attentions"):
-        raise PaddingRemovalError(
-            "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. Leave "
-            "it off, or remove the handle for this call (`with handle.disabled(): ...`)."
         )
     unknown = [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]
     if unknown:
@@ -199,7 +162,7 @@ def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> No
         )
 
 
-def _asked(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
+def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
     """What `module` is to leave out within a row: as its mask says, or without one what it hands over."""
     span = max(call.layout.spans)
     chunk = getattr(module.config, "attention_chunk_size", None)
@@ -221,172 +184,6 @@ def _asked(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: di
             "cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
         )
     return asked
-
-
-def _flash(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    try:
-        output, _ = attend(
-            module,
-            query,
-            _gather_keys(key, layout),
-            _gather_keys(value, layout),
-            None,
-            cu_seq_lens_q=layout.cu_seqlens_q,
-            cu_seq_lens_k=layout.cu_seqlens_k,
-            max_length_q=max(layout.query_lengths),
-            max_length_k=max(layout.key_lengths),
-            **flash_arguments(layout),
-            **kwargs,
-        )
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
-            raise
-        raise PaddingRemovalError(
-            f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
-            "bfloat16 only. Load the model with `dtype='bfloat16'` (or train with `bf16=True`), or use "
-            "`attn_implementation='sdpa'`."
-        ) from error
-    return output
-
-
-def _by_segment(
-    attend: Callable,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: Layout,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """The model's `sdpa` or `eager` function on one block of one segment at a time."""
-    window: int | None = kwargs.get("sliding_window")
-    chunk: int | None = kwargs.get("attention_chunk_size")
-    is_eager = attend is _eager_function(module)
-    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
-    # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
-    segments = zip(
-        query.split(layout.query_lengths, dim=2),
-        _gather_keys(key, layout).split(layout.key_lengths, dim=2),
-        _gather_keys(value, layout).split(layout.key_lengths, dim=2),
-        layout.positions.split(layout.query_lengths),
-        positions_k.split(layout.key_lengths),
-        layout.spans,
-        strict=True,
-    )
-    outputs = []
-    for own_query, own_key, own_value, own_positions, own_positions_k, span in segments:
-        queries, keys = len(own_positions), len(own_positions_k)
-        windowed = window if window is not None and window < span else None
-        chunked = chunk if chunk is not None and chunk < span else None
-        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and windowed is None and chunked is None
-        block = queries if whole else BLOCK
-        for begin in range(0, queries, block):
-            end = min(begin + block, queries)
-            last_k = keys - queries + end
-            k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
-            mask = None
-            if not whole:
-                position = own_positions[begin:end, None]
-                distance = position - own_positions_k[None, k]
-                mask = (distance >= 0)[None, None]
-                if windowed is not None:
-                    mask = mask & (distance < windowed)
-                if chunked is not None:
-                    mask = mask & (position // chunked == own_positions_k[None, k] // chunked)
-                if is_eager:  # eager functions add their mask
-                    mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
-            outputs.append(attend(module, *part, mask, **kwargs)[0])
-    return torch.cat(outputs, dim=1)
-
-
-def _torch_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    window = kwargs.get("sliding_window")
-    output = varlen_attn(
-        query[0].transpose(0, 1),
-        _gather_keys(key, layout)[0].transpose(0, 1),
-        _gather_keys(value, layout)[0].transpose(0, 1),
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
-        max(layout.query_lengths),
-        max(layout.key_lengths),
-        scale=kwargs.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.unsqueeze(0)
-
-
-def _torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and value.shape[-1] == query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and not kwargs.get("dropout")
-        and kwargs.get("softcap") is None
-        and kwargs.get("s_aux") is None
-        and kwargs.get("attention_chunk_size") is None
-        # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
-        and (kwargs.get("sliding_window") is None or layout.spans == layout.key_lengths)
-        and torch_varlen_is_complete()
-    )
-
-
-@cache
-def torch_varlen_is_complete() -> bool:
-    """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return False  # it is FlashAttention, which starts with Ampere
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-
-
-def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return states if layout.key_index is None else _GatherKeys.apply(states, layout)
-
-
-class _GatherKeys(torch.autograd.Function):
-    """
-    The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`.
-
-    The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
-    GPU come. This one adds what a segment shares to the segment before it, from the last to the first, and each ends
-    up with the gradients of its own tokens: always the same sums, and no scattered writes.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout = layout
-        return states.index_select(2, layout.key_index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        layout: Layout = ctx.layout
-        segments, indices = grads[0].split(layout.key_lengths, dim=2), layout.key_index.split(layout.key_lengths)
-        shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
-        states = torch.cat([segment[:, :, n:] for segment, n in zip(segments, shared, strict=True)], dim=2)
-        for segment, index, n in zip(segments, indices, shared, strict=True):
-            if n:
-                states.index_add_(2, index[:n], segment[:, :, :n])
-        return states, None
 
 
 def _is_flash(implementation: str) -> bool:

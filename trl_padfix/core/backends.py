@@ -24,8 +24,9 @@ from transformers.dependency_versions_table import deps
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from .attention import refuse_implementation, torch_varlen_is_complete
+from .attention import refuse_implementation
 from .compat import supports
+from .kernels import torch_varlen_is_complete
 
 
 __all__ = [

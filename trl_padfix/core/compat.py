@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -85,10 +87,9 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return model.base_model if decoder is model else decoder
 
 
-@contextmanager
-def packed_forward(decoder: nn.Module, extra: dict[str, Any]) -> Iterator[None]:
+def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
     """
-    What older decoders need to run packed, until the block ends; nothing for current ones.
+    Attributes with which an older decoder runs packed; none for current ones.
 
     Args:
         decoder (`torch.nn.Module`):
@@ -96,25 +97,77 @@ def packed_forward(decoder: nn.Module, extra: dict[str, Any]) -> Iterator[None]:
         extra (`dict`):
             Keyword arguments that its layers must receive.
     """
-    replaced: dict[str, Any] = {}
     # Before `masking_utils` (4.52; here and there until 4.56) decoders make their mask in a method, which builds a
     # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
-    if hasattr(decoder, "_update_causal_mask"):
-        mask = _old_mask(decoder)
-        replaced["_update_causal_mask"] = lambda *args, **kwargs: mask
-        # Before `GradientCheckpointingLayer` was everywhere (4.53), decoders called the checkpoint function
-        # themselves, some without their keyword arguments (GPT-2).
-        checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
-        if checkpoint is not None:
-            replaced["_gradient_checkpointing_func"] = _passing_on(checkpoint, extra)
-    saved = {name: vars(decoder)[name] for name in replaced if name in vars(decoder)}
-    vars(decoder).update(replaced)
+    if not hasattr(decoder, "_update_causal_mask"):
+        return {}
+    mask = _old_mask(decoder)
+    replaced: dict[str, Any] = {"_update_causal_mask": lambda *args, **kwargs: mask}
+    # Before `GradientCheckpointingLayer` was everywhere (4.53), decoders called the checkpoint function themselves,
+    # some without their keyword arguments (GPT-2).
+    checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
+    if checkpoint is not None:
+        replaced["_gradient_checkpointing_func"] = _passing_on(checkpoint, extra)
+    return replaced
+
+
+def register_mask_function(name: str, function: Callable) -> None:
+    """Enter `function` among the mask functions of transformers, where there are any."""
     try:
-        yield
-    finally:
-        for name in replaced:
-            del vars(decoder)[name]
-        vars(decoder).update(saved)
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    except ImportError:  # decoders made their masks themselves before 4.53
+        return
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
+
+
+def spare_packed_search(user: object, is_known: Callable[[torch.Tensor], bool]) -> None:
+    """
+    Spare transformers its search for packed rows in positions for which `is_known`: it waits for the device.
+
+    The search is as it was again when each `user` has called [`resume_packed_search`].
+    """
+    masking_utils = _masking_utils_with_search()
+    if masking_utils is None:
+        return
+    with _search_lock:
+        _search_users.add(user)
+        search = masking_utils.find_packed_sequence_indices
+        if isinstance(search, _SparedSearch):
+            return
+        masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
+
+
+def resume_packed_search(user: object) -> None:
+    """Undo [`spare_packed_search`] for `user`."""
+    masking_utils = _masking_utils_with_search()
+    if masking_utils is None:
+        return
+    with _search_lock:
+        _search_users.discard(user)
+        search = masking_utils.find_packed_sequence_indices
+        if isinstance(search, _SparedSearch) and not _search_users:
+            masking_utils.find_packed_sequence_indices = search.search
+
+
+class _SparedSearch:
+    def __init__(self, search: Callable, is_known: Callable[[torch.Tensor], bool]):
+        self.search, self.is_known = search, is_known
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if self.is_known(position_ids) else self.search(position_ids)
+
+
+_search_lock = threading.Lock()
+_search_users: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def _masking_utils_with_search() -> Any:
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before 4.53
+        return None
+    # Some versions after 4.53 have it under another name, and wait for the device.
+    return masking_utils if hasattr(masking_utils, "find_packed_sequence_indices") else None
 
 
 def flash_arguments(layout: Layout) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GenerationConfig, GenerationMixin
 
+from .find import find_decoder, find_pretrained
 from .positions import position_embeddings, takes_positions
-from .remove import find_decoder, find_pretrained
 
 
 __all__ = ["check_budget", "check_generation_settings", "evaluating", "generate", "left_align"]

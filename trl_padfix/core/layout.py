@@ -21,6 +21,7 @@ from itertools import accumulate
 
 import torch
 
+from .layout_checks import check_mask, checked_bounds
 from .trie import merge_prefixes
 
 
@@ -222,7 +223,8 @@ def packed_layout(
         [`Layout`] on the device of the positions. Costs one device synchronisation.
 
     Raises:
-        ValueError: If the positions are not two-dimensional, or `input_ids` is not like them.
+        ValueError: If the positions are not two-dimensional, `input_ids` is not like them, or `cu_seqlens` does not
+            ascend from 0 to `B * L` in whole numbers.
 
     Example:
 
@@ -255,8 +257,7 @@ def packed_layout(
         begins = given_BL[0].diff(dim=1, prepend=given_BL[0, :, :1]) != 1
     else:
         begins = torch.zeros(B, L, dtype=torch.bool)
-        bounds = cu_seqlens.cpu().long()
-        begins.view(-1)[bounds[bounds < B * L]] = True
+        begins.view(-1)[checked_bounds(cu_seqlens, B * L)] = True
     begins[:, 0] = True  # no sequence goes on in the next row
     place = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
@@ -323,7 +324,7 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
         )
     # One copy to the host, and so one synchronisation, for everything that the layout is made from.
     mask_BL, *keys_BL = torch.stack([mask.to(torch.int64), *(k.to(torch.int64) for k in keys)]).cpu()
-    _check_mask(mask, mask_BL)
+    check_mask(mask, mask_BL)
     B, L = mask_BL.shape
     lengths = mask_BL.sum(1)
     real_index = mask_BL.flatten().nonzero().squeeze(1)
@@ -372,22 +373,6 @@ def _lay_out(
         key_lengths=tuple(key_lengths),
         spans=tuple((positions[cu_seqlens_q[1:] - 1] + 1).tolist()),
     )
-
-
-def _check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> None:
-    if given.is_floating_point() or mask_BL.numel() == 0 or mask_BL.min() < 0 or mask_BL.max() > 1:
-        values = given.flatten().unique()[:5].tolist()
-        if mask_BL.numel() == 0 or not set(values) <= {0, 1}:
-            raise ValueError(
-                f"The attention mask of shape {tuple(given.shape)} and dtype {given.dtype} holds {values}; removing "
-                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
-            )
-    empty = (mask_BL.sum(1) == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(
-            f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
-            "defined result. Drop these rows from the batch, or keep at least one token of each."
-        )
 
 
 def _cumulative(lengths: list[int]) -> torch.Tensor:

@@ -8,17 +8,11 @@ through the layers where the tensor would, and says what to leave out within a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 
-if TYPE_CHECKING:
-    import torch
-
-
-__all__ = ["PackedMask", "describing_masks", "known_positions"]
+__all__ = ["PackedMask", "describe_mask"]
 
 
 @dataclass(frozen=True)
@@ -43,48 +37,7 @@ class PackedMask:
         return self
 
 
-@contextmanager
-def describing_masks(implementation: str) -> Iterator[None]:
-    """Let transformers describe the masks of models with attention `implementation`, until the block ends."""
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:  # decoders made their masks themselves before 4.53
-        yield
-        return
-    # The mask functions look for the name among those registered for all models, and nowhere else.
-    registered = ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
-    outermost = implementation not in registered
-    if outermost:
-        registered[implementation] = _describe
-    try:
-        yield
-    finally:
-        if outermost:
-            registered.pop(implementation, None)
-
-
-@contextmanager
-def known_positions(positions: torch.Tensor) -> Iterator[None]:
-    """Spare transformers its search for packed rows in `positions`, which waits for the device."""
-    try:
-        from transformers import masking_utils
-
-        search = masking_utils.find_packed_sequence_indices
-    except (ImportError, AttributeError):  # 4.52 and, under another name, some versions after it
-        yield
-        return
-
-    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None if position_ids.data_ptr() == positions.data_ptr() else search(position_ids)
-
-    masking_utils.find_packed_sequence_indices = find
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
-
-
-def _describe(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:
+def describe_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:
     """A mask function of transformers' interface: windows and chunks both come as `local_size`."""
     is_empty = local_size is not None and local_size < 1
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)

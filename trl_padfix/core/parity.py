@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .generation import evaluating
 from .layout import packed_layout
-from .patches import pools_by_token_id
-from .remove import attachment_of, find_decoder, find_pretrained, remove_padding
-from .towers import find_multimodal
+from .remove import attachment_of, remove_padding
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]
@@ -37,6 +37,9 @@ Largest mean and largest single difference of a log-probability, by dtype. Round
 comes out near 1e-6; half precision is given room for another order of summation in the attention kernel. One row that
 sees a token of another row moves the mean by more than any of these.
 """
+
+HOLE = -1
+"""Stands for a masked token within a slice: holes are kept, since some decoders number tokens by their mask."""
 
 COLUMNS = 64
 """Columns of a batch with images whose scores are compared: logits are large."""
@@ -62,6 +65,7 @@ class ParityReport:
         dtype (`torch.dtype`): Precision that the tolerance is for.
         implementation (`str`): Attention implementation.
         prefix_sharing (`bool`): Whether prefixes were shared.
+        finite (`bool`): Whether the padded forward itself gives finite scores.
     """
 
     mean: float
@@ -74,6 +78,7 @@ class ParityReport:
     dtype: torch.dtype
     implementation: str
     prefix_sharing: bool
+    finite: bool = True
 
     @property
     def ok(self) -> bool:
@@ -92,8 +97,16 @@ class ParityReport:
     def raise_if_failed(self) -> None:
         """
         Raises:
-            ParityError: With the figures, if a difference is outside tolerance.
+            ParityError: With the figures, if a difference is outside tolerance; if the padded forward itself gives
+                no finite scores, with that.
         """
+        if not self.finite:
+            raise ParityError(
+                f"The padded forward of this model gives scores that are NaN or infinite ({self.dtype}, "
+                f"{self.implementation}), so there is nothing to compare the packed one with, and nothing to train: "
+                "look at the weights (`[n for n, p in model.named_parameters() if not p.isfinite().all()]`) and at "
+                "the precision. Removing padding has no part in it."
+            )
         if not self.ok:
             raise ParityError(
                 f"{self}. The packed forward of this model differs from the padded one, so training on it would not "
@@ -161,26 +174,24 @@ def check_parity(
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_evaluating(model))
+        stack.enter_context(evaluating(model))
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         counted = dict(vars(handle.stats))
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
-        stack.callback(setattr, handle, "enabled", handle.enabled)
-        handle.enabled = True
+        stack.enter_context(handle.reenabled())
+        if pools_by_token_id(pretrained):
+            # Padded left and with no id that means padding, a classifier pools the last token in any case.
+            inputs["position_ids"] = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
+            inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
+            stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
         packed = (
             _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
         )
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         with handle.disabled():
-            if pools_by_token_id(pretrained):
-                # Padded left and with no id that means padding, a classifier pools the last column: the right one.
-                column = torch.arange(ids.shape[1], device=ids.device)
-                inputs["position_ids"] = column.expand_as(ids)
-                column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
-                inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
-                stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
             padded = _scores(model(**inputs), ids, mask, columns)
         difference = (packed - padded).abs() if packed.numel() else packed.new_zeros(1)
         dtype = dtype or _precision(decoder, ids.device)
@@ -196,6 +207,7 @@ def check_parity(
             dtype=dtype,
             implementation=decoder.config._attn_implementation,
             prefix_sharing=handle.prefix_sharing,
+            finite=bool(padded.isfinite().all()),
         )
 
 
@@ -241,21 +253,30 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
     """
-    rows = [row[keep.bool()] for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    rows = [_from_first_to_last(row, keep.bool()) for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
     rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
+    shortest = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    with_holes = [i for i in shortest if (rows[i] == HOLE).any()][:1]
     chosen: list[torch.Tensor] = []
-    for i in sorted(range(len(rows)), key=lambda i: len(rows[i]))[:2]:
+    for i in list(dict.fromkeys([shortest[0], *with_holes, *shortest]))[:2]:
         others = [j for j in range(len(rows)) if j != i]
         partner = max(others, key=lambda j: _common_prefix(rows[i], rows[j]), default=i)
         begin = max(0, _common_prefix(rows[i], rows[partner]) - SLICE // 2)
-        chosen += [rows[i][begin : begin + SLICE], rows[partner][begin : begin + SLICE]]
-    chosen = [row for row in chosen if len(row)]
+        pieces = (rows[k][begin : begin + SLICE] for k in (i, partner))
+        chosen += [_from_first_to_last(piece, piece != HOLE) for piece in pieces if (piece != HOLE).any()]
     # Slices of one length would leave nothing to remove, and so nothing to compare.
     if len({len(row) for row in chosen}) == 1 and len(chosen[0]) > 2:
-        chosen[0] = chosen[0][: -max(1, len(chosen[0]) // 4)]
-    pad = torch.nn.utils.rnn.pad_sequence
-    kept = pad([torch.ones_like(row) for row in chosen], batch_first=True)
-    return pad(chosen, batch_first=True).to(ids.device), kept.to(mask.device)
+        shorter = chosen[0][: -max(1, len(chosen[0]) // 4)]
+        chosen[0] = _from_first_to_last(shorter, shorter != HOLE)
+    sliced = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=HOLE)
+    kept = sliced != HOLE
+    return sliced.masked_fill(~kept, 0).to(ids.device), kept.to(mask.dtype).to(mask.device)
+
+
+def _from_first_to_last(row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A row without the padding around it; what is masked within it becomes [`HOLE`]."""
+    places = real.nonzero()
+    return row.masked_fill(~real, HOLE)[places.min() : places.max() + 1]
 
 
 def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -280,7 +301,7 @@ def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.T
     if logits.dim() == 2 or logits.shape[:2] != ids.shape:
         return logits.flatten()
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return logps[mask[:, 1:].bool()]
+    return logps[(mask[:, 1:] * mask[:, :-1]).bool()]  # nothing is predicted from a hole
 
 
 def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
@@ -289,18 +310,6 @@ def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
     dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
     tf32 = device.type == "cuda" and dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return torch.float16 if tf32 else dtype  # as many bits of mantissa
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the block ends, and then each module in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextlib.contextmanager

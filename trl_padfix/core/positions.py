@@ -1,14 +1,16 @@
 """
 Positions of packed tokens, for decoders that number their tokens themselves.
 
-Most decoders take `position_ids`. Two kinds do not, or take them in another numbering: those whose positional
-embedding counts the columns of the batch (BART and its kin), and those that count the tokens that are not padding,
-from `padding_idx + 1` on (RoBERTa and its kin).
+Most decoders take `position_ids`, and number columns where they are given none. Three kinds do otherwise: those whose
+positional embedding counts the columns of the batch (BART and its kin), those that count the tokens that are not
+padding, from `padding_idx + 1` on (RoBERTa and its kin), and those that sum the mask up (OPT and its kin). Some rotary
+embeddings also look at the largest position of a forward.
 """
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,13 @@ from torch import nn
 from .layout import Layout, pack
 
 
-__all__ = ["numbering", "packed_positions", "position_embeddings", "takes_positions"]
+__all__ = [
+    "Numbering",
+    "length_dependent_rope",
+    "packed_positions",
+    "position_embeddings",
+    "takes_positions",
+]
 
 
 def takes_positions(decoder: nn.Module) -> bool:
@@ -33,28 +41,65 @@ def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
     return [table for table in tables if "position_ids" in inspect.signature(table.forward).parameters]
 
 
-def numbering(decoder: nn.Module) -> nn.Module | None:
-    """The module that numbers the tokens of a batch by their ids, if the decoder has one."""
-    return next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
+@dataclass(frozen=True, eq=False)
+class Numbering:
+    """
+    How a decoder that takes positions numbers its tokens where it is given none; by their columns, if nothing is set.
+
+    Attributes:
+        by_ids (`torch.nn.Module`, *optional*): The module that numbers tokens by what their ids are.
+        by_mask (`bool`): Whether the mask is summed up, so that holes in a row do not count.
+    """
+
+    by_ids: nn.Module | None = None
+    by_mask: bool = False
+
+    @classmethod
+    def of(cls, decoder: nn.Module) -> Numbering:
+        """The numbering of a decoder, found in its code."""
+        by_ids = next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
+        forwards = (inspect.unwrap(type(module).forward) for module in decoder.modules())
+        codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
+        # The outermost module that numbers anything gives the positions to those within it.
+        named = [set(c.co_names) for c in codes if {"attention_mask", "position_ids"} <= set(c.co_varnames)]
+        numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
+        return cls(by_ids, "cumsum" in numbering)
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether padding before a row moves its tokens."""
+        return self.by_ids is None and not self.by_mask
 
 
-def packed_positions(numbers: Any, call: dict[str, Any], layout: Layout) -> torch.Tensor:
+def length_dependent_rope(decoder: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of a decoder whose frequencies depend on the largest position of a forward."""
+    found = []
+    for module in decoder.modules():
+        types = getattr(module, "rope_type", None)
+        types = types.values() if isinstance(types, dict) else [types]
+        if {"dynamic", "longrope"} & {kind for kind in types if isinstance(kind, str)}:
+            found.append(module)
+    return found
+
+
+def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout) -> torch.Tensor:
     """
     Positions of the packed tokens where the caller gave none.
 
     Args:
-        numbers (`torch.nn.Module`, *optional*):
-            What [`numbering`] found in the decoder.
+        numbering ([`Numbering`]):
+            That of the decoder.
         call (`dict`):
             Arguments of the decoder, padded.
         layout ([`Layout`]):
             Layout of the batch.
 
     Returns:
-        `torch.Tensor` of shape `(T,)`: those of each row computed alone.
+        `torch.Tensor` of shape `(T,)`: those that the decoder gives to the tokens of each row, were it alone.
     """
+    numbers: Any = numbering.by_ids
     if numbers is None:
-        return layout.positions
+        return _ranks(layout) if numbering.by_mask else layout.positions
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     padding_idx: int = numbers.padding_idx
     if ids is None:
@@ -62,3 +107,9 @@ def packed_positions(numbers: Any, call: dict[str, Any], layout: Layout) -> torc
     if mask is not None:  # what stands before a row is padding to the numbering too, whatever its id
         ids = ids.masked_fill(mask.cumsum(1) == 0, padding_idx)
     return pack(numbers.create_position_ids_from_input_ids(ids, padding_idx), layout)[0]
+
+
+def _ranks(layout: Layout) -> torch.Tensor:
+    """Real tokens before each packed one in its row, `(T,)`."""
+    ends = zip(layout.query_lengths, layout.key_lengths, strict=True)
+    return torch.cat([torch.arange(k - q, k) for q, k in ends]).to(layout.positions.device)

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from ..core.attention import PaddingRemovalError
+from ..core.errors import PaddingRemovalError
 from ..core.parity import TOLERANCES, ParityReport, check_parity
 from ..core.remove import remove_padding
 

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..core import compat
 from ..core.backends import Backend, Machine, Workload, choose, judge, list_backends, model_class
+from ..core.find import find_decoder
 from ..core.refusals import refusal
-from ..core.remove import find_decoder
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]

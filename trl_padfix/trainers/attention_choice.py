@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
-from ..core.remove import find_pretrained
+from ..core.find import find_pretrained
 from .config import parse_implementation
 
 

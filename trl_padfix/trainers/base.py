@@ -31,18 +31,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 
-from ..core.attention import PaddingRemovalError
+from ..core.batches import step_layouts
+from ..core.errors import PaddingRemovalError
+from ..core.find import find_decoder, find_multimodal, find_pretrained
+from ..core.handle import Attachment, PaddingRemoval
 from ..core.parity import check_parity
-from ..core.patches import Attachment
-from ..core.remove import (
-    PaddingRemoval,
-    attachments_of,
-    find_decoder,
-    find_pretrained,
-    number_padded_rows,
-    remove_padding,
-)
-from ..core.towers import find_multimodal
+from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -250,7 +244,8 @@ class PaddingRemovalMixin:
         self._token_counters[mode].start()
         before, self._is_observing = self._forward_counts(), True
         try:
-            yield
+            with step_layouts():  # the reference's forward takes what the policy's has built
+                yield
         finally:
             self._is_observing = False
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]

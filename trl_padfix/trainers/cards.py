@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trl_padfix
 
-from ..core.remove import PaddingRemoval
+from ..core.handle import PaddingRemoval
 
 
 __all__ = ["card_tags", "describe_in_card"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import ProcessorMixin
 
-from ..core.attention import PaddingRemovalError
+from ..core.errors import PaddingRemovalError
 from .collators import check_padding_side
 from .columns import first_misplaced_image, list_lengths
 from .config import check_prefix_sharing
@@ -214,9 +214,11 @@ def _first_misplaced_of_rows(
 ) -> tuple[int, int, int] | None:
     """[`first_misplaced_image`], row by row."""
     given = list_lengths(dataset, image) if image == "images" else None
-    for i, row in enumerate(dataset.select_columns(texts)):
-        count = int(given[i]) if given is not None else 1
-        for _, images, placeholders in misplaced_images([{**row, "images": [None] * count}], processor):
+    rows: Iterable[Any] = dataset.select_columns(texts)
+    for i, row in enumerate(rows):
+        example = dict(row)
+        example["images"] = [None] * (int(given[i]) if given is not None else 1)
+        for _, images, placeholders in misplaced_images([example], processor):
             return i, images, placeholders
     return None
 

@@ -11,7 +11,15 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 
-__all__ = ["blank_texts", "count_equal", "empty_lists", "first_misplaced_image", "list_lengths", "untrained_rows"]
+__all__ = [
+    "blank_texts",
+    "count_equal",
+    "empty_lists",
+    "first_misplaced_image",
+    "list_lengths",
+    "rows_of_only",
+    "untrained_rows",
+]
 
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
@@ -48,6 +56,16 @@ def untrained_rows(dataset: Dataset, column: str = "labels") -> int:
         trained[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
         count += len(lengths) - int(_any(trained, lengths).sum())
     return count
+
+
+def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
+    """Rows whose list in `column` holds nothing but `value`."""
+    found = []
+    for table in _tables(dataset, column):
+        ids = _array(table, column)
+        lengths = pc.list_value_length(ids).to_numpy(zero_copy_only=False)
+        found.append(~_any(pc.list_flatten(ids).to_numpy(zero_copy_only=False) != value, lengths))
+    return np.flatnonzero(np.concatenate([np.empty(0, dtype=bool), *found]))
 
 
 def blank_texts(dataset: Dataset, column: str) -> np.ndarray:

@@ -282,8 +282,7 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
             Rows of each evaluation set to generate from, the first ones; by default all.
         max_tokens_per_batch (`int`, *optional*):
             Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
-            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
-            the pairs of an optimizer step are computed.
+            then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Whether loss and metrics of an evaluation are means over all its pairs (of token metrics: tokens), whatever
             the batch size. By default they are TRL's means over batches.
@@ -320,8 +319,8 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     pool_last_token: bool = field(
         default=False,
         metadata={
-            "help": "With `padding_free`: score the last token of each row's attention mask. By default the token that "
-            "the padded computation scores: another one where a row ends in the pad token."
+            "help": "With `padding_free`: score the last token of each row's attention mask. By default the token "
+            "that the padded computation scores: another one where a row ends in the pad token."
         },
     )
 

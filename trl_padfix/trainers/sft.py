@@ -12,8 +12,8 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from ..core.attention import PaddingRemovalError
 from ..core.compat import packing_with_any_attention
+from ..core.errors import PaddingRemovalError
 from ..core.remove import remove_padding
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin

@@ -15,8 +15,9 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
+from ...core.find import find_decoder, find_pretrained
 from ...core.layout import Layout
-from ...core.remove import find_decoder, find_pretrained, number_padded_rows, remove_padding
+from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 from ..tiny import SHAPES, build_qwen2, train_tokenizer
 from .data import random_completions

@@ -1,0 +1,186 @@
+"""
+The layout of a decoder call.
+
+[`layout_of`] reads it from the mask (and ids) of the call. Within [`step_layouts`] calls that are given the very same
+tensors share one layout: the reference's forward takes what the policy's has built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from .calls import LAYOUT, ModelCall
+from .errors import PaddingRemovalError
+from .images import token_keys
+from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
+
+
+__all__ = ["layout_of", "step_layouts"]
+
+
+def layout_of(
+    call: dict[str, Any],
+    *,
+    prefix_sharing: bool = False,
+    packs_padded: bool = True,
+    takes_positions: bool = True,
+    model_call: ModelCall | None = None,
+) -> Layout | None:
+    """
+    The layout of a decoder call.
+
+    Args:
+        call (`dict`):
+            Arguments of the decoder, by name.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether repeated prefixes are computed once.
+        packs_padded (`bool`, *optional*, defaults to `True`):
+            Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
+        takes_positions (`bool`, *optional*, defaults to `True`):
+            Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
+        model_call ([`ModelCall`], *optional*):
+            The call of the module around the decoder, with ids that the decoder itself is not given.
+
+    Returns:
+        [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
+        without anything to remove.
+
+    Raises:
+        PaddingRemovalError: If the call brings something that cannot be packed.
+        ValueError: If mask and batch do not fit each other, or the mask cannot be read.
+    """
+    mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
+    if call.get("past_key_values") is not None or call.get("use_cache") is True:
+        return None  # cached: generation, or a caller that asked for the cache
+    if LAYOUT in call:
+        return None  # packed already
+    if call.get("encoder_hidden_states") is not None:
+        raise PaddingRemovalError(
+            "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence "
+            "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
+        )
+    batch = ids if ids is not None else embeds
+    if batch is None:
+        return None
+    if mask is None:
+        arrived = _arrived_packed(call, batch, prefix_sharing) if takes_positions else None
+        if arrived is not None or not prefix_sharing or batch.shape[0] == 1:
+            return arrived
+        mask = torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device)
+    elif not packs_padded or call.get("cu_seq_lens_q") is not None:
+        return None
+    _check_mask(mask, batch)
+    if not prefix_sharing:
+        return _in_step((mask,), "padding-free", lambda: padding_free_layout(mask))
+    if model_call is not None and model_call.arguments:
+        ids = ids if ids is not None else model_call.arguments.get("input_ids")
+        if ids is not None:
+            return prefix_sharing_layout(ids, mask, token_keys(call, ids.shape))
+    _check_shareable(call)
+    positions = call.get("position_ids")
+    given = ids, call.get("attention_mask"), positions
+    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(ids, mask, positions))
+
+
+def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: bool) -> Layout | None:
+    """The layout of a call without a mask whose positions, or bounds, show several sequences in one row."""
+    positions, bounds = call.get("position_ids"), call.get("cu_seq_lens_q")
+    if positions is None and bounds is None:
+        return None
+    if positions is None:
+        positions = torch.arange(batch.shape[1], device=batch.device).expand(batch.shape[:2])
+    if positions.dim() != 2:
+        return None  # rows of positions for images
+    ids = call.get("input_ids") if prefix_sharing else None
+    if prefix_sharing:
+        _check_shareable(call)
+
+    def build() -> Layout:
+        return packed_layout(positions.expand(batch.shape[:2]), cu_seqlens=bounds, input_ids=ids)
+
+    layout = _in_step((batch, call.get("position_ids"), bounds), f"packed, {prefix_sharing}", build)
+    return None if layout.is_trivial else layout
+
+
+def _check_mask(mask: Any, batch: torch.Tensor) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise PaddingRemovalError(
+            f"The model was called with an attention mask of {shape}. Padding is removed by a mask of shape "
+            "`(B, L)` with 1 for real tokens; a prepared mask cannot be packed. Pass the two-dimensional mask, or "
+            "run this call inside `with handle.disabled():`."
+        )
+    if mask.shape != batch.shape[:2]:
+        raise ValueError(
+            f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
+            "cache they must be the same `(B, L)`."
+        )
+    if mask.device != batch.device:
+        raise ValueError(
+            f"The attention mask is on {mask.device} and the batch on {batch.device}. Move them to one device."
+        )
+    if mask.requires_grad:
+        raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
+
+
+def _check_shareable(call: dict[str, Any]) -> None:
+    ids = call.get("input_ids")
+    if ids is None:
+        raise PaddingRemovalError(
+            "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
+            "with `prefix_sharing=False`: padding is removed all the same."
+        )
+    others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
+    others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")]
+    if others:
+        raise PaddingRemovalError(
+            f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
+            "token. Attach with `prefix_sharing=False`, or leave them out."
+        )
+
+
+class _Built(NamedTuple):
+    given: tuple[torch.Tensor | None, ...]
+    versions: tuple[int | None, ...]
+    kind: str
+    layout: Layout
+
+
+_built: ContextVar[list[_Built] | None] = ContextVar("trl_padfix_step_layouts", default=None)
+
+
+@contextmanager
+def step_layouts() -> Iterator[None]:
+    """
+    Let forwards that are given the very same tensors share one layout, until the block ends.
+
+    For a block in which nobody writes to these tensors, as the forwards of policy and reference in one step of
+    training. Outside of it every forward reads its own mask and ids, since tensors can be written to unseen: by
+    collectives, through `.data`, from numpy and from other processes.
+    """
+    token = _built.set([])
+    try:
+        yield
+    finally:
+        _built.reset(token)
+
+
+def _in_step(given: tuple[torch.Tensor | None, ...], kind: str, build: Callable[[], Layout]) -> Layout:
+    """What `build` makes of the tensors that are `given`, unless the step has it already."""
+    step = _built.get()
+    build = torch.inference_mode(False)(build)  # it may serve a forward with gradients later
+    if step is None or any(t is not None and t.is_inference() for t in given):
+        return build()
+    versions = tuple(None if t is None else t._version for t in given)
+    for known in step:
+        same = all(a is b for a, b in zip(known.given, given, strict=True)) if known.kind == kind else False
+        if same and known.versions == versions:
+            return known.layout
+    layout = build()
+    step.append(_Built(given, versions, kind, layout))
+    return layout

@@ -1,0 +1,298 @@
+"""
+The handle of an attachment, and the patches that it puts on the forwards of modules.
+
+A handle knows that its patches go on and off together, and counts tokens; it does not know what they do. What one
+forward has to remember is in `calls.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .batches import layout_of
+from .calls import ModelCall, PackedCall, packed_call
+from .compat import resume_packed_search, spare_packed_search
+from .errors import PaddingRemovalError
+from .layout import Layout
+from .positions import takes_positions
+from .views import bound_to_view
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Attachment", "ForwardPatch", "PaddingRemoval", "PaddingStats"]
+
+
+@dataclass
+class PaddingStats:
+    """
+    Tokens of the forwards that went through the decoder packed, summed since attachment or [`PaddingStats.reset`].
+
+    Attributes:
+        padded_tokens (`int`): What the padded computation would have put through the decoder.
+        real_tokens (`int`): Tokens that are not padding.
+        packed_tokens (`int`): What was put through the decoder.
+    """
+
+    padded_tokens: int = 0
+    real_tokens: int = 0
+    packed_tokens: int = 0
+
+    @property
+    def pad_fraction(self) -> float:
+        """Share of the padded batch that is padding."""
+        return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def shared_fraction(self) -> float:
+        """Share of the real tokens that were computed once for several rows."""
+        return 1 - self.packed_tokens / self.real_tokens if self.real_tokens else 0.0
+
+    def add(self, layout: Layout) -> None:
+        """Count a forward."""
+        with _counting:
+            self.padded_tokens += layout.padded_tokens
+            self.real_tokens += layout.real_tokens
+            self.packed_tokens += layout.packed_tokens
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.padded_tokens = self.real_tokens = self.packed_tokens = 0
+
+
+_counting = threading.Lock()
+
+
+class Attachment:
+    """Patches on a model that go on and off together; a context manager that detaches at its end."""
+
+    def __init__(self) -> None:
+        self.is_trainers = False  # made by a trainer, and replaced by the next one on the same model
+        self._patches: list[ForwardPatch] = []
+        self._removed = False
+
+    def attach(self, patches: Iterable[ForwardPatch]) -> Self:
+        """Put `patches` on their modules: all of them, or none."""
+        try:
+            for patch in patches:
+                patch.put_on()
+                self._patches.append(patch)
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Detach: the model computes as it did before. Removing twice does no harm."""
+        self._removed = True
+        for patch in reversed(self._patches):
+            patch.take_off()
+        self._patches = []
+
+    @property
+    def enabled(self) -> bool:
+        """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
+        return not self._removed and self not in _disabled.get()
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute as before attachment until the block ends, in this thread."""
+        token = _disabled.set(_disabled.get() | {self})
+        try:
+            yield
+        finally:
+            _disabled.reset(token)
+
+    @contextmanager
+    def reenabled(self) -> Iterator[None]:
+        """Undo [`Attachment.disabled`] until the block ends."""
+        token = _disabled.set(_disabled.get() - {self})
+        try:
+            yield
+        finally:
+            _disabled.reset(token)
+
+
+_disabled: ContextVar[frozenset[Attachment]] = ContextVar("trl_padfix_disabled", default=frozenset())
+
+
+class PaddingRemoval(Attachment):
+    """
+    Handle of an attachment made by [`remove_padding`]; a context manager that detaches at its end.
+
+    Attributes:
+        decoder (`torch.nn.Module`):
+            The decoder that packs its calls.
+        multimodal (`torch.nn.Module`, *optional*):
+            The module around it that makes its inputs from more than text.
+        prefix_sharing (`bool`):
+            Whether repeated prefixes are computed once.
+        pool_last_token (`bool`):
+            Whether a sequence classifier scores the last token of the mask, instead of the one that it looks for.
+        packs_padded (`bool`):
+            Whether padded calls are packed; rows that arrive packed are kept apart either way.
+        stats ([`PaddingStats`]):
+            Token counts of the packed forwards.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        multimodal: nn.Module | None = None,
+        *,
+        prefix_sharing: bool = False,
+        pool_last_token: bool = False,
+    ):
+        super().__init__()
+        self.decoder, self.multimodal = decoder, multimodal
+        self.prefix_sharing, self.pool_last_token = prefix_sharing, pool_last_token
+        self.packs_padded = True
+        self.stats = PaddingStats()
+        self._recomputable: set[int] = set()
+
+    def attach(self, patches: Iterable[ForwardPatch]) -> Self:
+        spare_packed_search(self, _are_packed)
+        return super().attach(patches)
+
+    def remove(self) -> None:
+        """
+        Detach: the model computes as it did before. Removing twice does no harm.
+
+        Where gradient checkpointing has yet to recompute a packed forward, the attention modules stay able to do so,
+        and are restored when its graph is gone.
+        """
+        self._removed = True
+        needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
+        for patch in reversed(self._patches):
+            if patch not in needed:
+                patch.take_off()
+        self._patches = needed
+        if not needed:
+            resume_packed_search(self)
+
+    def remember(self, call: PackedCall) -> None:
+        """Keep track of a packed forward for as long as it can be recomputed."""
+        self._recomputable.add(id(call))
+        weakref.finalize(call, self._forget, id(call)).atexit = False
+
+    def _forget(self, call: int) -> None:
+        self._recomputable.discard(call)
+        if self._removed:
+            self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_recomputable": set()}  # a copy of the model has no graph
+
+    def layout_of(self, call: dict[str, Any], model_call: ModelCall | None = None) -> Layout | None:
+        """The layout of a decoder call, or `None` if the call is to go through as it is; see [`layout_of`]."""
+        return layout_of(
+            call,
+            prefix_sharing=self.prefix_sharing,
+            packs_padded=self.packs_padded,
+            takes_positions=takes_positions(self.decoder),
+            model_call=model_call,
+        )
+
+
+class ForwardPatch:
+    """
+    `module.forward`, wrapped for as long as the patch is on.
+
+    The patch is an instance attribute of the module and looks the wrapped forward up anew in each call: a deep copy of
+    the module is a patched module of its own, a class swapped underneath (FSDP2) is followed, and a patch that
+    somebody else put on top is left in place when this one goes.
+    """
+
+    serves_recomputation = False
+    """Whether gradient checkpointing calls the patched module again, perhaps after the handle was removed."""
+
+    def __init__(self, module: nn.Module, attachment: Any):
+        self.module, self.attachment = module, attachment
+        self.below: Any = None
+
+    runs_on_view = False
+    """Whether packed forwards run the module on a view of it."""
+
+    def put_on(self) -> None:
+        self.below = self.module.__dict__.get("forward")
+        if self.runs_on_view:
+            self.on_view()
+        self.module.forward = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # `generate` and `Trainer` read the signature of `model.forward`.
+        return inspect.signature(self.wrapped)
+
+    @property
+    def wrapped(self) -> Any:
+        return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
+
+    @property
+    def __func__(self) -> Callable:
+        return self.wrapped.__func__  # TRL 1.9 reads the signature of the function of what it takes for a method
+
+    def on_view(self, **held: Any) -> Callable:
+        """
+        The forward as a packed forward calls it: past other patches of ours, on a view of the module.
+
+        Raises:
+            PaddingRemovalError: If somebody wrapped it in a way that hides which module it calls.
+        """
+        below = self.below
+        while isinstance(below, ForwardPatch):
+            below = below.below
+        forward = bound_to_view(self.module, below, **held)
+        if forward is None:
+            raise PaddingRemovalError(
+                f"The forward of {type(self.module).__name__} was replaced before padding removal was attached, by "
+                f"`{getattr(below, '__qualname__', type(below).__name__)}`, which hides the module that it calls. "
+                "Attach first (`remove_padding(model)`), and let the other library wrap the model afterwards."
+            )
+        return forward
+
+    @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:
+            args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` makes a method of what it finds
+        return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward while padding removal is on."""
+        raise NotImplementedError
+
+    def take_off(self) -> None:
+        above, current = None, self.module.__dict__.get("forward")
+        while isinstance(current, ForwardPatch) and current is not self:
+            above, current = current, current.below
+        if current is not self:
+            return  # somebody else wrapped this patch: it stays below theirs, and passes every call on
+        if above is not None:
+            above.below = self.below
+        elif self.below is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.below
+
+
+def _are_packed(position_ids: torch.Tensor) -> bool:
+    """Whether `position_ids` are those of the packed forward that is running."""
+    call = packed_call()
+    return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()

@@ -1,0 +1,156 @@
+"""
+Heads on packed states: language modelling on labels only or on packed tokens only, and the pooling of classifiers.
+
+[`LMHeadPatch`] and [`PoolingPatch`] stand at the door of the model, and say in its [`ModelCall`] which states the
+decoder is to return; [`HeadPatch`] stands at the projection onto the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .calls import ModelCall, bind, model_call, running
+from .errors import PaddingRemovalError
+from .handle import ForwardPatch
+from .layout import pack, unpack
+
+
+__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch"]
+
+logger = logging.get_logger(__name__)
+
+
+class LMHeadPatch(ForwardPatch):
+    """
+    Runs a fused LM head on the labelled positions of a batch only, and lets no label be predicted from padding.
+
+    TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.10) scores every padded position where
+    there is no Triton. It also takes `shift_labels`, labels that need no shift: the labelled positions of the batch
+    are handed to it as one row, and what it returns for them is laid out over `(B, L - 1)`, zero elsewhere, as it
+    would have done itself.
+    """
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        labels, decoder = kwargs.get("labels"), self.attachment.decoder
+        if not kwargs.get("fused_lm_head"):
+            call = bind(self.wrapped, args, kwargs)
+            with running(ModelCall(decoder)):
+                return self.wrapped(**(call | self._predictable(call)))
+        if labels is None or kwargs.get("shift_labels") is not None:
+            return self.wrapped(*args, **kwargs)
+        call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
+        if not self._returns_states_at_places(call, labels):
+            return self.wrapped(*args, **kwargs)
+        # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
+        target = labels[:, 1:] != -100
+        if call.get("attention_mask") is not None:
+            target = target & call["attention_mask"][:, :-1].bool()
+        index = target.flatten().nonzero().squeeze(1)
+        if index.numel() == 0:
+            return self.wrapped(*args, **kwargs)
+        row, column = index // target.shape[1], index % target.shape[1]
+        kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
+        with running(ModelCall(decoder, scored=row * labels.shape[1] + column)):
+            output = self.wrapped(*args, **kwargs)
+        for name, value in output.items():
+            if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
+                spread = value.new_zeros(target.numel()).index_copy(0, index, value[0])
+                output[name] = spread.view(target.shape)
+        return output
+
+    def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
+        """Whether the decoder can be asked for the states at some places of a call of the model only."""
+        if self.attachment.multimodal is None:
+            layout = self.attachment.layout_of(call)
+            return layout is not None and tuple(labels.shape) == layout.batch_shape
+        ids = call.get("input_ids")
+        return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
+
+    def _predictable(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The labels of a call without those whose column follows padding, where that is what is packed."""
+        labels, mask = call.get("labels"), call.get("attention_mask")
+        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+        if cached or not self.attachment.packs_padded or not isinstance(labels, torch.Tensor):
+            return {}
+        if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
+            return {}
+        follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
+        return {"labels": labels.masked_fill(follows, -100)}
+
+
+class HeadPatch(ForwardPatch):
+    """
+    Applies the LM head to the packed tokens of a batch, where a model builds logits for all of it.
+
+    What the decoder gave `(B, L, H)` for is packed again, so that no token is projected onto the vocabulary twice and
+    no padding at all; the logits are laid out over `(B, L, V)`, zero at padding.
+    """
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = model_call(self.attachment.decoder)
+        layout = call.layout if call is not None else None
+        # `logits_to_keep` leaves a slice of the columns.
+        if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
+            return self.wrapped(*args, **kwargs)
+        return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)
+
+
+class PoolingPatch(ForwardPatch):
+    """
+    Sees to the token that a sequence classifier scores.
+
+    transformers scores the last token whose id is not the pad token's. Where the pad token is the EOS token and a
+    sequence ends in it, that is the token before: the state that is scored has not seen the end. By default it stays
+    so, and is said once: a model is served as it was trained. With `pool_last_token` the decoder answers with the
+    state of a row's last real token in every column, so whichever the model picks is that one; pooling, labels and
+    loss stay the model's.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._said = False
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        decoder = self.attachment.decoder
+        if self.attachment.pool_last_token:
+            with running(ModelCall(decoder, pools_last=True)):
+                return self.wrapped(*args, **kwargs)
+        self._check_pooled(bind(self.wrapped, args, kwargs))
+        return self.wrapped(*args, **kwargs)
+
+    def _check_pooled(self, call: dict[str, Any]) -> None:
+        """
+        Raises:
+            PaddingRemovalError: If padding would be scored, which has no state here.
+        """
+        ids, mask = call.get("input_ids"), call.get("attention_mask")
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return
+        pad = self.module.config.get_text_config().pad_token_id
+        column = torch.arange(mask.shape[1], device=mask.device)
+        # Without ids or a pad token transformers scores the last column.
+        scored = torch.ones_like(mask) if ids is None or pad is None else ids != pad
+        pooled = (scored * column).argmax(1)
+        last = (mask.bool() * column).argmax(1)
+        differ, hidden = torch.stack([pooled != last, mask.gather(1, pooled[:, None]).squeeze(1) == 0]).tolist()
+        remedy = (
+            "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
+            "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "
+            "or score the last token of the attention mask: `pool_last_token=True`."
+        )
+        if any(hidden):
+            raise PaddingRemovalError(
+                f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in rows "
+                f"{[row for row, is_hidden in enumerate(hidden) if is_hidden]} of the batch that is padding by the "
+                f"attention mask: the score would depend on the padding. {remedy}"
+            )
+        if any(differ) and not self._said:
+            self._said = True
+            logger.warning(
+                f"In {sum(differ)} of {len(differ)} rows of this batch {type(self.module).__name__} scores another "
+                f"token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So does the "
+                f"model when it is served. {remedy} Said once."
+            )

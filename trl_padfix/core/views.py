@@ -1,0 +1,105 @@
+"""
+A module as a packed forward sees it: its own state, and a config that names packed attention.
+
+Modules of transformers look their attention up by a name in their config. Many models, and many threads, may share one
+config, so the name is never written there. A packed forward runs `forward` on a view instead: an object of a subclass
+of the module's class with the very same `__dict__`, whose `config` answers with our name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig
+
+
+__all__ = ["PACKED", "bound_to_view", "is_view", "viewed_module"]
+
+PACKED = "trl_padfix"
+"""Name of packed attention among transformers' attention and mask functions."""
+
+
+class PackedConfig:
+    """A config of which everything is the given one's, but the name of its attention."""
+
+    __slots__ = ("_own",)
+    _attn_implementation = PACKED
+    _attn_implementation_internal = PACKED
+
+    def __init__(self, own: PretrainedConfig):
+        object.__setattr__(self, "_own", own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own, name, value)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> PackedConfig:
+        found = self._own.get_text_config(*args, **kwargs)
+        return self if found is self._own else PackedConfig(found)
+
+
+@functools.cache
+def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of `cls` whose instances hold `names` apart from their `__dict__`."""
+
+    def held(name: str) -> property:
+        return property(lambda view: view._held[name])
+
+    body = {name: held(name) for name in names} | {"__slots__": ("_held", "_viewed"), "__module__": cls.__module__}
+    return type(cls)(cls.__name__, (cls,), body)
+
+
+def _view(module: nn.Module, held: dict[str, Any]) -> nn.Module:
+    held = {"config": PackedConfig(module.config), **held}
+    cls = _view_class(type(module), tuple(held))
+    view = object.__new__(cls)
+    for name, value in (("__dict__", module.__dict__), ("_held", held), ("_viewed", module)):
+        object.__setattr__(view, name, value)
+    return view
+
+
+def is_view(module: nn.Module) -> bool:
+    """Whether a packed forward made `module` up."""
+    return hasattr(type(module), "_viewed")
+
+
+def viewed_module(module: nn.Module) -> nn.Module:
+    """The module that a view stands for, or the module itself."""
+    return module._viewed if is_view(module) else module  # type: ignore[return-value]
+
+
+def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> Callable | None:
+    """
+    The forward of a module as a packed forward calls it.
+
+    Args:
+        module (`torch.nn.Module`):
+            The module; it has a `config`.
+        forward (`Callable`, *optional*):
+            What stands in `module.__dict__["forward"]`; without it the forward of the class.
+        **held:
+            More attributes that are to have another value for this call.
+
+    Returns:
+        `Callable`, *optional*: `None` if `forward` is a wrapper that does not show which module it calls.
+    """
+    if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
+        replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
+        held |= dict.fromkeys(replaced)
+        view = _view(module, held)
+        view._held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
+        if not any(a is module for a in forward.args):
+            return None
+        return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)
+    view = _view(module, held)
+    if forward is None:
+        return type(module).forward.__get__(view)
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        return forward.__func__.__get__(view)
+    return None
