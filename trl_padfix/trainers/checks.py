@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before a model is loaded or data is tokenized."""
+"""Checks of the arguments of a trainer, before a model is loaded or data is tokenized."""
 
 from __future__ import annotations
 

@@ -105,6 +105,9 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
@@ -147,6 +150,9 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, and for a pair with an empty sequence.
@@ -193,6 +199,9 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
+            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -238,7 +247,7 @@ EMPTY = (
     "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
     "with an EOS token"
 )
-"""What is said of empty completions that a trainer meets."""
+"""Warning about empty completions in a trainer."""
 
 
 def empty_completion(side: str, where: str) -> str:

@@ -73,7 +73,7 @@ class AttentionConfig:
 
 @dataclass
 class ReferenceAttentionConfig(AttentionConfig):
-    """The same, for trainers with a reference model."""
+    """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
 
     ref_attn_implementation: dict[str, Any] | str | None = field(
         default=None,
@@ -135,7 +135,7 @@ def check_prefix_sharing(config: Any) -> None:
 
 @dataclass
 class PaddingConfig(PackingConfig):
-    """The same, for trainers with a collator."""
+    """[`PackingConfig`] and `padding_side`, for trainers with a collator."""
 
     padding_side: str | None = field(
         default=None,
@@ -189,7 +189,7 @@ class GeneratingConfig:
 
 @dataclass
 class ExactEvalConfig(PaddingConfig):
-    """The same, for trainers that can average an evaluation over all its items."""
+    """[`PaddingConfig`] and `exact_eval_means`, for trainers that can average over all items of an evaluation."""
 
     exact_eval_means: bool = field(
         default=False,
@@ -202,7 +202,7 @@ class ExactEvalConfig(PaddingConfig):
 
 @dataclass
 class BudgetConfig(ExactEvalConfig):
-    """The same, for trainers that split the batch of an optimizer step by tokens."""
+    """[`ExactEvalConfig`] and `max_tokens_per_batch`, for trainers that split a step by tokens."""
 
     max_tokens_per_batch: int | None = field(
         default=None,

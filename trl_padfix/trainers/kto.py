@@ -34,6 +34,9 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`, also of the mismatched completions of the KL term.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt

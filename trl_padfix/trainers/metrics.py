@@ -158,7 +158,7 @@ class ExactEvalMixin:
 
 @contextlib.contextmanager
 def without_gathering(accelerator: Accelerator) -> Iterator[None]:
-    """`accelerator.gather` and `gather_for_metrics` return what they are given, until the block ends."""
+    """Until the block ends, `accelerator.gather` and `gather_for_metrics` return their argument unchanged."""
 
     def same(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor

@@ -293,7 +293,7 @@ class StepPlan:
         return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
 
     def weights(self, rows: int) -> np.ndarray:
-        """What each of the rows of a process weighs in a step where TRL takes the mean over micro-batches of means."""
+        """Weight of each row of a process in a step: TRL averages the means of its micro-batches."""
         micro_batches = np.arange(rows) // self.micro_batch
         return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
 

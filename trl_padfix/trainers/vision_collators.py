@@ -27,6 +27,9 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
             Longest sequence; of longer ones the end is cut off.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`: of ids, masks and token types alike.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -91,6 +94,9 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
             Longest sequence; of longer ones the end is cut off.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`: of ids, masks, labels and token types alike.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
+            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -134,7 +140,7 @@ def _check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
 
 
 def misplaced(found: tuple[int, int, int], where: str) -> str:
-    """What is wrong with an example found by [`misplaced_images`]."""
+    """Error text for an example found by [`misplaced_images`]."""
     row, given, wanted = found
     return (
         f"Example {row} of {where} has {given} images and {wanted} placeholders for them. Give each placeholder in "
