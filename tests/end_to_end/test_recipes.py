@@ -82,6 +82,7 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
     assert model.config.model_type == "qwen2"
 
 
+@SLOW
 def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
     result = launch(
         "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
@@ -110,6 +111,7 @@ def test_the_recipe_of_sft_learns_what_is_chosen():
     assert sft.to_dialogues(sft.to_dialogues(chats)).column_names == ["messages"]
 
 
+@SLOW
 def test_an_unknown_key_stops_the_recipe(tmp_path):
     config = yaml.safe_load((ROOT / "recipes/dpo_tiny.yaml").read_text()) | {"paddingfree": True}
     path = tmp_path / "typo.yaml"
