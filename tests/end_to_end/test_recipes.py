@@ -59,6 +59,7 @@ def tiny_run(tmp_path_factory):
     return output, result
 
 
+@SLOW  # CI runs this recipe as the README has it, too
 def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     output, result = tiny_run
     for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
@@ -70,6 +71,7 @@ def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     assert any("eval_padfix/shared_fraction" in entry for entry in history)
 
 
+@SLOW
 def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_run, tmp_path):
     output, _ = tiny_run
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
