@@ -148,7 +148,8 @@ TRANSFORMERS = [
     ),
     Upstream(
         "arange", "transformers.models.llama4.modeling_llama4.Llama4TextAttention", "core.attention, core.refusals",
-        "an attention that numbers its columns itself is known by this name in its forward", global_names, "transformers>=5.23",
+        "an attention that numbers its columns itself is known by this name in its forward",
+        global_names, "transformers>=5.23",
     ),
     Upstream(
         "pooled_logits", "transformers.Qwen2ForSequenceClassification", "core.patches",
