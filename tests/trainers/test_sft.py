@@ -20,6 +20,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import once_each, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
 from kit.sft_runs import METRICS, TEMPLATE, build_rows
@@ -145,8 +146,7 @@ def trl_run(make):
 # One trajectory
 
 
-@pytest.mark.parametrize("mode", SIDED_MODES)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(SIDED_MODES), fully=["completions only"]))
 def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run):
     ours = train(make, objective, **SIDED_MODES[mode])
     assert len(ours.trajectory()) == STEPS + 1
@@ -168,8 +168,7 @@ def test_every_set_up_is_trls(case, mode, make, trl_run):
     assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
 
 
-@pytest.mark.parametrize("mode", ["padded, left", *TWO_MODES])
-@pytest.mark.parametrize("objective", ["completions only", "dft"])
+@pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     runs = [
         train(
@@ -273,7 +272,7 @@ def trl_packed(make):
     ("implementation", "padding_free"),
     [("sdpa", True), ("sdpa", False), ("eager", False), ("flash_attention_2", True), ("flash_attention_2", False)],
 )
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", slow_but(["bfd"], ["bfd", "bfd_split"]))
 def test_packing_is_trls_on_every_backend(strategy, implementation, padding_free, make, trl_packed):
     theirs = trl_packed(strategy)
     with flash_attention_stand_in():
@@ -640,8 +639,7 @@ def assert_evaluated(trainer, padding_free: bool) -> None:
     assert ("padfix/pad_fraction" in logs[0]) is padding_free
 
 
-@pytest.mark.parametrize("padding_free", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "padding_free"), once_each(["left", "right"], [False, True]))
 @pytest.mark.parametrize("shape", ["qwen2", "llama"])
 def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding_free, make):
     with flash_attention_stand_in() as calls:

@@ -21,6 +21,7 @@ import trl
 from datasets import Dataset
 from kit import budget_runs
 from kit.budget_runs import BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
+from kit.cells import slow_but
 from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -85,7 +86,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["dpo", "dpo, left", "sft", "sft, accumulation"], CASES))
 def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     name, config = CASES[case]
     trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
@@ -259,7 +260,7 @@ FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
 
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [("MULTI_CPU", ["--multi_gpu"]), pytest.param("FSDP", FSDP2, marks=pytest.mark.slow)],
+    slow_but([], [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)]),
     ids=["ddp", "fsdp2"],
 )
 def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
