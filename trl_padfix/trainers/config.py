@@ -284,8 +284,7 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
             Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
             then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Whether loss and metrics of an evaluation are means over all its pairs (of token metrics: tokens), whatever
-            the batch size. By default they are TRL's means over batches.
+            Whether an evaluation averages over all its pairs (or tokens). By default over batches, as TRL does.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
