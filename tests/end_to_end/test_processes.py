@@ -35,7 +35,7 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 ROOT = Path(__file__).parents[2]
 STEPS = 4
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
-PACKED = ("--padding_free", "true", "--prefix_sharing", "true")
+PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
@@ -102,7 +102,7 @@ def alone(material, tmp_path_factory):
         script = importlib.import_module(f"trl.scripts.{method}")
         output = tmp_path_factory.mktemp("alone")
         args = [*flags(material, method, output, rows=4), "--use_cpu", "true", *more]
-        if method == "sft":  # one batch: TRL's evaluation is a mean over batches, ours over tokens
+        if method == "sft":  # one batch: TRL's evaluation is a mean over batches, ours here over tokens
             args += ["--per_device_eval_batch_size", "16"]
         script.main(*script.make_parser().parse_args_and_config(args))
         return outcome(output)

@@ -1,4 +1,4 @@
-"""What a model card says of the padding that was removed."""
+"""Padding removal in the model card."""
 
 from __future__ import annotations
 
