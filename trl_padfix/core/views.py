@@ -53,10 +53,10 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
     body = {name: held(name) for name in names}
     body |= {"__slots__": ("padfix_held", "padfix_module"), "__module__": cls.__module__}
-    return type(cls)(cls.__name__, (cls,), body)
+    return type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
 
 
-def _view(module: nn.Module, held: dict[str, Any]) -> nn.Module:
+def _view(module: Any, held: dict[str, Any]) -> Any:
     held = {"config": PackedConfig(module.config), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
@@ -70,12 +70,12 @@ def is_view(module: nn.Module) -> bool:
     return hasattr(type(module), "padfix_module")
 
 
-def viewed_module(module: nn.Module) -> nn.Module:
+def viewed_module(module: Any) -> Any:
     """The module that a view stands for, or the module itself."""
-    return module.padfix_module if is_view(module) else module  # type: ignore[return-value]
+    return module.padfix_module if is_view(module) else module
 
 
-def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> Callable | None:
+def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:
     """
     The forward of a module as a packed forward calls it.
 
