@@ -13,8 +13,19 @@ import torch
 from kit.simulated_cuda import Counts, simulated_cuda, to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import trl_padfix.core.batches
 import trl_padfix.core.kernels as kernels
-from trl_padfix import PaddingRemovalError, padding_free_layout, prefix_sharing_layout, remove_padding, unpack
+from trl_padfix import (
+    PaddingRemovalError,
+    check_parity,
+    padding_free_layout,
+    prefix_sharing_layout,
+    remove_padding,
+    unpack,
+)
+from trl_padfix.core.index_maps import sum_order
+from trl_padfix.core.parity import _precision
+from trl_padfix.core.views import other_attention
 
 
 VOCABULARY = 96
@@ -266,3 +277,82 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu, error, autocast, expect
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast), pytest.raises(Exception) as caught:  # noqa: PT011
         kernels.attend_varlen(attend, None, *states, layout, {})
     assert type(caught.value) is expected
+
+
+# -- parity in half precision
+
+
+def one_row_sees_a_foreign_token(layout):
+    """The second row begins one token early among the keys: it sees the last token of the first."""
+    bounds = layout.cu_seqlens_q.tolist()
+    begins = [begin - (row == 1) for row, begin in enumerate(bounds[:-1])]
+    index = torch.cat([torch.arange(begin, end) for begin, end in zip(begins, bounds[1:], strict=True)])
+    lengths = tuple(end - begin for begin, end in zip(begins, bounds[1:], strict=True))
+    order, offsets = sum_order(index, layout.packed_tokens)
+    wrong = dataclasses.replace(
+        layout.to("cpu"),
+        key_index=index,
+        key_lengths=lengths,
+        cu_seqlens_k=torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        key_order=order,
+        key_offsets=offsets,
+    )
+    return wrong.to(layout.real_index.device)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
+@pytest.mark.parametrize(("initializer", "layers"), [(0.02, 2), (0.02, 24), (0.08, 2), (0.08, 24), (0.2, 4)])
+def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, layers, precision, monkeypatch):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
+    model = build(layers, dtype, initializer_range=initializer, vocab_size=1024, hidden_size=128)
+    ids, mask = (to_simulated(x) for x in pairs(6, columns=120, common=60))
+
+    def check(sharing: bool = False):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+            batch = {"input_ids": ids, "attention_mask": mask}
+            return check_parity(to_simulated(model), batch, prefix_sharing=sharing)
+
+    for sharing in (False, True):
+        right = check(sharing)
+        assert right.ok, right
+        assert right.mean <= 1.3 * right.rounding  # far below the limit of 3 times
+        assert f"where two padded forwards differ by {right.rounding:.2e}" in str(right)
+    assert len(gpu.varlen) == 2 * layers
+    build_layout = trl_padfix.core.batches.padding_free_layout
+    monkeypatch.setattr(
+        trl_padfix.core.batches, "padding_free_layout", lambda mask: one_row_sees_a_foreign_token(build_layout(mask))
+    )
+    wrong = check()
+    assert not wrong.ok, wrong
+    assert min(wrong.mean / right.mean, wrong.maximum / right.maximum) > 4
+
+
+def test_tf32_is_read_however_it_was_set(gpu, monkeypatch):
+    model = build()
+    ids, mask = pairs(4)
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"  # what `tf32=True` does
+        with pytest.raises(RuntimeError):
+            _ = torch.backends.cuda.matmul.allow_tf32
+        assert _precision(model.model, torch.device("cuda")) == torch.float16
+        report = check_parity(
+            to_simulated(model), {"input_ids": to_simulated(ids), "attention_mask": to_simulated(mask)}
+        )
+        assert (report.dtype, report.ok) == (torch.float16, True)
+        torch.backends.fp32_precision = "ieee"
+        assert _precision(model.model, torch.device("cuda")) == torch.float32
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def test_a_padded_forward_with_another_attention_leaves_nothing_behind():
+    model = build()
+    ids, mask = pairs(4)
+    functions = []
+    with remove_padding(model) as handle, handle.disabled(), other_attention("eager"):
+        hook = model.model.layers[0].self_attn.register_forward_hook(lambda m, i, out: functions.append(out[1]))
+        model(ids, attention_mask=mask, use_cache=False)
+        hook.remove()
+    assert functions[0] is not None  # eager attention returns its weights, and sdpa none
+    assert model.config._attn_implementation == "sdpa"
