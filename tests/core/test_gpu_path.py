@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook
 from kit.simulated_cuda import Counts, simulated_cuda, to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -40,7 +41,9 @@ def gpu():
     kernels.torch_varlen_is_complete.cache_clear()
 
 
-def build(layers: int = 2, dtype: torch.dtype = torch.float32, implementation: str = "sdpa", **more) -> Qwen2ForCausalLM:
+def build(
+    layers: int = 2, dtype: torch.dtype = torch.float32, implementation: str = "sdpa", **more
+) -> Qwen2ForCausalLM:
     sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     config = Qwen2Config(
         **{**sizes, "num_hidden_layers": layers, "num_key_value_heads": 2, "initializer_range": 0.08} | more
@@ -356,3 +359,22 @@ def test_a_padded_forward_with_another_attention_leaves_nothing_behind():
         hook.remove()
     assert functions[0] is not None  # eager attention returns its weights, and sdpa none
     assert model.config._attn_implementation == "sdpa"
+
+
+# -- devices
+
+
+def test_layers_on_several_devices_are_refused(gpu):
+    model = build()
+    to_simulated(model.model.layers[1])
+    with pytest.raises(PaddingRemovalError, match=r"several devices \(cpu, cuda:0\).*without `device_map`"):
+        remove_padding(model)
+    remove_padding(to_simulated(model)).remove()
+
+
+def test_layers_that_are_sent_to_several_gpus_are_refused():
+    model = build()
+    for index, layer in enumerate(model.model.layers):
+        layer._hf_hook = AlignDevicesHook(execution_device=index)
+    with pytest.raises(PaddingRemovalError, match="cuda:0, cuda:1"):
+        remove_padding(model)

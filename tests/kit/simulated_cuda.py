@@ -184,6 +184,8 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     _count(func, name, args, own_args, own_kwargs, output, uploaded=to_cuda and not found)
     if name == "_local_scalar_dense":
         return output
+    if isinstance(kwargs.get("out"), SimulatedTensor):
+        return kwargs["out"]
     in_place = func._schema.name.endswith("_") and not name.startswith("_")
     if in_place and isinstance(args[0], SimulatedTensor):
         return args[0]
@@ -208,6 +210,10 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "_varlen_attn_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
         return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
+    if func._overloadname in ("dtype", "dtype_out"):  # half precision in, float32 out: no kernel of the CPU
+        *factors, dtype = args
+        result = func._overloadpacket(*(x.to(dtype) for x in factors))
+        return kwargs["out"].copy_(result) if "out" in kwargs else result
     return func(*args, **kwargs)
 
 

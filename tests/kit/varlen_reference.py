@@ -85,7 +85,18 @@ def on_cpu() -> None:
     from torch.nn.attention import varlen
 
     def forward(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *more, **rest
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal=False,
+        scale=None,
+        window_size=None,
+        *more,
+        **rest,
     ):
         output, sums = attend(query, key, value, cu_seq_q, cu_seq_k, scale, window_size or (-1, -1))
         return output, sums, torch.zeros(2, dtype=torch.uint64)

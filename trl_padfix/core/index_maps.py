@@ -73,8 +73,8 @@ class FlatMaps:
         """The same in page-locked memory; the data loader calls it."""
         return replace(self, block=self.block.pin_memory())
 
-    def to(self, device: torch.device | str) -> Any:
-        """The dataclass with its tensors on `device`: one transfer, for which the host does not wait."""
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
+        """The dataclass with its tensors on `device`: one transfer, for which the host does not wait in any case."""
         block = self.block
         if torch.device(device).type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
             block = block.pin_memory()

@@ -61,6 +61,8 @@ class Layout:
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+        scored (`torch.Tensor` of shape `(n,)`, *optional*):
+            Places of `(B, L - 1)` from which a label is predicted, if whoever built the layout knew the labels.
     """
 
     batch_shape: tuple[int, int]
@@ -76,6 +78,7 @@ class Layout:
     spans: tuple[int, ...]
     key_order: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
 
     @property
     def padded_tokens(self) -> int:

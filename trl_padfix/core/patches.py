@@ -121,7 +121,9 @@ class ViewPatch(ForwardPatch):
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.on_view()(*args, **kwargs) if attends_otherwise() else self.wrapped(*args, **kwargs)
-        with running(call):
+        if packed_call() is call:
+            return self.on_view()(*args, **kwargs)
+        with running(call):  # a recomputation
             return self.on_view()(*args, **kwargs)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.batches import step_layouts
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
 from ..core.parity import check_parity
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
+from .batch_layouts import LayoutCollator, layouts_of_step, without_layout
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -176,7 +176,18 @@ class PaddingRemovalMixin:
             attachment.remove()
         self._handles, self._numberings, self._removes_padding = [], [], False
 
+    def get_train_dataloader(self) -> Any:
+        # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.
+        by_rows = isinstance(self.train_dataset, Sized) and not self.accelerator.dispatch_batches
+        plain = type(self)._padded_batches is PaddingRemovalMixin._padded_batches
+        if not (self._handles and by_rows and plain):
+            return super().get_train_dataloader()
+        collator = LayoutCollator(self.data_collator, self._handles[0].prefix_sharing)
+        with _field(self, "data_collator", collator):
+            return super().get_train_dataloader()
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs, layout = without_layout(inputs)
         mode = "train" if self.model.training else "eval"
         if mode in self._parity_pending and self._handles and getattr(self.args, "parity_check", True):
             for batch in self._padded_batches(inputs):
@@ -191,7 +202,8 @@ class PaddingRemovalMixin:
         size = None if mode == "train" else self._batch_size_of(own)
         logged = {name: len(values) for name, values in self._metrics[mode].items()}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(step_layouts())  # the reference's forward takes what the policy's has built
+            sharing = bool(self._handles and self._handles[0].prefix_sharing)
+            stack.enter_context(layouts_of_step(inputs, layout, sharing))  # policy's and reference's forward share it
             stack.enter_context(self._counting(mode, own))
             if size is not None:
                 stack.enter_context(gathering_nothing(self.accelerator))
