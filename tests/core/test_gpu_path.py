@@ -50,7 +50,7 @@ def build(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
     frequencies = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype).model.rotary_emb.inv_freq = frequencies
     return model

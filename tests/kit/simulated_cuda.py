@@ -32,12 +32,16 @@ __all__ = ["Counts", "SimulatedTensor", "simulated_cuda", "to_simulated"]
 CUDA = torch.device("cuda:0")
 
 _VIEWS = frozenset(
-    "_reshape_alias _unsafe_view alias as_strided chunk detach diagonal empty empty_like empty_strided expand "
-    "is_same_size lift_fresh new_empty new_empty_strided permute reshape resize_ select set_ slice split "
-    "split_with_sizes squeeze t transpose unbind unfold unsqueeze view".split()
-)
+    [
+        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty",
+        "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh", "new_empty",
+        "new_empty_strided", "permute", "reshape", "resize_", "select", "set_", "slice", "split",
+        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"
+    ]
+)  # fmt: skip
 _WAITING = frozenset(
-    "_local_scalar_dense _unique2 bincount equal is_nonzero masked_select nonzero unique_consecutive unique_dim".split()
+    ["_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"]
+    + ["unique_consecutive", "unique_dim"]
 )
 
 
@@ -81,7 +85,7 @@ _counts: list[Counts] = []
 
 
 def _line() -> str:
-    """The innermost line that is neither torch's nor this file's; the package's own, if it called others from there."""
+    """The innermost line that is neither torch's nor this file's."""
     frames = [f for f in traceback.extract_stack() if f.filename != __file__ and "/torch/" not in f.filename]
     if not frames:
         return "?"

@@ -1,5 +1,5 @@
 """
-torch's variable-length attention on the CPU, forward and backward, written out: what its GPU kernel is asked to compute.
+torch's variable-length attention on the CPU, forward and backward, written out: what its GPU kernel computes.
 
 The simulated device computes with it, and [`on_cpu`] registers it as the CPU kernel of torch's own operator, so that
 code that was written for a GPU runs on tensors of the CPU.

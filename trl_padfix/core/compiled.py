@@ -113,9 +113,9 @@ class LayerPatch(ForwardPatch):
                 return self.compiled(self._twin(), *args, **given)
 
         with running(call):
-            if _checkpoints_in_forward() and getattr(self.module, "gradient_checkpointing", False):
-                if self.module.training:
-                    return self.module._gradient_checkpointing_func(run, *args)
+            checkpoints = self.module.training and getattr(self.module, "gradient_checkpointing", False)
+            if checkpoints and _checkpoints_in_forward():
+                return self.module._gradient_checkpointing_func(run, *args)
             return run(*args)
 
     def _twin(self) -> nn.Module:
@@ -227,7 +227,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     return None
 
 
-def _window(layer: nn.Module) -> int | None:
+def _window(layer: nn.Module) -> Any:
     return next((m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None)), None)
 
 
@@ -245,7 +245,7 @@ def _checkpoints_in_forward() -> bool:
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
-    """`forward` compiled for all lengths, with a cache of its own: dynamo keeps one, of limited size, by code object."""
+    """`forward` compiled for all lengths, as code of its own: dynamo keeps a few graphs for each code object."""
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as functional
 from torch import nn
 from transformers.utils import logging
 
@@ -262,4 +262,4 @@ class _GatherKeys(torch.autograd.Function):
 def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
     flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
-    return F.embedding_bag(layout.key_order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])
+    return functional.embedding_bag(layout.key_order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -22,9 +22,7 @@ BLOCK = 1024
 
 
 @torch.library.custom_op("trl_padfix::gather_keys", mutates_args=())
-def gather_keys(
-    states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
+def gather_keys(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """The states `(T, K, D)` of the keys of all segments: `(sum of key_lengths, K, D)`."""
     return states.index_select(0, index)
 
@@ -122,9 +120,7 @@ def attend_segments_backward(
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     for q, k, visible in _blocks(cu_seqlens_q, cu_seqlens_k, window):
         # `(K, group, queries, D)` against `(K, 1, keys, D)`: a head of keys serves its group without a copy.
-        queries, given = (
-            x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream)
-        )
+        queries, given = (x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream))
         keys, values = (x[k].to(dtype).transpose(0, 1).unsqueeze(1) for x in (key, value))
         weights = (queries @ keys.mT * scale).masked_fill_(~visible, -torch.inf).softmax(-1)
         of_weights = given @ values.mT
@@ -172,4 +168,8 @@ def _blocks(
             to = min(at + BLOCK, end)
             since = first if window < 0 else max(first, at + shift - window + 1)
             ahead = torch.arange(since, to + shift)[None] - torch.arange(at + shift, to + shift)[:, None]
-            yield slice(at, to), slice(since, to + shift), (ahead <= 0) if window < 0 else (ahead <= 0) & (ahead > -window)
+            yield (
+                slice(at, to),
+                slice(since, to + shift),
+                (ahead <= 0) if window < 0 else (ahead <= 0) & (ahead > -window),
+            )

@@ -355,7 +355,7 @@ def multiplies_in_tf32() -> bool:
     # Since torch 2.9 there are two settings, and reading the older one raises where the newer one was set, as
     # transformers does for `tf32=True`.
     precision = getattr(matmul, "fp32_precision", None)
-    return matmul.allow_tf32 if precision is None else precision == "tf32"
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
 
 
 @contextlib.contextmanager

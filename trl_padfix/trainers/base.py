@@ -19,6 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..core.compiled import compile_layers
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
@@ -70,10 +71,16 @@ class PaddingRemovalMixin:
         self._check_before(config, given)
         try:
             # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-            with _field(config, "padding_free", False):
+            # Whole models are not compiled, their layers are: see `compile_layers`.
+            whole = not self._removes_padding and getattr(config, "torch_compile", False)
+            with _field(config, "padding_free", False), _field(config, "torch_compile", whole):
                 super().__init__(*args, **kwargs)
             self.padding_free = self._removes_padding
             self._set_up_padding()
+            if getattr(self.args, "torch_compile", False):
+                for handle in self._handles:
+                    backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
+                    compile_layers(handle, backend=backend or "inductor", mode=mode)
             self._check_images()
             self._keep_padding_side()
         except BaseException as error:
