@@ -40,9 +40,9 @@ _VIEWS = frozenset(
     ]
 )  # fmt: skip
 _WAITING = frozenset(
-    ["_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"]
-    + ["unique_consecutive", "unique_dim"]
-)
+    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
+     "unique_consecutive", "unique_dim")
+)  # fmt: skip
 
 
 @dataclass

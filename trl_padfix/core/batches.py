@@ -84,7 +84,7 @@ def layout_of(
     _check_shareable(call)
     positions = call.get("position_ids")
     given = ids, call.get("attention_mask"), positions
-    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(ids, mask, positions))
+    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(call["input_ids"], mask, positions))
 
 
 def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: bool) -> Layout:

@@ -16,8 +16,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-import torch.fx.experimental._config as shapes
 from torch import nn
+from torch.fx.experimental import _config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -34,6 +34,8 @@ from .operators import attend_segments, gather_keys
 __all__ = ["LayerPatch", "compile_layers"]
 
 logger = logging.get_logger(__name__)
+
+_shapes: Any = _config  # its `patch` is put there at run time
 
 COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
@@ -99,8 +101,7 @@ class LayerPatch(ForwardPatch):
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_twins": []}  # a copy of the layer has parameters of its own
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call: PackedCall | None = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         segments = _segments(call, kwargs.get("attention_mask")) if call is not None else None
         if call is None or segments is None:
@@ -109,7 +110,7 @@ class LayerPatch(ForwardPatch):
 
         def run(*args: Any) -> Any:
             # Sizes that are equal in one batch by chance are not taken for one size.
-            with shapes.patch(use_duck_shape=False):
+            with _shapes.patch(use_duck_shape=False):
                 return self.compiled(self._twin(), *args, **given)
 
         with running(call):
@@ -156,9 +157,11 @@ def attend_compiled(
 def _varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple, segments: Segments, scale: float
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
+    varlen_attn: Any = varlen.varlen_attn
+
+    grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
     longest = segments.longest_query, segments.longest_key
     window = (-1, 0) if segments.window is None else (segments.window - 1, 0)
     return varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **grouped)
@@ -188,8 +191,7 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
         layout.key_index,
         layout.key_order,
         layout.key_offsets,
-        layout.longest_query,
-        layout.longest_key,
+        *layout.longest,
         window,
     )
 
@@ -205,7 +207,7 @@ def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     """Why a layer cannot be compiled, or `None` if it can."""
-    config = decoder.config
+    config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
     for name, what in (
@@ -263,7 +265,8 @@ def _twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Modu
     twin = object.__new__(type(module))
     twin.__dict__.update({k: v for k, v in vars(module).items() if k != "forward"})
     if uses_attention_interface(module):
-        twin.__dict__["config"] = config = copy.copy(module.config)
+        config: Any = copy.copy(module.config)
+        twin.__dict__["config"] = config
         config._attn_implementation_internal = COMPILED
     children = dict(module._modules)
     for name, child in children.items():

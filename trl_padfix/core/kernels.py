@@ -60,8 +60,8 @@ def attend_varlen(
             None,
             cu_seq_lens_q=layout.cu_seqlens_q,
             cu_seq_lens_k=layout.cu_seqlens_k,
-            max_length_q=layout.longest_query,
-            max_length_k=layout.longest_key,
+            max_length_q=layout.longest[0],
+            max_length_k=layout.longest[1],
             **flash_arguments(layout),
             **kwargs,
         )
@@ -135,8 +135,9 @@ def attend_torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
+    varlen_attn: Any = varlen.varlen_attn
     window, grouped = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
     # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
     output = varlen_attn(
@@ -145,8 +146,7 @@ def attend_torch_varlen(
         _gather_keys(value, layout).squeeze(0).transpose(0, 1),
         layout.cu_seqlens_q,
         layout.cu_seqlens_k,
-        layout.longest_query,
-        layout.longest_key,
+        *layout.longest,
         scale=kwargs.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
         **({"enable_gqa": grouped} if "enable_gqa" in _varlen_parameters() else {}),  # torch 2.11 groups by itself
@@ -251,8 +251,9 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
         ctx.layout = layout
+        index: Any = layout.key_index
         # Token by token, as variable-length kernels read it; `(1, K, n, D)` is a view of that.
-        return states[0].transpose(0, 1).index_select(0, layout.key_index).transpose(0, 1).unsqueeze(0)
+        return states[0].transpose(0, 1).index_select(0, index).transpose(0, 1).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -261,5 +262,6 @@ class _GatherKeys(torch.autograd.Function):
 
 def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
+    order: Any = layout.key_order
     flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
-    return functional.embedding_bag(layout.key_order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])
+    return functional.embedding_bag(order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -103,14 +103,9 @@ class Layout:
         return self.real_index[torch.searchsorted(self.real_index, ends) - 1]
 
     @cached_property
-    def longest_query(self) -> int:
-        """Tokens of the longest segment."""
-        return max(self.query_lengths)
-
-    @cached_property
-    def longest_key(self) -> int:
-        """Keys of the segment that has most."""
-        return max(self.key_lengths)
+    def longest(self) -> tuple[int, int]:
+        """Most queries and most keys of a segment."""
+        return max(self.query_lengths), max(self.key_lengths)
 
     @property
     def is_trivial(self) -> bool:

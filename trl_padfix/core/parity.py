@@ -233,7 +233,8 @@ def check_parity(
 
 def _other_attention(model: PreTrainedModel, decoder: nn.Module) -> str | None:
     """Another attention function that computes the same as the decoder's, if there is one."""
-    if decoder.config._attn_implementation != "eager":
+    config: Any = decoder.config
+    if config._attn_implementation != "eager":
         return "eager"
     return "sdpa" if supports(type(model), "sdpa") else None
 

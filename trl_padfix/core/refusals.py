@@ -60,7 +60,7 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     if not takes_positions(decoder) and not position_embeddings(decoder):
         return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
-    return refuse_implementation(config._attn_implementation)
+    return refuse_implementation(str(config._attn_implementation))
 
 
 def _are_layers(blocks: nn.ModuleList, attentions: set[nn.Module]) -> bool:
