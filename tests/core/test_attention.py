@@ -222,9 +222,10 @@ def test_no_two_threads_add_to_one_gradient(ours, ordered):
     select = (lambda s: _gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
     with Recorded() as recorded:
         gathered_gradient(layout, select)
-    indices = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
-    assert indices
-    assert all(index.unique().numel() == index.numel() for index in indices) is ordered
+    scattered = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
+    assert all(index.unique().numel() == index.numel() for index in scattered) is ordered
+    sums = [func for func, _ in recorded.calls if "embedding_bag" in str(func)]
+    assert len(sums) == (1 if ours else 0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -1,10 +1,13 @@
 """On a CUDA GPU: each attention backend in half precision, as close to float32 as the padded forward is."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import prefix_sharing_layout, remove_padding
+from trl_padfix.core import attention
 from trl_padfix.core.kernels import _gather_keys, torch_varlen_is_complete
 
 
@@ -39,6 +42,24 @@ def log_probs_and_gradient(model, ids, mask) -> tuple[torch.Tensor, torch.Tensor
     return logps.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
 
+def build(config: Qwen2Config, implementation: str) -> Qwen2ForCausalLM:
+    """A model with a config of its own: `_from_config` writes the implementation into the one that it is given."""
+    return Qwen2ForCausalLM._from_config(copy.deepcopy(config), attn_implementation=implementation).cuda()
+
+
+def to_bfloat16(model: Qwen2ForCausalLM) -> None:
+    """As a checkpoint in bfloat16 is loaded: the frequencies of the rotary embedding stay in float32."""
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    model.bfloat16().model.rotary_emb.inv_freq = frequencies
+
+
+def counted(monkeypatch, module, name: str) -> list:
+    """A list that grows with every call of a function."""
+    calls, function = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: (calls.append(name), function(*args))[1])
+    return calls
+
+
 def implementations() -> list:
     flash = pytest.param(
         "flash_attention_2",
@@ -55,18 +76,28 @@ def _has_flash_attn() -> bool:
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "fp32 under autocast"])
 @pytest.mark.parametrize("implementation", implementations())
-def test_bf16_packed_is_as_close_to_float32_as_bf16_padded(implementation, window, sharing):
+def test_bf16_packed_is_as_close_to_float32_as_bf16_padded(implementation, autocast, window, sharing, monkeypatch):
     torch.manual_seed(0)
     config = Qwen2Config(**CONFIG, use_sliding_window=window is not None, sliding_window=window, max_window_layers=0)
-    exact = Qwen2ForCausalLM._from_config(config, attn_implementation="eager").cuda()
-    half = Qwen2ForCausalLM._from_config(config, attn_implementation=implementation).cuda().bfloat16()
+    exact, half = build(config, "eager"), build(config, implementation)
     half.load_state_dict(exact.state_dict())
+    if not autocast:
+        to_bfloat16(half)
     ids, mask = pairs("cuda")
     logps, gradient = log_probs_and_gradient(exact, ids, mask)
-    padded_logps, padded_gradient = log_probs_and_gradient(half, ids, mask)
-    with remove_padding(half, prefix_sharing=sharing) as handle:
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        padded_logps, padded_gradient = log_probs_and_gradient(half, ids, mask)
+    varlen = counted(monkeypatch, attention, "attend_torch_varlen")
+    with (
+        remove_padding(half, prefix_sharing=sharing) as handle,
+        torch.autocast("cuda", torch.bfloat16, enabled=autocast),
+    ):
         packed_logps, packed_gradient = log_probs_and_gradient(half, ids, mask)
+    assert exact.config._attn_implementation == "eager"
+    if implementation == "sdpa" and torch_varlen_is_complete():
+        assert len(varlen) == config.num_hidden_layers
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
     assert (packed_logps - logps).abs().mean() <= 1.5 * (padded_logps - logps).abs().mean() + 1e-3
     error = lambda g: ((g - gradient).norm() / gradient.norm()).item()  # noqa: E731
@@ -94,7 +125,7 @@ def test_torch_varlen_attention_runs_and_is_aligned_to_the_bottom_right():
 @pytest.mark.parametrize("sharing", [False, True])
 def test_float32_on_the_gpu_equals_the_padded_computation(sharing):
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM._from_config(Qwen2Config(**CONFIG), attn_implementation="sdpa").cuda()
+    model = build(Qwen2Config(**CONFIG), "sdpa")
     ids, mask = pairs("cuda")
     logps, gradient = log_probs_and_gradient(model, ids, mask)
     with remove_padding(model, prefix_sharing=sharing):

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.attention import register_packed_attention
 from trl_padfix.core.masks import PackedMask
-from trl_padfix.core.views import PackedConfig
+from trl_padfix.core.views import ConfigView
 
 
 ONLY_IN_THE_MASK = ["qwen2_moe", "phimoe", "llama4_text, attn_temperature_tuning=False"]
@@ -39,7 +39,7 @@ def described(create, **config):
     states, positions = torch.zeros(1, 6, 4), torch.tensor([[0, 1, 2, 0, 1, 2]])
     given = {"position_ids": positions} if create is not create_bidirectional_mask else {}
     register_packed_attention()
-    return create(PackedConfig(config), states, attention_mask=None, past_key_values=None, **given)
+    return create(ConfigView(config), states, attention_mask=None, past_key_values=None, **given)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .calls import LAYOUT, PackedCall
 from .compat import register_mask_function
 from .errors import PaddingRemovalError
-from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, torch_varlen_applies
+from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, in_attention_dtype, torch_varlen_applies
 from .masks import PackedMask, describe_mask
 from .views import PACKED, viewed_module
 
@@ -140,9 +140,11 @@ def packed_attention(
         kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
     attend = _own_function(module, call.implementation)
-    states = query, key, value, call.layout, kwargs
     if _is_flash(call.implementation):
-        return attend_varlen(attend, module, *states), None
+        return attend_varlen(attend, module, query, key, value, call.layout, kwargs), None
+    if call.implementation == "sdpa":
+        query, key, value = in_attention_dtype(query, key, value)
+    states = query, key, value, call.layout, kwargs
     if call.implementation == "sdpa" and torch_varlen_applies(query, value, call.layout, kwargs):
         return attend_torch_varlen(*states), None
     return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager"), None

@@ -7,7 +7,7 @@ tensors share one layout: the reference's forward takes what the policy's has bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from .images import token_keys
 from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
 
 
-__all__ = ["layout_of", "step_layouts"]
+__all__ = ["layout_of", "layout_of_batch", "step_layouts"]
 
 
 def layout_of(
@@ -85,6 +85,11 @@ def layout_of(
     positions = call.get("position_ids")
     given = ids, call.get("attention_mask"), positions
     return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(call["input_ids"], mask, positions))
+
+
+def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: bool) -> Layout:
+    """The layout of a call with these ids and this mask, and nothing else that could tell its tokens apart."""
+    return prefix_sharing_layout(ids, mask) if prefix_sharing else padding_free_layout(mask)
 
 
 def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: bool) -> Layout | None:
@@ -155,15 +160,21 @@ _built: ContextVar[list[_Built] | None] = ContextVar("trl_padfix_step_layouts", 
 
 
 @contextmanager
-def step_layouts() -> Iterator[None]:
+def step_layouts(known: Iterable[tuple[str, tuple[torch.Tensor | None, ...], Layout]] = ()) -> Iterator[None]:
     """
     Let forwards that are given the very same tensors share one layout, until the block ends.
 
     For a block in which nobody writes to these tensors, as the forwards of policy and reference in one step of
     training. Outside of it every forward reads its own mask and ids, since tensors can be written to unseen: by
     collectives, through `.data`, from numpy and from other processes.
+
+    Args:
+        known (`Iterable`, *optional*):
+            Layouts that came with the batch of the step: the mode (`"padding-free"`, made from the mask, or `"prefix
+            sharing"`, made from ids, mask and positions), the tensors, and what was made of them.
     """
-    token = _built.set([])
+    built = [_Built(given, _versions(given), kind, layout) for kind, given, layout in known]
+    token = _built.set(built)
     try:
         yield
     finally:
@@ -176,7 +187,7 @@ def _in_step(given: tuple[torch.Tensor | None, ...], kind: str, build: Callable[
     build = torch.inference_mode(False)(build)  # it may serve a forward with gradients later
     if step is None or any(t is not None and t.is_inference() for t in given):
         return build()
-    versions = tuple(None if t is None else t._version for t in given)
+    versions = _versions(given)
     for known in step:
         same = all(a is b for a, b in zip(known.given, given, strict=True)) if known.kind == kind else False
         if same and known.versions == versions:
@@ -184,3 +195,8 @@ def _in_step(given: tuple[torch.Tensor | None, ...], kind: str, build: Callable[
     layout = build()
     step.append(_Built(given, versions, kind, layout))
     return layout
+
+
+def _versions(given: tuple[torch.Tensor | None, ...]) -> tuple[int | None, ...]:
+    """How often each tensor was written to; nothing of tensors that do not count it."""
+    return tuple(None if t is None or t.is_inference() else t._version for t in given)

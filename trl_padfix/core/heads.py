@@ -15,7 +15,7 @@ from transformers.utils import logging
 from .calls import ModelCall, bind, model_call, running
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch
-from .layout import pack, unpack
+from .layout import Layout, pack, unpack
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch"]
@@ -33,6 +33,10 @@ class LMHeadPatch(ForwardPatch):
     would have done itself.
     """
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._places_are_known: bool | None = None
+
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
@@ -42,13 +46,14 @@ class LMHeadPatch(ForwardPatch):
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
-        if not self._returns_states_at_places(call, labels):
+        layout = self.attachment.layout_of(call) if self.attachment.multimodal is None else None
+        if not self._returns_states_at_places(call, labels, layout):
             return self.wrapped(*args, **kwargs)
         # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
         target = labels[:, 1:] != -100
         if call.get("attention_mask") is not None:
             target = target & call["attention_mask"][:, :-1].bool()
-        index = target.flatten().nonzero().squeeze(1)
+        index = self._places(target.flatten(), layout)
         if index.numel() == 0:
             return self.wrapped(*args, **kwargs)
         row, column = index // target.shape[1], index % target.shape[1]
@@ -61,10 +66,25 @@ class LMHeadPatch(ForwardPatch):
                 output[name] = spread.view(target.shape)
         return output
 
-    def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
+    def _places(self, target: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        """
+        Where `target` is true: as the layout that came with the batch says, so that nobody waits for the device.
+
+        The first time that is compared with `target`; later the device itself stops where they differ.
+        """
+        known = layout.scored if layout is not None else None
+        if known is None or self._places_are_known is False:
+            return target.nonzero().squeeze(1)
+        agree = (target.sum() == known.numel()) & target.index_select(0, known).all()
+        if self._places_are_known is None:
+            self._places_are_known = bool(agree)
+            return self._places(target, layout)
+        torch._assert_async(agree, "The labels of this batch are not those that its collator saw.")
+        return known
+
+    def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can be asked for the states at some places of a call of the model only."""
         if self.attachment.multimodal is None:
-            layout = self.attachment.layout_of(call)
             return layout is not None and tuple(labels.shape) == layout.batch_shape
         ids = call.get("input_ids")
         return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None

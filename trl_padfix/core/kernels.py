@@ -14,7 +14,9 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import nn
+from transformers.utils import logging
 
 from .compat import flash_arguments
 from .errors import PaddingRemovalError
@@ -26,9 +28,14 @@ __all__ = [
     "attend_by_segment",
     "attend_torch_varlen",
     "attend_varlen",
+    "in_attention_dtype",
+    "sum_by_token",
     "torch_varlen_applies",
     "torch_varlen_is_complete",
+    "torch_varlen_obstacle",
 ]
+
+logger = logging.get_logger(__name__)
 
 BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
@@ -53,13 +60,15 @@ def attend_varlen(
             None,
             cu_seq_lens_q=layout.cu_seqlens_q,
             cu_seq_lens_k=layout.cu_seqlens_k,
-            max_length_q=max(layout.query_lengths),
-            max_length_k=max(layout.key_lengths),
+            max_length_q=layout.longest[0],
+            max_length_k=layout.longest[1],
             **flash_arguments(layout),
             **kwargs,
         )
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if query.device.type != "cpu" and query.dtype in (torch.float16, torch.bfloat16):
+        computed_in = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
+        half = query.device.type != "cpu" and computed_in in (torch.float16, torch.bfloat16)
+        if half or isinstance(error, torch.OutOfMemoryError):
             raise
         raise PaddingRemovalError(
             f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
@@ -126,38 +135,82 @@ def attend_torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
-    window = kwargs.get("sliding_window")
-    output: Any = varlen_attn(
-        query[0].transpose(0, 1),
-        _gather_keys(key, layout)[0].transpose(0, 1),
-        _gather_keys(value, layout)[0].transpose(0, 1),
+    varlen_attn: Any = varlen.varlen_attn
+    window, grouped = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
+    # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
+    output = varlen_attn(
+        query.squeeze(0).transpose(0, 1),
+        _gather_keys(key, layout).squeeze(0).transpose(0, 1),
+        _gather_keys(value, layout).squeeze(0).transpose(0, 1),
         layout.cu_seqlens_q,
         layout.cu_seqlens_k,
-        max(layout.query_lengths),
-        max(layout.key_lengths),
+        *layout.longest,
         scale=kwargs.get("scaling"),
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": grouped} if "enable_gqa" in _varlen_parameters() else {}),  # torch 2.11 groups by itself
     )
     return output.unsqueeze(0)
 
 
+def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
+    """
+    States in the precision that attention computes in: that of autocast where it is on, as torch's own attention does.
+
+    Rotary embeddings are computed in float32 and leave query and key there, beside values in half precision.
+    """
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(states)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
+
+
+def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:
+    """
+    Why attention in half precision on a CUDA GPU cannot be torch's variable-length kernel.
+
+    Returns:
+        `str`, *optional*: the reason and the remedy, as far as there is one; `None` if it can.
+    """
+    size, window = query.shape[-1], kwargs.get("sliding_window")
+    flash = "load the model with `attn_implementation='flash_attention_2'`"
+    if value.shape[-1] != size:
+        return f"queries have {size} dimensions and values {value.shape[-1]}, and it takes equal ones"
+    if size > 256 or size % 8:
+        return f"its heads have at most 256 dimensions, in multiples of 8, and this model's have {size}"
+    if kwargs.get("dropout"):
+        return f"it has no dropout, and this model drops {kwargs['dropout']} of its weights; set `attention_dropout=0`"
+    if kwargs.get("softcap") is not None:
+        return f"it has no softcap; {flash}, which has"
+    if kwargs.get("s_aux") is not None:
+        return "it has no attention sinks; load the model with a flash-attention kernel that has (FA3 from the Hub)"
+    if kwargs.get("attention_chunk_size") is not None:
+        return "it cannot keep chunks apart"
+    # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
+    if window is not None and layout.spans != layout.key_lengths:
+        return f"its window counts tokens, and rows with masked tokens within need one of {window} columns"
+    if not torch_varlen_is_complete():
+        return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"
+    return None
+
+
 def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and value.shape[-1] == query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and not kwargs.get("dropout")
-        and kwargs.get("softcap") is None
-        and kwargs.get("s_aux") is None
-        and kwargs.get("attention_chunk_size") is None
-        # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
-        and (kwargs.get("sliding_window") is None or layout.spans == layout.key_lengths)
-        and torch_varlen_is_complete()
-    )
+    """
+    Whether attention is torch's variable-length kernel.
+
+    In half precision on CUDA that is what a run expects; where it cannot be, a warning says so once, with the reason.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    reason = torch_varlen_obstacle(query, value, layout, kwargs)
+    if reason is not None:
+        logger.warning_once(
+            "Packed batches attend segment by segment, which is exact and slow: torch's variable-length "
+            f"FlashAttention cannot serve this model, because {reason}."
+        )
+    return reason is None
 
 
 @cache
@@ -165,11 +218,21 @@ def torch_varlen_is_complete() -> bool:
     """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return False  # it is FlashAttention, which starts with Ampere
+    return {"scale", "window_size"} <= _varlen_parameters()
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """
+    What torch's variable-length attention takes: nothing where there is none.
+
+    torch 2.9 has none, 2.10 has neither scale nor window, 2.11 groups heads without being asked.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -181,23 +244,24 @@ class _GatherKeys(torch.autograd.Function):
     The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`.
 
     The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
-    GPU come. This one adds what a segment shares to the segment before it, from the last to the first, and each ends
-    up with the gradients of its own tokens: always the same sums, and no scattered writes.
+    GPU come, and in half precision. This one is a single sum for each token, over the places that gathered it in
+    their order, in float32: always the same sums, and one kernel whatever the number of segments.
     """
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout, index = layout, layout.key_index
-        return states if index is None else states.index_select(2, index)
+        ctx.layout = layout
+        index: Any = layout.key_index
+        # Token by token, as variable-length kernels read it; `(1, K, n, D)` is a view of that.
+        return states[0].transpose(0, 1).index_select(0, index).transpose(0, 1).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        layout: Layout = ctx.layout
-        key_index: Any = layout.key_index
-        segments, indices = grads[0].split(layout.key_lengths, dim=2), key_index.split(layout.key_lengths)
-        shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
-        states = torch.cat([segment[:, :, n:] for segment, n in zip(segments, shared, strict=True)], dim=2)
-        for segment, index, n in zip(segments, indices, shared, strict=True):
-            if n:
-                states.index_add_(2, index[:n], segment[:, :, :n])
-        return states, None
+        return sum_by_token(grads[0][0].transpose(0, 1), ctx.layout).transpose(0, 1).unsqueeze(0), None
+
+
+def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
+    order: Any = layout.key_order
+    flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
+    return functional.embedding_bag(order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])

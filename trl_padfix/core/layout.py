@@ -16,11 +16,13 @@ aligned to the bottom right, which every variable-length attention kernel knows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 
+from .index_maps import FlatMaps, sum_order
 from .layout_checks import check_mask, checked_bounds
 from .trie import merge_prefixes
 
@@ -50,12 +52,17 @@ class Layout:
         key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
             Packed tokens that are the keys of the segments, segment after segment. `None` when the keys of every
             segment are its own queries.
+        key_order, key_offsets (`torch.Tensor` of shapes `(sum of key_lengths,)` and `(T,)`, *optional*):
+            Places in `key_index`, sorted by the token that they name, and where those of each token begin.
         cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
-            Where the queries and the keys of the segments begin and end, as variable-length kernels take them.
+            Where the queries and the keys of the segments begin and end, as variable-length kernels take them. One
+            object where they are equal: cuDNN's causal attention asks for that.
         query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+        scored (`torch.Tensor` of shape `(n,)`, *optional*):
+            Places of `(B, L - 1)` from which a label is predicted, if whoever built the layout knew the labels.
     """
 
     batch_shape: tuple[int, int]
@@ -69,6 +76,9 @@ class Layout:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     spans: tuple[int, ...]
+    key_order: torch.Tensor | None = None
+    key_offsets: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -92,6 +102,11 @@ class Layout:
         ends = torch.arange(1, B + 1, device=self.real_index.device) * L
         return self.real_index[torch.searchsorted(self.real_index, ends) - 1]
 
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Most queries and most keys of a segment."""
+        return max(self.query_lengths), max(self.key_lengths)
+
     @property
     def is_trivial(self) -> bool:
         """Whether there is nothing to remove and nothing to share: the padded computation is the packed one."""
@@ -101,8 +116,7 @@ class Layout:
         """The same layout with its index maps on `device`."""
         if self.real_index.device == torch.device(device):
             return self
-        names = [f.name for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)]
-        return replace(self, **dict(zip(names, _upload([getattr(self, n) for n in names], device), strict=True)))
+        return FlatMaps.of(self).to(device)
 
     def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
         """
@@ -311,8 +325,9 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
     if layout.real_tokens == layout.padded_tokens:
         return real.unflatten(0, layout.batch_shape)
+    # In place: these zeros are new, and a second copy of the padded batch would be its peak of memory.
     padded = real.new_zeros(layout.padded_tokens, *real.shape[1:])
-    return padded.index_copy(0, layout.real_index, real).unflatten(0, layout.batch_shape)
+    return padded.index_copy_(0, layout.real_index, real).unflatten(0, layout.batch_shape)
 
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
@@ -359,7 +374,9 @@ def _lay_out(
         shares = sum(key_lengths) > packed_index.numel()
         key_index = torch.cat([paths[row] for row in segments]) if shares else None
 
-    cu_seqlens_q, cu_seqlens_k = _cumulative(query_lengths), _cumulative(key_lengths)
+    cu_seqlens_q = _cumulative(query_lengths)
+    cu_seqlens_k = cu_seqlens_q if key_index is None else _cumulative(key_lengths)
+    key_order, key_offsets = (None, None) if key_index is None else sum_order(key_index, packed_index.numel())
     return Layout(
         batch_shape=batch_shape,
         real_index=real_index,
@@ -372,17 +389,10 @@ def _lay_out(
         query_lengths=tuple(query_lengths),
         key_lengths=tuple(key_lengths),
         spans=tuple((positions[cu_seqlens_q[1:] - 1] + 1).tolist()),
+        key_order=key_order,
+        key_offsets=key_offsets,
     )
 
 
 def _cumulative(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def _upload(tensors: list[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
-    """Copy index tensors to `device` in one transfer that the host does not wait for."""
-    flat = torch.cat([t.to(torch.int64) for t in tensors])
-    if torch.device(device).type == "cuda" and flat.device.type == "cpu":
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([t.numel() for t in tensors])
-    return [part.to(t.dtype) for part, t in zip(parts, tensors, strict=True)]

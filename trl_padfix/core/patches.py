@@ -32,6 +32,7 @@ from .handle import ForwardPatch, PaddingRemoval
 from .images import with_plain_mask
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
+from .views import attends_otherwise
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
@@ -48,6 +49,8 @@ class DecoderPatch(ForwardPatch):
         self.depends_on_length = bool(length_dependent_rope(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        if attends_otherwise():
+            return self.on_view()(*args, **kwargs)
         if packed_call(self.module) is None:
             return super().call(*args, **kwargs)
         with running(None):  # a call from within a packed forward is a forward of its own
@@ -115,8 +118,10 @@ class ViewPatch(ForwardPatch):
         # The recomputation of a packed forward is packed, whatever was switched off in between.
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
-            return self.wrapped(*args, **kwargs)
-        with running(call):
+            return self.on_view()(*args, **kwargs) if attends_otherwise() else self.wrapped(*args, **kwargs)
+        if packed_call() is call:
+            return self.on_view()(*args, **kwargs)
+        with running(call):  # a recomputation
             return self.on_view()(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import names_attention, register_packed_attention
+from .devices import refuse_devices
 from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .handle import Attachment, ForwardPatch, PaddingRemoval
@@ -86,7 +87,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
             "`trainer.restore_padding()`."
         )
-    reason = refusal(model, pretrained, decoder)
+    reason = refusal(model, pretrained, decoder) or refuse_devices(decoder)
     if reason is not None:
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "

@@ -9,7 +9,9 @@ of the module's class with the very same `__dict__`, whose `config` answers with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -17,21 +19,38 @@ from torch import nn
 from transformers import PretrainedConfig
 
 
-__all__ = ["PACKED", "bound_to_view", "is_view", "viewed_module"]
+__all__ = ["PACKED", "attends_otherwise", "bound_to_view", "is_view", "other_attention", "viewed_module"]
 
 PACKED = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
 
+_attention: ContextVar[str] = ContextVar("trl_padfix_attention", default=PACKED)
 
-class PackedConfig:
+
+@contextmanager
+def other_attention(name: str | None) -> Iterator[None]:
+    """Padded forwards of attached decoders compute with the attention `name` until the block ends, in this thread."""
+    token = _attention.set(PACKED if name is None else name)
+    try:
+        yield
+    finally:
+        _attention.reset(token)
+
+
+def attends_otherwise() -> bool:
+    """Whether padded forwards are to compute with another attention than their config names."""
+    return _attention.get() != PACKED
+
+
+class ConfigView:
     """A config of which everything is the given one's, but the name of its attention."""
 
-    __slots__ = ("padfix_config",)
-    _attn_implementation = PACKED
-    _attn_implementation_internal = PACKED
+    __slots__ = ("_attn_implementation", "_attn_implementation_internal", "padfix_config")
 
-    def __init__(self, own: PretrainedConfig):
+    def __init__(self, own: PretrainedConfig, attention: str = PACKED):
         object.__setattr__(self, "padfix_config", own)
+        object.__setattr__(self, "_attn_implementation", attention)
+        object.__setattr__(self, "_attn_implementation_internal", attention)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.padfix_config, name)
@@ -39,9 +58,9 @@ class PackedConfig:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.padfix_config, name, value)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> PackedConfig:
+    def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
         found = self.padfix_config.get_text_config(*args, **kwargs)
-        return self if found is self.padfix_config else PackedConfig(found)
+        return self if found is self.padfix_config else ConfigView(found, self._attn_implementation)
 
 
 @functools.cache
@@ -57,7 +76,7 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
 
 def _view(module: Any, held: dict[str, Any]) -> Any:
-    held = {"config": PackedConfig(module.config), **held}
+    held = {"config": ConfigView(module.config, _attention.get()), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
     for name, value in (("__dict__", module.__dict__), ("padfix_held", held), ("padfix_module", module)):

@@ -304,8 +304,8 @@ KNOWN_ERRORS = (
         "recompilation",
         r"torch\._dynamo hit config\.(recompile_limit|cache_size_limit|accumulated_\w+)|recompile_limit reached",
         "`torch.compile` makes a new graph for each new shape, and batches have a new length each time.",
-        "`torch_compile=False`, which `padding_free` needs anyway. Else `pad_to_multiple_of=64`, or "
-        "`torch.compile(dynamic=True)`.",
+        "`padding_free=True` with `torch_compile=True`: layers are compiled one by one, for all lengths. Else "
+        "`pad_to_multiple_of=64`, or `torch.compile(dynamic=True)`.",
     ),
     # Tokens
     KnownError(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +31,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 
-from ..core.batches import step_layouts
+from ..core.compiled import compile_layers
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
+from ..core.layout import Layout
 from ..core.parity import check_parity
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
+from .batch_layouts import LayoutCollator, layouts_of_step, without_layout
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -98,10 +100,15 @@ class PaddingRemovalMixin:
             self._check_before(config, given)
             try:
                 # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-                with field_set(config, "padding_free", False):
+                # Whole models are not compiled, their layers are: see `compile_layers`.
+                whole = not self._removes_padding and getattr(config, "torch_compile", False)
+                with field_set(config, "padding_free", False), field_set(config, "torch_compile", whole):
                     super().__init__(*args, **kwargs)
                 self.padding_free = self._removes_padding
                 self._set_up_padding()
+                for handle in self._handles if getattr(self.args, "torch_compile", False) else ():
+                    backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
+                    compile_layers(handle, backend=backend or "inductor", mode=mode)
                 self._check_images()
                 self._keep_padding_side()
             except BaseException as error:
@@ -224,12 +231,23 @@ class PaddingRemovalMixin:
         self._undo_call_event.close()
         self._handles, self._numberings, self._removes_padding = [], [], False
 
+    def get_train_dataloader(self) -> Any:
+        # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.
+        by_rows = isinstance(self.train_dataset, Sized) and not self.accelerator.dispatch_batches
+        plain = type(self)._padded_batches is PaddingRemovalMixin._padded_batches
+        if not (self._handles and by_rows and plain):
+            return super().get_train_dataloader()
+        collator = LayoutCollator(self.data_collator, self._handles[0].prefix_sharing)
+        with field_set(self, "data_collator", collator):
+            return super().get_train_dataloader()
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with self.observe_step(model, inputs):
+        inputs, layout = without_layout(inputs)
+        with self.observe_step(model, inputs, layout):
             return super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
 
     @contextlib.contextmanager
-    def observe_step(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    def observe_step(self, model: Any, inputs: dict[str, Any], layout: Layout | None = None) -> Iterator[None]:
         """Check parity before the first forwards, and count the tokens of the forwards within the block."""
         if self._is_observing:
             yield
@@ -244,7 +262,8 @@ class PaddingRemovalMixin:
         self._token_counters[mode].start()
         before, self._is_observing = self._forward_counts(), True
         try:
-            with step_layouts():  # the reference's forward takes what the policy's has built
+            sharing = bool(self._handles and self._handles[0].prefix_sharing)
+            with layouts_of_step(inputs, layout, sharing):  # the reference's forward takes that of the policy's
                 yield
         finally:
             self._is_observing = False

@@ -49,7 +49,7 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
         ValueError: For another `padding_side`, one that the user's own collator would not see, and for
             `prefix_sharing` without `padding_free`.
         ValueError: For Liger's kernels on a CPU.
-        PaddingRemovalError: For NEFTune with `prefix_sharing`, and `torch_compile` with `padding_free`.
+        PaddingRemovalError: For NEFTune with `prefix_sharing`.
     """
     side = getattr(config, "padding_side", None)
     check_padding_side(side, optional=True)
@@ -59,11 +59,6 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
     check_prefix_sharing(config)
-    if getattr(config, "padding_free", False) and config.torch_compile:
-        raise PaddingRemovalError(
-            "`torch_compile=True` compiles a model for the shapes of its batches, and packed batches have another one "
-            "at every step, so packed forwards run uncompiled. Set one of `torch_compile` and `padding_free`."
-        )
     if getattr(config, "prefix_sharing", False) and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "

@@ -26,7 +26,7 @@ from ...core.version import __version__
 from ...trainers.row_costs import split
 from ...trainers.token_budget import PairMeasure, TextMeasure
 from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
-from .steps import Step, attached, build, decoder_inputs, step_flops
+from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
 
 
 __all__ = [
@@ -198,7 +198,7 @@ def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
                 found = step.run(batch)
             if i >= settings.warmup:
                 figures[variant.name].append(found | _counts(step, variant, batch))
-    _check_equal(figures, TOLERANCE[getattr(torch, settings.dtype)])
+    _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
     needed = _needed_flops(step, counted)
     peak = (settings.peak_tflops or _matmul_tflops(settings)) * 1e12
     baseline = figures[variants[0].name]
@@ -311,7 +311,7 @@ def _needed_flops(step: Step, counted: list[list[int]]) -> float:
 
 def _matmul_tflops(settings: BenchSettings) -> float:
     """What a large matrix product reaches here: the peak that is there to be had."""
-    dtype, size = getattr(torch, settings.dtype), 8192 if settings.device == "cuda" else 2048
+    dtype, size = computed_dtype(settings.dtype), 8192 if settings.device == "cuda" else 2048
     a = torch.randn(size, size, device=settings.device, dtype=dtype)
     best = float("inf")
     for _ in range(5):

@@ -46,6 +46,8 @@ class Step:
 
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
+        if settings.dtype == "autocast":  # as `train()` does; the reference is prepared already
+            trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
         weights = [p for p in trainer.model.parameters() if p.requires_grad]
@@ -261,7 +263,7 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=settings.pairs,
         gradient_checkpointing=settings.gradient_checkpointing,
-        bf16=False,
+        bf16=settings.dtype == "autocast",
         use_cpu=settings.device == "cpu",
         report_to=[],
         seed=settings.seed,
@@ -270,10 +272,21 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
 
 
 def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
-    dtype = getattr(torch, settings.dtype)
     shape = SHAPES[settings.shape]
-    model = build_qwen2(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
-    return model.to(settings.device, dtype)
+    with torch.device(settings.device):  # where a large model takes seconds, and not minutes
+        dtype = weights_dtype(settings.dtype)
+        model = build_qwen2(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
+        return model.to(settings.device, dtype)
+
+
+def weights_dtype(dtype: str) -> torch.dtype:
+    """Of the weights: `"autocast"` is TRL's default, weights in float32 under bfloat16 autocast."""
+    return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
+
+
+def computed_dtype(dtype: str) -> torch.dtype:
+    """Of the matrix products."""
+    return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
 
 
 def _lora(settings: BenchSettings) -> Any:

@@ -1,0 +1,196 @@
+"""Layers compiled one by one: the numbers of uncompiled ones, one graph for all lengths, and what stays uncompiled."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch._dynamo
+from kit import varlen_reference
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import trl_padfix.core.compiled
+from trl_padfix import remove_padding
+from trl_padfix.core import operators
+from trl_padfix.core.compiled import compile_layers
+
+
+def build(layers: int = 2, **more) -> Qwen2ForCausalLM:
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = Qwen2Config(**sizes | {"num_hidden_layers": layers, "initializer_range": 0.08} | more)
+        return Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of which no two have the same shape, and rows of which pairs begin alike."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for n in range(count):
+        rows, columns = 4 + 2 * (n % 5), 12 + 3 * n
+        ids = torch.randint(0, 96, (rows, columns), generator=generator)
+        ids[rows // 2 :, : columns // 2] = ids[: rows // 2, : columns // 2]
+        lengths = columns - torch.randint(1, columns // 3, (rows, 1), generator=generator)
+        made.append((ids, (torch.arange(columns) < lengths).long()))
+    return made
+
+
+def step(model, ids, mask) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, 1:] * mask[:, :-1])
+    (logps * torch.linspace(-1, 1, logps.numel()).view(logps.shape)).sum().backward()
+    return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> tuple[int, int]:
+    """Graphs that were compiled, and breaks in them."""
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
+    plain, compiled = build().train(), build().train()
+    with remove_padding(plain, prefix_sharing=sharing), remove_padding(compiled, prefix_sharing=sharing) as handle:
+        assert compile_layers(handle, backend=backend) == {}
+        for ids, mask in batches(20):
+            want, got = step(plain, ids, mask), step(compiled, ids, mask)
+            torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+            assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+    assert graphs() == (1, 0)
+
+
+@pytest.mark.parametrize("case", ["checkpointing", "reentrant checkpointing", "LoRA", "a window"])
+def test_what_trains_uncompiled_trains_compiled(case):
+    ids, mask = batches(6)[5]
+    results = []
+    for is_compiled in (False, True):
+        window = (
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0} if case == "a window" else {}
+        )
+        model = build(3, **window).train()
+        if "checkpointing" in case:
+            how = {"use_reentrant": case.startswith("reentrant")}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+            model.enable_input_require_grads()
+        if case == "LoRA":
+            torch.manual_seed(0)
+            model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.0))
+        with remove_padding(model, prefix_sharing=True) as handle:
+            if is_compiled:
+                assert compile_layers(handle, backend="aot_eager") == {}
+            results.append(step(model, ids, mask))
+            with handle.disabled():
+                padded = step(model, ids, mask)
+    (want, got), (found, breaks) = results, graphs()
+    for reference in (want, padded):
+        torch.testing.assert_close(got[0] * mask[:, 1:], reference[0] * mask[:, 1:], rtol=0, atol=1e-5)
+        assert (got[1] - reference[1]).norm() / reference[1].norm() < 1e-5
+    assert (1 <= found <= 2, breaks) == (True, 0)
+
+
+def test_evaluation_is_a_graph_of_its_own_and_both_come_back():
+    model = build()
+    ids, mask = batches(2)[1]
+    want = step(model.train(), ids, mask)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        compile_layers(handle, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(step(model.train(), ids, mask)[0], want[0], rtol=0, atol=1e-5)
+            with torch.no_grad():
+                model.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert graphs()[0] == 2
+
+
+def test_a_wrong_layout_gives_other_numbers(monkeypatch):
+    model, (ids, mask) = build(), batches(1)[0]
+    want = step(model, ids, mask)
+    order = trl_padfix.core.compiled._segments
+
+    def rolled(call, mask):
+        segments = order(call, mask)
+        return segments._replace(key_index=segments.key_index.roll(1))
+
+    monkeypatch.setattr(trl_padfix.core.compiled, "_segments", rolled)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        compile_layers(handle, backend="aot_eager")
+        assert not torch.allclose(step(model, ids, mask)[0], want[0], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"attention_dropout": 0.1}, "`attention_dropout=0.1`: dropout of attention has no operator"),
+        ({"implementation": "eager"}, "`attn_implementation='eager'` is not compiled; load the model with 'sdpa'"),
+    ],
+    ids=["dropout", "eager"],
+)
+def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    trl_padfix.core.compiled.logger.setLevel("WARNING")
+    model = build(**{k: v for k, v in config.items() if k != "implementation"}).eval()
+    model.config._attn_implementation = config.get("implementation", "sdpa")
+    ids, mask = batches(1)[0]
+    with torch.no_grad(), remove_padding(model) as handle:
+        left = compile_layers(handle, backend="aot_eager")
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert list(left) == ["layers.0", "layers.1"]
+    assert all(reason in why for why in left.values())
+    assert f"2 of 2 layers run uncompiled (layers.0 to layers.1): {reason}" in caplog.text
+    assert graphs()[0] == 0
+
+
+def test_removing_and_disabling_leave_a_model_uncompiled():
+    model, (ids, mask) = build().eval(), batches(1)[0]
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        want = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        with remove_padding(model) as handle:
+            compile_layers(handle, backend="aot_eager")
+            with handle.disabled():
+                assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, want)
+            assert list(model.state_dict()) == keys
+            clone = copy.deepcopy(model)
+        assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, want)
+        assert all("forward" not in vars(layer) for layer in model.model.layers)
+        assert graphs()[0] == 0
+        for parameter in clone.parameters():
+            parameter.zero_()
+        assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, want)
+
+
+@pytest.mark.parametrize("window", [-1, 3])
+def test_the_operator_of_segments_is_attention_and_its_gradients(window):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n, heads: torch.randn(n, heads, 8, generator=generator, requires_grad=True)  # noqa: E731
+    states = draw(9, 4), draw(16, 2), draw(16, 2)
+    bounds = torch.tensor([0, 5, 7, 9], dtype=torch.int32), torch.tensor([0, 5, 12, 16], dtype=torch.int32)
+    upstream = torch.randn(9, 4, 8, generator=generator)
+    got = operators.attend_segments(*states, *bounds, 0.3, window)
+    sides = (-1 if window < 0 else window - 1, 0)
+    want, _ = varlen_reference.attend(*states, *bounds, 0.3, sides)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    ours = torch.autograd.grad(got, states, upstream)
+    theirs = varlen_reference.attend_backward(upstream, *(x.detach() for x in states), *bounds, 0.3, sides)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    torch.library.opcheck(operators.attend_segments, (*states, *bounds, 0.3, window))
+
+
+def test_blocks_of_a_long_segment_are_one_attention(monkeypatch):
+    monkeypatch.setattr(operators, "BLOCK", 4)
+    test_the_operator_of_segments_is_attention_and_its_gradients(-1)
+    test_the_operator_of_segments_is_attention_and_its_gradients(3)

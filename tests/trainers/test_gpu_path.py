@@ -1,0 +1,190 @@
+"""A step of training on a simulated GPU: its kernels, its waits, and the layouts that travel with the batches."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from kit.simulated_cuda import simulated_cuda, to_simulated
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+
+import trl_padfix.core.kernels as kernels
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_padfix.core.index_maps import FlatMaps
+from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layout
+
+
+@pytest.fixture
+def gpu():
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
+    kernels.torch_varlen_is_complete.cache_clear()
+    with simulated_cuda() as counts:
+        yield counts
+    kernels.torch_varlen_is_complete.cache_clear()
+
+
+def preferences(pairs: int) -> Dataset:
+    draw = random.Random(0)
+    rows = [
+        {"prompt": words(draw, 3, 9), "chosen": words(draw, 2, 9), "rejected": words(draw, 2, 9)} for _ in range(pairs)
+    ]
+    return Dataset.from_list(rows)
+
+
+def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, **settings) -> DPOTrainer:
+    config = DPOConfig(
+        output_dir=str(tmp_path),
+        **SETTINGS | {"per_device_train_batch_size": pairs, "padding_free": True, "prefix_sharing": True} | settings,
+    )
+    model, reference = (build_model(seed=seed, num_hidden_layers=layers) for seed in (0, 1))
+    return DPOTrainer(
+        model, reference, args=config, train_dataset=preferences(pairs), processing_class=build_tokenizer()
+    )
+
+
+def sft(tmp_path, **settings) -> SFTTrainer:
+    config = SFTConfig(output_dir=str(tmp_path), **SETTINGS | {"padding_free": True} | settings)
+    draw = random.Random(0)
+    rows = Dataset.from_list([{"text": words(draw, 3, 20)} for _ in range(16)])
+    return SFTTrainer(build_model(), args=config, train_dataset=rows, processing_class=build_tokenizer())
+
+
+def on_device(batch: dict) -> dict:
+    """What accelerate does with a batch."""
+    return {
+        k: to_simulated(v) if isinstance(v, torch.Tensor) else v.to("cuda:0") if isinstance(v, FlatMaps) else v
+        for k, v in batch.items()
+    }
+
+
+def step(trainer, batch: dict) -> torch.Tensor:
+    trainer.model.train()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    return loss.detach().cpu()
+
+
+# -- waits
+
+
+def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    for model in (trainer.model, trainer.ref_model):
+        to_simulated(model)
+    carried = on_device(batch)
+    plain, _ = without_layout(carried)
+    first = step(trainer, carried)  # with the comparison of the first batch
+    waits, losses = [], []
+    for given in (carried, plain):
+        gpu.reset()
+        losses.append(step(trainer, given))
+        waits.append(gpu.ours())
+        assert len(gpu.varlen) == 2 * trainer.model.config.num_hidden_layers
+    assert waits[0] == {}
+    # Without a layout: the host reads ids and mask once, and each forward where its labels are.
+    assert sum(waits[1].values()) == 3
+    assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero"]
+    assert losses[0] == losses[1] == first
+
+
+def test_labels_that_the_collator_did_not_see_are_noticed(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    for model in (trainer.model, trainer.ref_model):
+        to_simulated(model)
+    carried = on_device(batch)
+    step(trainer, carried)
+    wrong = carried | {"completion_mask": carried["completion_mask"].roll(1, dims=1)}
+    with pytest.raises(RuntimeError, match="not those that its collator saw"):
+        step(trainer, wrong)
+
+
+def test_labels_that_differ_from_the_first_batch_on_are_read_from_the_device(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    for model in (trainer.model, trainer.ref_model):
+        to_simulated(model)
+    wrong = on_device(batch) | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
+    plain, _ = without_layout(wrong)
+    assert step(trainer, wrong) == step(trainer, plain)
+
+
+# -- what travels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
+    trainer = dpo(tmp_path, pairs=4, prefix_sharing=sharing, dataloader_num_workers=workers)
+    (batch,) = trainer.get_train_dataloader()
+    plain, layout = without_layout(batch)
+    want = trainer._handles[0].layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
+    assert layout.query_lengths == want.query_lengths
+    for name in ("real_index", "packed_index", "positions", "cu_seqlens_q", "cu_seqlens_k"):
+        assert torch.equal(getattr(layout, name), getattr(want, name))
+    assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
+    labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
+    assert torch.equal(layout.scored, labels.flatten().nonzero().squeeze(1))
+    assert BATCH_LAYOUT not in plain
+
+
+def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
+    maps = FlatMaps.of(sft_batch_layout())
+    again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
+    assert again.cu_seqlens_q is again.cu_seqlens_k
+    assert again.positions.tolist() == [0, 1, 2, 0, 1]
+    assert again.cu_seqlens_q.dtype == torch.int32
+    gpu.reset()
+    maps.to("cuda:0")
+    assert gpu.kernels["_to_copy"] <= 2  # the block, and the bounds to int32
+    assert not gpu.synchronisations
+
+
+def sft_batch_layout():
+    batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
+        [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
+    )
+    return without_layout(batch)[1]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ["rows"],
+        {"input_ids": torch.ones(1, 4, dtype=torch.int64), "position_ids": torch.arange(4)[None]},
+        {
+            "input_ids": torch.ones(2, 3, dtype=torch.int64),
+            "attention_mask": torch.ones(2, 3, dtype=torch.int64),
+            "token_type_ids": torch.zeros(2, 3, dtype=torch.int64),
+        },
+        {
+            "input_ids": torch.ones(2, 3, dtype=torch.int64),
+            "attention_mask": torch.ones(2, 3, dtype=torch.int64),
+            "pixel_values": torch.zeros(4, 8),
+        },
+    ],
+    ids=["no batch", "packed", "types of tokens", "images"],
+)
+def test_other_batches_are_left_to_the_forward(batch):
+    assert LayoutCollator(lambda rows: batch, prefix_sharing=True)([]) is batch
+
+
+def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
+    trainer = sft(tmp_path, max_steps=2)
+    built = []
+    name = "trl_padfix.core.batches.padding_free_layout"
+    from trl_padfix import padding_free_layout
+
+    def counted(mask):
+        built.append(mask)
+        return padding_free_layout(mask)
+
+    monkeypatch.setattr(name, counted)
+    trainer._parity_pending.clear()
+    trainer.train()
+    assert 2 <= len(built) <= 3  # by the data loader, which may be one batch ahead, and never by a forward

@@ -1,0 +1,175 @@
+"""
+Operators of packed attention for compiled layers, with the shapes of what they return.
+
+A compiler cannot look into a loop over segments whose lengths change with every batch. To it these operators are one
+node each: the gather of keys, its sum in backward, and attention segment by segment where torch has no
+variable-length kernel for it (CPU). Imported when the first layers are compiled, which registers them with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+
+
+__all__ = ["attend_segments", "gather_keys"]
+
+BLOCK = 1024
+"""Queries per block: bounds the scores of a segment at `heads x BLOCK x keys`."""
+
+
+@torch.library.custom_op("trl_padfix::gather_keys", mutates_args=())
+def gather_keys(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The states `(T, K, D)` of the keys of all segments: `(sum of key_lengths, K, D)`."""
+    return states.index_select(0, index)
+
+
+@gather_keys.register_fake
+def _(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return states.new_empty(index.shape[0], *states.shape[1:])
+
+
+@torch.library.custom_op("trl_padfix::sum_by_token", mutates_args=())
+def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The backward of the gather: one sum for each token, in float32, in the order of the places."""
+    flat = rows.reshape(rows.shape[0], -1)
+    return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])
+
+
+@sum_by_token.register_fake
+def _(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return rows.new_empty(offsets.shape[0], *rows.shape[1:])
+
+
+def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[2:])
+
+
+def _sum_back(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+    return sum_by_token(upstream, *ctx.saved_tensors), None, None, None
+
+
+gather_keys.register_autograd(_sum_back, setup_context=_keep_order)
+
+
+@torch.library.custom_op("trl_padfix::attend_segments", mutates_args=())
+def attend_segments(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """
+    Causal attention over segments, aligned to the bottom right.
+
+    Args:
+        query (`torch.Tensor` of shape `(T, N, D)`), key, value (`torch.Tensor` of shape `(keys, K, D)`):
+            States, segment after segment.
+        cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
+            Where segments begin and end.
+        scale (`float`):
+            Factor of the scores.
+        window (`int`):
+            Keys that a query sees at most, its own counted; -1 for all.
+
+    Returns:
+        `torch.Tensor` of shape `(T, N, D)`.
+    """
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    grouped = query.shape[1] != key.shape[1]
+    for q, k, visible in _blocks(cu_seqlens_q, cu_seqlens_k, window):
+        states = (x.transpose(0, 1).unsqueeze(0) for x in (query[q], key[k], value[k]))
+        attended = functional.scaled_dot_product_attention(*states, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        output[q] = attended.squeeze(0).transpose(0, 1)
+    return output
+
+
+@attend_segments.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("trl_padfix::attend_segments_backward", mutates_args=())
+def attend_segments_backward(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; the weights are computed again, in float32 at least."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    of_query, of_key, of_value = (x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value))
+    heads, group = key.shape[1], query.shape[1] // key.shape[1]
+    for q, k, visible in _blocks(cu_seqlens_q, cu_seqlens_k, window):
+        # `(K, group, queries, D)` against `(K, 1, keys, D)`: a head of keys serves its group without a copy.
+        queries, given = (x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream))
+        keys, values = (x[k].to(dtype).transpose(0, 1).unsqueeze(1) for x in (key, value))
+        weights = (queries @ keys.mT * scale).masked_fill_(~visible, -torch.inf).softmax(-1)
+        of_weights = given @ values.mT
+        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
+        of_query[q] = (of_scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
+        of_key[k] += (of_scores.mT @ queries).sum(1).transpose(0, 1)
+        of_value[k] += (weights.mT @ given).sum(1).transpose(0, 1)
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+@attend_segments_backward.register_fake
+def _(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_states(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _attend_back(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+    return (*attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window), *(None,) * 4)
+
+
+attend_segments.register_autograd(_attend_back, setup_context=_keep_states)
+
+
+def _blocks(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Blocks of queries of one segment each, the keys that any of them sees, and which sees which."""
+    bounds = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist()[1:], strict=False)
+    for (begin, end, last), first in zip(bounds, cu_seqlens_k.tolist(), strict=False):
+        shift = last - end  # of the last query stands at the last key
+        for at in range(begin, end, BLOCK):
+            to = min(at + BLOCK, end)
+            since = first if window < 0 else max(first, at + shift - window + 1)
+            ahead = torch.arange(since, to + shift)[None] - torch.arange(at + shift, to + shift)[:, None]
+            yield (
+                slice(at, to),
+                slice(since, to + shift),
+                (ahead <= 0) if window < 0 else (ahead <= 0) & (ahead > -window),
+            )
