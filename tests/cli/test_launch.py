@@ -17,7 +17,8 @@ from kit.commands import trl_padfix_command
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from trl_padfix.cli.launch import METHODS, main, make_parser, parse
+from trl_padfix.cli.launch import main, make_parser, parse
+from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.checkpoints import checkpoint_to_resume
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 

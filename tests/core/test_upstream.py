@@ -347,6 +347,15 @@ OTHERS = [
     Upstream(
         "_BatchNorm", "torch.nn.modules.batchnorm", "core.towers", "a module with statistics of its batch", has,
     ),
+    Upstream("_assert_async", "torch", "core.heads", "checks labels on the device without waiting for it", has),
+    Upstream(
+        "_hf_hook", "accelerate.hooks", "core.devices", "the hook that moves a module's inputs to its device",
+        lambda owner, name: f"module.{name} = " in inspect.getsource(owner.add_hook_to_module),
+    ),
+    Upstream(
+        "_modules", "torch.nn.Module", "core.compiled", "the children of a module, by name",
+        lambda owner, name: name in vars(owner()),
+    ),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "core.towers", "a module that draws", has),
     Upstream("_foreach_norm", "torch", "tools.bench.steps", "norms of many gradients in one call", has),
     Upstream(

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import trl_padfix
 from trl_padfix.cli.app import app
-from trl_padfix.cli.launch import METHODS, parse
+from trl_padfix.cli.launch import parse
+from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 

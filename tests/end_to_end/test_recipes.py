@@ -19,7 +19,8 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
-from trl_padfix.cli.launch import METHODS, main, parse
+from trl_padfix.cli.launch import main, parse
+from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 

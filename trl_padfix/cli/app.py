@@ -9,7 +9,7 @@ import typer
 
 from ..core.version import __version__
 from . import bench, doctor, parity, stats, train
-from .launch import METHODS
+from .methods import METHODS
 from .mistakes import DEBUG, MistakesExplained
 from .network import count_nothing
 

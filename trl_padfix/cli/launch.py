@@ -15,16 +15,15 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from .methods import METHODS
+
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from trl import TrlParser
 
-__all__ = ["METHODS", "main", "make_parser", "parse"]
-
-METHODS = {"dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
-"""Commands, and what the names of their trainers and configurations begin with."""
+__all__ = ["main", "make_parser", "parse"]
 
 
 def make_parser(method: str) -> TrlParser:

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .launch import METHODS
+from .methods import METHODS
 
 
 __all__ = ["DEBUG", "MISTAKE", "MistakesExplained", "describe", "explained", "mistakes_of"]

@@ -10,7 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from .launch import METHODS, make_parser, parse
+from .launch import make_parser, parse
+from .methods import METHODS
 from .mistakes import MISTAKE
 
 

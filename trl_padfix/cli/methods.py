@@ -1,0 +1,6 @@
+"""The training methods of the command line."""
+
+__all__ = ["METHODS"]
+
+METHODS = {"dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
+"""Commands, and what the names of their trainers and configurations begin with."""
