@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trl
-from accelerate import PartialState
 from datasets import DatasetDict, load_dataset
 from rich.console import Console
 from transformers import set_seed
 from trl.data_utils import is_conversational
 
 from trl_padfix import DPOConfig, DPOTrainer
+from trl_padfix.cli.mistakes import explained
+from trl_padfix.tools.checkpoints import checkpoint_to_resume, saying_what_is_safe
+from trl_padfix.tools.initial_model import built_once, fingerprint
 from trl_padfix.tools.report import plot_curves, summary_table
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
@@ -56,12 +58,14 @@ def load_pairs(script_args: RecipeArguments, dataset_args: trl.DatasetMixtureCon
 
 def build_tiny(shape: str, rows, directory: Path) -> str:
     """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
-    with PartialState().main_process_first():
-        if not directory.exists():
-            tokenizer = train_tokenizer((text for row in rows for text in texts(row)), SHAPES[shape]["vocab_size"])
-            tokenizer.save_pretrained(directory)
-            build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(directory)
-    return str(directory)
+
+    def build(folder: Path) -> None:
+        tokenizer = train_tokenizer((text for row in rows for text in texts(row)), SHAPES[shape]["vocab_size"])
+        tokenizer.save_pretrained(folder)
+        build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+
+    data = fingerprint(text for row in rows for text in texts(row))
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
 
 
 def texts(row: dict) -> list[str]:
@@ -84,6 +88,7 @@ def model_to_train(script_args, training_args, model_args, rows) -> str:
 def run(trainer_class: type, model: str, dataset, script_args, training_args, model_args) -> None:
     """Train and save a model, and say where it came out."""
     evaluates = training_args.eval_strategy != "no"
+    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     training_args.attn_implementation = model_args.attn_implementation
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision if model == model_args.model_name_or_path else None,
@@ -98,8 +103,9 @@ def run(trainer_class: type, model: str, dataset, script_args, training_args, mo
         quantization_config=trl.get_quantization_config(model_args),
         peft_config=trl.get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model(training_args.output_dir)
+    with saying_what_is_safe(training_args.output_dir):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training_args.output_dir)
     if trainer.is_world_process_zero():
         history = trainer.state.log_history
         Console().print(summary_table(history))
@@ -118,4 +124,5 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 if __name__ == "__main__":
     parser = trl.TrlParser((RecipeArguments, DPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    with explained("recipes/dpo.py"):
+        main(*parser.parse_args_and_config(fail_with_unknown_args=True))

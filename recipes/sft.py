@@ -22,6 +22,7 @@ from transformers import set_seed
 from trl.data_utils import is_conversational
 
 from trl_padfix import SFTConfig, SFTTrainer
+from trl_padfix.cli.mistakes import explained
 
 
 def to_dialogues(dataset: Dataset) -> Dataset:
@@ -43,4 +44,5 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 if __name__ == "__main__":
     parser = trl.TrlParser((RecipeArguments, SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    with explained("recipes/sft.py"):
+        main(*parser.parse_args_and_config(fail_with_unknown_args=True))

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trl
-from accelerate import PartialState
 from datasets import Dataset, DatasetDict, Features, Image, List, load_dataset
 from dpo import run
 from PIL import Image as Pillow
@@ -28,6 +27,8 @@ from PIL import ImageDraw
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
+from trl_padfix.cli.mistakes import explained
+from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
 
 
@@ -78,14 +79,15 @@ def draw_shape(draw: random.Random, colour: str, form: str) -> Pillow.Image:
 
 def build_tiny(directory: Path) -> str:
     """A tokenizer for the names of the shapes and a random LLaVA, saved like a downloaded one."""
-    with PartialState().main_process_first():
-        if not directory.exists():
-            names = [f"a {colour} {form} and" for colour, form in itertools.product(COLOURS, FORMS)]
-            tokenizer = train_tokenizer([*names, "user\nWhat do you see?\nassistant\n"] * 2, vocab_size=512)
-            model, processor = build_llava(tokenizer, image_size=SIZE)
-            model.save_pretrained(directory)
-            processor.save_pretrained(directory)
-    return str(directory)
+    names = [f"a {colour} {form} and" for colour, form in itertools.product(COLOURS, FORMS)]
+    texts = [*names, "user\nWhat do you see?\nassistant\n"] * 2
+
+    def build(folder: Path) -> None:
+        model, processor = build_llava(train_tokenizer(texts, vocab_size=512), image_size=SIZE)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    return built_once(directory, {"model": "llava", "image_size": SIZE, "vocab_size": 512, "texts": texts}, build)
 
 
 def main(script_args, training_args, model_args, dataset_args) -> None:
@@ -105,4 +107,5 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 if __name__ == "__main__":
     parser = trl.TrlParser((RecipeArguments, SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    with explained("recipes/sft_vlm.py"):
+        main(*parser.parse_args_and_config(fail_with_unknown_args=True))

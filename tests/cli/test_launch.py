@@ -3,18 +3,22 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
 from kit.commands import trl_padfix_command
+from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.launch import METHODS, main, make_parser, parse
+from trl_padfix.tools.checkpoints import checkpoint_to_resume
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -111,6 +115,86 @@ def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls,
     assert all(log["padfix/pad_fraction"] > 0 and log["padfix/shared_fraction"] > 0 for log in logs)
 
 
+def final_weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe, tmp_path_factory) -> Path:
+    """A training of four steps that saved at the second one, and was never stopped."""
+    output = tmp_path_factory.mktemp("unbroken")
+    main("dpo", [*RESUMED, "--config", str(recipe), "--output_dir", str(output)])
+    return output
+
+
+RESUMED = ["--padding_free", "true", "--max_steps", "4", "--save_steps", "2", "--eval_strategy", "no"]
+
+
+@pytest.mark.parametrize("asked", ["true", "latest", "path"])
+def test_a_stopped_training_goes_on_to_the_same_weights(asked, recipe, unbroken, tmp_path, caplog):
+    shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
+    if asked != "path":  # one that a full disk or a kill left is passed over
+        shutil.copytree(unbroken / "checkpoint-4", tmp_path / "checkpoint-3")
+        weights = tmp_path / "checkpoint-3" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+    value = str(tmp_path / "checkpoint-2") if asked == "path" else asked
+    flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", value]
+    main("dpo", [*RESUMED, *flags])
+    assert ("checkpoint-3, which is half-written (`model.safetensors` is cut short)" in caplog.text) == (
+        asked != "path"
+    )
+    expected, found = final_weights(unbroken), final_weights(tmp_path)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert [log["step"] for log in state["log_history"] if "loss" in log] == [1, 2, 3, 4]
+
+
+def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
+    path = tmp_path / "resume.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"resume_from_checkpoint": True}))
+    (_, training, *_), _ = parse("dpo", ["--config", str(path), "--output_dir", str(unbroken)])
+    assert training.resume_from_checkpoint == str(unbroken / "checkpoint-4")
+    (_, training, *_), _ = parse("dpo", ["--config", str(recipe), "--output_dir", str(unbroken)])
+    assert training.resume_from_checkpoint is None
+
+
+LIMITED = """
+import resource, sys
+from trl_padfix.cli.launch import run
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+run("dpo", sys.argv[2:])
+"""
+"""A training whose files may not be larger than so many bytes, as on a disk that fills up."""
+
+
+def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
+    shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
+    size = (unbroken / "checkpoint-2" / "model.safetensors").stat().st_size
+    flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
+    command = [sys.executable, "-c", LIMITED, str(size // 2), *RESUMED, *flags]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 2, result.stderr[-3000:]
+    message = result.stderr[result.stderr.index("trl-padfix dpo: ") :]
+    assert "Traceback" not in result.stderr
+    assert "`ulimit -f`" in message
+    assert str(tmp_path) in message
+    assert f"The newest whole checkpoint is {tmp_path / 'checkpoint-2'}" in message
+    assert "MiB are free" in message
+    assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # nothing stands in the way
+
+
+def test_a_mistake_that_only_the_training_can_see_is_a_message_too(recipe, tmp_path):
+    flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(tmp_path / "no_model")]
+    result = subprocess.run(
+        [sys.executable, "-m", "trl_padfix", "dpo", "--config", str(recipe), *flags],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2, result.stderr[-3000:]
+    assert "no_model" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_other_rows_give_other_losses(recipe, trls, tmp_path):
     main("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path), "--seed", "1"])
     assert losses(tmp_path) != pytest.approx(trls, rel=1e-2)
@@ -165,7 +249,7 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
         (["--paddin_free", "true"], "--paddin_free: neither a field of `trl-padfix dpo` nor a flag of `accelerate"),
         (["--paddin_free=true"], "--paddin_free=true: neither"),
         (["recipe.yaml"], "recipe.yaml: neither"),
-        (["--config", "nowhere.yaml"], "No such file or directory: 'nowhere.yaml'"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml': there is no such file or folder"),
         (["--accelerate_config", "fsdp9"], "fsdp9"),
         (["--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
         (["--padding_side", "top"], "invalid choice: 'top'"),

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
-from trl_padfix.cli.launch import main, parse
+from trl_padfix.cli.launch import METHODS, main, parse
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -69,6 +70,34 @@ def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
     assert any("eval_padfix/shared_fraction" in entry for entry in history)
+
+
+@SLOW
+def test_a_stopped_recipe_goes_on(tiny_run):
+    output, _ = tiny_run
+    arguments = ["--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "6"]
+    arguments += ["--eval_strategy", "no", "--eval_on_start", "false", "--logging_steps", "1"]
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-5")
+    (output / "checkpoint-5" / "optimizer.pt").write_text("half")
+    result = launch("dpo", *arguments, "--resume_from_checkpoint", "latest")
+    shutil.rmtree(output / "checkpoint-5")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "checkpoint-5, which is half-written (`optimizer.pt` is cut short)" in result.stderr
+    assert f"Resuming from {output / 'checkpoint-4'}" in result.stderr
+
+
+def test_a_recipe_does_not_train_another_model_than_it_was_asked_for(tiny_run):
+    output, _ = tiny_run
+    result = launch("dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--tiny_model", "small")
+    assert result.returncode != 0
+    assert "`tiny_model` 'tiny' there and 'small' now" in result.stderr
+    assert f"Delete '{output / 'initial_model'}'" in result.stderr
+
+
+def test_the_index_says_how_to_resume():
+    index = (ROOT / "recipes/README.md").read_text()
+    (command,) = re.findall(r"^    (trl-padfix .* --resume_from_checkpoint latest)$", index, re.MULTILINE)
+    assert command.split()[1] in METHODS
 
 
 @SLOW

@@ -110,7 +110,7 @@ def test_adapters_train_on_their_own():
 @pytest.mark.parametrize("spread", [0, 0.25])
 def test_pairs_of_given_lengths_share_their_prompt(spread):
     assert bench.parse_lengths("lengths:40/10") == (40, 10)
-    assert bench.parse_lengths("lengths:40") is None
+    assert bench.parse_lengths("pairs.jsonl") is None
     pairs = bench.pairs_of_lengths(100, 40, 10, spread)
     lengths = {name: [len(ids) for ids in pairs[name]] for name in pairs.column_names}
     assert {min(lengths["prompt_ids"]), max(lengths["prompt_ids"])} == ({40} if spread == 0 else {30, 50})

@@ -50,9 +50,10 @@ def test_more_rows_than_arrow_is_given_at_a_time():
 
 
 def test_texts_of_white_space_are_found():
-    dataset = Dataset.from_dict({"text": ["a", "", " \n", "b "], "number": [1, 2, 3, 4]})
+    chats = [[{"role": "user", "content": ""}]] * 4
+    dataset = Dataset.from_dict({"text": ["a", "", " \n", "b "], "number": [1, 2, 3, 4], "chats": chats})
     assert blank_texts(dataset, "text").tolist() == [1, 2]
-    assert blank_texts(dataset, "number").tolist() == []
+    assert blank_texts(dataset, "number").tolist() == blank_texts(dataset, "chats").tolist() == []
 
 
 class Processor:

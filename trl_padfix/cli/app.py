@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -9,9 +10,16 @@ import typer
 from ..core.version import __version__
 from . import bench, doctor, parity, stats, train
 from .launch import METHODS
+from .mistakes import DEBUG, MistakesExplained
+from .network import count_nothing
 
 
-app = typer.Typer(no_args_is_help=True, help="TRL's trainers without padding.", pretty_exceptions_show_locals=False)
+app = typer.Typer(
+    cls=MistakesExplained,
+    no_args_is_help=True,
+    help="TRL's trainers without padding.",
+    pretty_exceptions_show_locals=False,
+)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
@@ -21,7 +29,13 @@ for method in METHODS:
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _first(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+) -> None:
+    count_nothing()
+    if debug:
+        os.environ[DEBUG] = "1"  # for the processes of a training too
     if version:
         typer.echo(__version__)
         raise typer.Exit

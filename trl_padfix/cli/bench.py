@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -9,7 +11,8 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from .console import console, one_of
+from .console import console, one_of, outputs, write_output, write_text
+from .mistakes import mistakes_of
 
 
 if TYPE_CHECKING:
@@ -57,8 +60,8 @@ def bench(
         Optional[float],  # noqa: UP045
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
     plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
@@ -85,11 +88,14 @@ def bench(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
-    try:
+    if peak_tflops is not None and not peak_tflops > 0:
+        raise typer.BadParameter(f"{peak_tflops} is no speed: give more than 0.", param_hint="--peak-tflops")
+    if lora and find_spec("peft") is None:
+        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    outputs(json=json, plot=plot)
+    with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread)
-    except (FileNotFoundError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--data") from error
-    step = b.prepare(dataset, settings)
+        step = b.prepare(dataset, settings)
     results = b.measure(step, settings)
     about = b.describe(settings, name)
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
@@ -101,11 +107,11 @@ def bench(
         for variant, table in b.profile(step, settings).items():
             console.print(f"\n{variant}", table, sep="\n", markup=False, highlight=False, soft_wrap=True)
     if json is not None:
-        json.write_text(b.to_json(results, about) + "\n")
+        write_text("--json", json, b.to_json(results, about))
     if plot is not None:
         from ..tools.report import plot_bench
 
-        plot_bench(results, f"{title}\n{name}, {about['threads']} threads", plot)
+        write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
 
 
 def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, str]:

@@ -1,14 +1,15 @@
-"""What the commands share: the console that they print to, and a check of options with fixed choices."""
+"""What the commands share: the console that they print to, checks of their options, and how they write files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import typer
 from rich.console import Console
 
 
-__all__ = ["console", "one_of"]
+__all__ = ["console", "one_of", "outputs", "write_output", "write_text"]
 
 console = Console()
 
@@ -20,3 +21,58 @@ def one_of(option: str, value: str, known: Iterable[str]) -> None:
     """
     if value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=option)
+
+
+def outputs(**paths: Path | None) -> None:
+    """
+    Ask whether the files that a command is to write can be written, before it works for them.
+
+    Args:
+        **paths:
+            Options by their names, and where they write.
+
+    Raises:
+        typer.BadParameter: If one cannot.
+    """
+    from ..tools.whole_files import refuse_output
+
+    given = {name: path for name, path in paths.items() if path is not None and str(path) != "-"}
+    for name, path in given.items():
+        if reason := refuse_output(path):
+            raise typer.BadParameter(reason, param_hint=f"--{name}")
+    if len({path.resolve() for path in given.values()}) < len(given):
+        raise typer.BadParameter(f"{' and '.join(given)} write the same file.", param_hint=f"--{next(iter(given))}")
+
+
+def write_output(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    """
+    Write a file whole or not at all, after the figures were printed.
+
+    Raises:
+        typer.BadParameter: If it cannot be written.
+    """
+    from ..tools.whole_files import write_whole
+    from .mistakes import describe
+
+    try:
+        write_whole(path, write)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{str(path)!r} was not written ({describe(error)}) The figures are printed above, nothing half-written "
+            "is left, and a file that was there before is as it was.",
+            param_hint=option,
+        ) from error
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """
+    The same for a text; with the path `-` it is printed. A text that cannot be written is printed: it is not lost.
+    """
+    if str(path) == "-":
+        typer.echo(text)
+        return
+    try:
+        write_output(option, path, lambda beside: beside.write_text(text + "\n"))
+    except typer.BadParameter:
+        typer.echo(text)
+        raise

@@ -8,6 +8,7 @@ TRL's. Flags, YAML, data mixtures, rewards and whatever comes after training are
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,17 +81,61 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    *parsed, others = make_parser(method).parse_args_and_config(args, return_remaining_strings=True)
+    from ..tools.checkpoints import checkpoint_to_resume
+    from ..tools.data import load_recipe
+    from ..tools.whole_files import refuse_folder
+
+    parser = make_parser(method)
+    config = _config_of(args)
+    if config is not None:
+        load_recipe(config)  # its errors name the file
+    try:
+        *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
+    except ValueError as error:
+        if unknown := _unknown_flags(parser, args, config):  # a value may be refused because its flag is misspelt
+            raise ValueError(_unknown_message(method, unknown)) from error
+        raise
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
-        unknown = unknown or [launch.training_script]
-        raise ValueError(
-            f"{' '.join(unknown)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
-            f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
-        )
+        raise ValueError(_unknown_message(method, unknown or [launch.training_script]))
+    training = parsed[1]
+    training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
+    if reason := refuse_folder(training.output_dir):
+        raise ValueError(f"`output_dir`: {reason}")
     return parsed, launch
+
+
+def _unknown_message(method: str, unknown: Sequence[str]) -> str:
+    return (
+        f"{' '.join(unknown)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
+        f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
+    )
+
+
+def _config_of(args: Sequence[str]) -> str | None:
+    """The YAML that the flags name."""
+    if "--config" not in args:
+        return None
+    following = args[args.index("--config") + 1 :]
+    if not following:
+        raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
+    return following[0]
+
+
+def _unknown_flags(parser: TrlParser, args: Sequence[str], config: str | None) -> list[str]:
+    """Flags, and keys of the YAML, that neither the script's parser nor `accelerate launch` has."""
+    from accelerate.commands.launch import launch_command_parser
+
+    from ..tools.data import load_recipe
+
+    actions = [*parser._actions, *launch_command_parser()._actions]
+    known = {flag for action in actions for flag in action.option_strings} | {"--config", "--accelerate_config"}
+    given = [arg.split("=")[0] for arg in args if arg.startswith("--")]
+    keys = [] if config is None else [f"--{key}" for key in load_recipe(config) if key != "env"]
+    spelled = [(flag, flag.replace("-", "_")) for flag in (*given, *keys)]  # argparse takes what a flag begins with
+    return [flag for flag, under in spelled if not any(k.startswith((flag, under)) for k in known)]
 
 
 def main(method: str, args: Sequence[str]) -> None:
@@ -106,13 +151,26 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
+    from ..tools.checkpoints import saying_what_is_safe
+
     parsed, _ = parse(method, args)
     # TRL's script ends the process group while its DDP model lives. If the model were the last to hold the group, its
     # end would wait for the threads of gloo, and they for the interpreter: `trl dpo` on CPU hangs in one of two runs.
     _group = torch.distributed.group.WORLD
     set_seed(parsed[1].seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-    with _ours_in_trl(method):
+    with saying_what_is_safe(parsed[1].output_dir), _ours_in_trl(method):
         importlib.import_module(f"trl.scripts.{method}").main(*parsed)
+
+
+def run(method: str, args: Sequence[str]) -> None:
+    """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
+    from .mistakes import explained
+    from .network import count_nothing
+
+    count_nothing()
+    rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
+    with explained(f"trl-padfix {method}{rank}"):
+        main(method, args)
 
 
 @contextmanager
@@ -133,4 +191,4 @@ def _ours_in_trl(method: str) -> Iterator[tuple[type, type]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    run(sys.argv[1], sys.argv[2:])

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .console import console, one_of
+from .mistakes import mistakes_of
 
 
 __all__ = ["parity"]
@@ -37,34 +38,42 @@ def parity(
 
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
     from ..tools.compare import compare, tokenize_rows
     from ..tools.data import load_recipe, load_rows
+    from ..tools.reading import TRUSTING_NOTHING, load_model, load_tokenizer
 
     transformers.logging.disable_progress_bar()
     one_of("--dtype", dtype, DTYPES)
     one_of("--device", device or "cpu", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = load_recipe(str(config)) if config is not None else {}
+    with mistakes_of("--config"):
+        recipe = load_recipe(str(config)) if config is not None else {}
     model = model or recipe.get("model_name_or_path")
-    if model is None:
+    if not isinstance(model, str):
         raise typer.BadParameter("give a model, here or as `model_name_or_path` of `--config`.", param_hint="--model")
     if data is None and config is None:
         raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
     max_length = max_length or recipe.get("max_length") or 512
-    hint = "--model"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        hint = "--data"
-        batch = tokenize_rows(load_rows(data or str(config)), tokenizer, rows, max_length)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint=hint) from error
+    if not isinstance(max_length, int) or max_length < 2:
+        raise typer.BadParameter(
+            f"`max_length` is {max_length!r}, and a whole number of 2 or more is needed.", param_hint="--config"
+        )
+    with mistakes_of("--data" if data else "--config"):
+        dataset = load_rows(data or str(config))
+    with mistakes_of("--model"):
+        tokenizer = load_tokenizer(model)
+    with mistakes_of("--data" if data else "--config"):
+        batch = tokenize_rows(dataset, tokenizer, rows, max_length)
     batch = {name: value.to(device) for name, value in batch.items()}
 
     def load(backend: str, precision: torch.dtype) -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(model, attn_implementation=backend, dtype=precision).to(device)
+        how = {"attn_implementation": backend, "dtype": precision}
+        if backend == "eager":  # the yardstick comes first: what it cannot be loaded for is the model's fault
+            return load_model(model, **how).to(device)
+        return AutoModelForCausalLM.from_pretrained(model, **TRUSTING_NOTHING, **how).to(device)
 
     flash = dtype != "float32" and device == "cuda" and is_flash_attn_2_available()
     backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if flash else [])]
@@ -72,7 +81,7 @@ def parity(
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)
     failed = []
-    with console.status("comparing"):
+    with console.status("comparing"), mistakes_of("--model"):
         for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
             figures = ["-"] * 4 if c.note else [str(c.tokens), f"{c.logps:.1e}", _or_dash(c.gradient), "-"]
             if c.parity is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.table import Table
 
-from .console import console, one_of
+from .console import console, one_of, outputs, write_output, write_text
+from .mistakes import mistakes_of
 
 
 __all__ = ["stats"]
@@ -31,52 +33,54 @@ def stats(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random batches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
     plot: Annotated[Optional[Path], typer.Option(help="Draw lengths and a batch to this PNG.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
 ) -> None:
     """Count the tokens of a dataset: padding, repeated prompts, truncation, and waiting of many processes."""
     import json as json_module
     from dataclasses import asdict
 
-    from transformers import AutoTokenizer
-
     from ..tools import stats as s
     from ..tools import tiny
     from ..tools.data import load_recipe, load_rows
+    from ..tools.reading import load_tokenizer
 
     try:
         sizes = [int(size) for size in world_size.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{world_size!r} is no list of numbers.", param_hint="--world-size") from None
-    try:
-        rows = load_rows(data, split)
+    if min(sizes) < 1:
+        raise typer.BadParameter(f"{min(sizes)} is no number of processes: give 1 or more.", param_hint="--world-size")
+    outputs(plot=plot, json=json)
+    with mistakes_of("DATA"):
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
-    except (FileNotFoundError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="DATA") from error
-    if max_length is None:
-        max_length = recipe.get("max_length", 1024)
+        max_length = _of_recipe(recipe, "max_length", 1024, at_least=0) if max_length is None else max_length
+        batch_size = batch_size or _of_recipe(recipe, "per_device_train_batch_size", 8)
+        accumulation = accumulation or _of_recipe(recipe, "gradient_accumulation_steps", 4)
+        max_tokens_per_batch = max_tokens_per_batch or _of_recipe(recipe, "max_tokens_per_batch", None)
     max_length = max_length or None
     truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
     one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
-    batch_size = batch_size or recipe.get("per_device_train_batch_size", 8)
-    accumulation = accumulation or recipe.get("gradient_accumulation_steps", 4)
-    max_tokens_per_batch = max_tokens_per_batch or recipe.get("max_tokens_per_batch")
+    with mistakes_of("--world-size"):
+        s.check_size(max(sizes), batch_size, accumulation)
     if tokenizer is None and train_tokenizer is None:
         tokenizer = recipe.get("model_name_or_path")
-        train_tokenizer = tiny.SHAPES.get(recipe.get("tiny_model"), {}).get("vocab_size")
+        train_tokenizer = tiny.SHAPES.get(str(recipe.get("tiny_model")), {}).get("vocab_size")
     if (tokenizer is None) == (train_tokenizer is None):
         raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
+    with mistakes_of("DATA"):
+        rows = load_rows(data, split)
 
     if train_tokenizer is not None:
-        with console.status("Training a tokenizer"):
+        with console.status("Training a tokenizer"), mistakes_of("DATA"):
             loaded, name = tiny.train_tokenizer(s.texts_of(rows), train_tokenizer), f"a BPE of {train_tokenizer}"
     else:
-        loaded, name = AutoTokenizer.from_pretrained(tokenizer), tokenizer
-    try:
+        with mistakes_of("--tokenizer"):
+            loaded, name = load_tokenizer(str(tokenizer)), tokenizer
+    with mistakes_of("DATA"):
         lengths = s.measure(rows, loaded, progress=console.is_terminal)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="DATA") from error
+        s.check_kept(lengths, max_length, truncation_mode)
     kept = lengths.kept(max_length, truncation_mode)
     how = {"max_length": max_length, "truncation_mode": truncation_mode}
     costs = kept.costs(**how)
@@ -119,8 +123,6 @@ def stats(
     for wait in waits:
         table.add_row(str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}")
     console.print(table)
-    if plot is not None:
-        s.plot(kept, plot, batch_size=batch_size, max_length=max_length, seed=seed)
     if json is not None:
         found = {
             "data": data, "tokenizer": name, **how, "seed": seed, "lengths": parts, "truncation": cut,
@@ -128,4 +130,22 @@ def stats(
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
         }  # fmt: skip
-        json.write_text(json_module.dumps(found, indent=2) + "\n")
+        write_text("--json", json, json_module.dumps(found, indent=2))
+    if plot is not None:
+        draw = partial(s.plot, kept, batch_size=batch_size, max_length=max_length, seed=seed)
+        write_output("--plot", plot, draw)
+
+
+def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
+    """
+    A whole number of a recipe.
+
+    Raises:
+        ValueError: If there is something else.
+    """
+    value = recipe.get(name, default)
+    if value is None:
+        return 0 if name == "max_length" else default
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"`{name}` of the YAML is {value!r}, and a whole number of {at_least} or more is needed.")
+    return value

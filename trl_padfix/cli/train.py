@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from .launch import METHODS, make_parser, parse
+from .mistakes import MISTAKE
 
 
 __all__ = ["SETTINGS", "TrainingCommand", "training"]
@@ -39,17 +40,20 @@ def training(method: str) -> Callable[[typer.Context], None]:
         from accelerate.commands.launch import launch_command
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        try:
-            _, launch = parse(method, ctx.args)
-        except (ImportError, OSError, ValueError) as error:
-            typer.echo(f"trl-padfix {method}: {error}", err=True)
-            raise typer.Exit(2) from error
+        _, launch = parse(method, ctx.args)
         try:
             launch_command(launch)
         except (CalledProcessError, ChildFailedError) as error:  # the processes have said why
-            raise typer.Exit(1) from error
+            raise typer.Exit(_exit_code(error)) from error
 
     train.__doc__ = (
         f"Train with {METHODS[method]}Trainer: TRL's flags, YAML and --accelerate_config, through accelerate launch."
     )
     return train
+
+
+def _exit_code(error: Any) -> int:
+    """That of a process that explained a mistake, else 1."""
+    failures = getattr(error, "failures", {})
+    codes = [failure.exitcode for failure in failures.values()] or [getattr(error, "returncode", 1)]
+    return MISTAKE if MISTAKE in codes else 1

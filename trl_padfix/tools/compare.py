@@ -19,6 +19,7 @@ from torch import nn
 from ..core.errors import PaddingRemovalError
 from ..core.parity import TOLERANCES, ParityReport, check_parity
 from ..core.remove import remove_padding
+from .data import checked_rows
 
 
 __all__ = ["MODES", "Comparison", "compare", "tokenize_rows"]
@@ -77,12 +78,12 @@ def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int)
         `dict`: `input_ids` and `attention_mask`, both `(B, L)`.
 
     Raises:
-        ValueError: If the rows have no text that TRL would train on.
+        ValueError: If the rows have no text that TRL would train on, or none at all.
     """
     from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
 
     texts = []
-    for example in dataset.select(range(min(count, len(dataset)))):
+    for example in checked_rows(dataset, stop=count):
         row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
         ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
         texts += [row.get("prompt", "") + end for end in ends]
@@ -92,6 +93,8 @@ def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int)
             "`completion`, `messages` or `text`. Rename them, or map them to one of these."
         )
     ids = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
+    if min(map(len, ids)) == 0:
+        raise ValueError("A row has no token: its text is empty. Filter such rows out.")
     rows = [torch.tensor(row) for row in ids]
     pad = torch.nn.utils.rnn.pad_sequence
     padded = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
@@ -142,7 +145,15 @@ def compare(
 
     ```
     """
-    yardstick = _compute(load("eager", torch.float32), batch, gradients)
+    model = load("eager", torch.float32)
+    known, largest = model.get_input_embeddings().num_embeddings, int(batch["input_ids"].max())
+    if largest >= known:
+        raise ValueError(
+            f"The tokenizer gives token {largest}, and the model has embeddings for 0 to {known - 1}: they do not "
+            "belong together. Use the model's own tokenizer, or `model.resize_token_embeddings(len(tokenizer))`."
+        )
+    yardstick = _compute(model, batch, gradients)
+    del model
     for backend in backends:
         try:
             model = load(backend, dtype)

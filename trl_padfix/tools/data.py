@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 from datasets import Dataset, load_dataset
 
+from .reading import reading
 
-__all__ = ["load_recipe", "load_rows"]
+
+__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows"]
+
+_ADVICE = (
+    "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
+    "Parquet, a folder of these, or the id of a Hub dataset."
+)
 
 _FILES = {".gz", ".json", ".jsonl", ".parquet"}
 
@@ -26,16 +35,30 @@ def load_rows(data: str, split: str = "train") -> Dataset:
 
     Raises:
         FileNotFoundError: If `data` looks like a local file and there is none.
-        ValueError: If there is no such split.
+        UnreadableError: If what is there is no dataset.
+        ValueError: If there is no such split, or no row.
     """
+    rows = _load(data, split)
+    if not len(rows):
+        raise ValueError(f"{data} has no row in its split {split!r}: check the file, its split or its filter.")
+    return rows
+
+
+def _load(data: str, split: str) -> Dataset:
     path = Path(data)
     if path.suffix in {*_FILES, ".yaml", ".yml"} and not path.exists():
         raise FileNotFoundError(f"There is no file {data}. Give a local file, or the id of a Hub dataset.")
     if path.suffix in (".yaml", ".yml"):
         return _of_recipe(load_recipe(data), data, split)
     if path.suffix in _FILES:
-        return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
-    return load_dataset(data, split=split)
+        if path.is_dir():
+            raise ValueError(f"{data} is a folder with the name of a file: give a file, or a folder of another name.")
+        if not path.stat().st_size:
+            raise ValueError(f"{data} is empty: it has no row.")
+        with reading(f"the data {data!r}", _ADVICE):
+            return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
+    with reading(f"the data {data!r}", _ADVICE):
+        return load_dataset(data, split=split)
 
 
 def load_recipe(path: str) -> dict[str, Any]:
@@ -43,9 +66,12 @@ def load_recipe(path: str) -> dict[str, Any]:
     The fields of a recipe.
 
     Raises:
+        OSError: If there is no such file.
+        UnreadableError: If it is no YAML.
         ValueError: If the file holds something else.
     """
-    recipe = yaml.safe_load(Path(path).read_text())
+    with Path(path).open("rb") as file, reading(f"the YAML {path!r}", "Mend the file."):
+        recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} holds a {type(recipe).__name__}, and a recipe is a mapping of fields to values.")
     return recipe
@@ -57,11 +83,90 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     split = recipe.get("dataset_train_split", split)
     if recipe.get("datasets"):
         names = trl.DatasetMixtureConfig.__dataclass_fields__
-        splits = trl.get_dataset(trl.DatasetMixtureConfig(**{k: v for k, v in recipe.items() if k in names}))
+        with reading(f"the data that {path!r} lists in `datasets`", _ADVICE):
+            splits = trl.get_dataset(trl.DatasetMixtureConfig(**{k: v for k, v in recipe.items() if k in names}))
     elif recipe.get("dataset_name"):
-        return load_dataset(recipe["dataset_name"], name=recipe.get("dataset_config"), split=split)
+        with reading(f"the data {recipe['dataset_name']!r} of {path!r}", _ADVICE):
+            return load_dataset(recipe["dataset_name"], name=recipe.get("dataset_config"), split=split)
     else:
         raise ValueError(f"{path} names no data: a recipe has `dataset_name`, or a list `datasets`.")
     if split not in splits:
         raise ValueError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
     return splits[split]
+
+
+def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """
+    The rows of a dataset, each with text where text is needed; see [`check_row`].
+
+    Args:
+        dataset ([`~datasets.Dataset`]):
+            From [`load_rows`].
+        start, stop (`int`, *optional*):
+            Which rows; by default all.
+
+    Raises:
+        UnreadableError: If a row cannot be decoded.
+        ValueError: If it has no text.
+    """
+    for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
+        with reading(
+            f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or mend the row."
+        ):
+            row = dataset[number]
+        check_row(row, number)
+        yield row
+
+
+def check_row(row: dict[str, Any], number: int) -> None:
+    """
+    A row has text, or messages with text, in every column that is trained on.
+
+    Args:
+        row (`dict`):
+            One of [`load_rows`].
+        number (`int`):
+            Its place in the dataset, counted from 0; for the message.
+
+    Raises:
+        ValueError: If one has something else; the message names row, column and value.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.tools.data import check_row
+
+    >>> check_row({"prompt": "Two and two?", "chosen": None}, 7)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: Row 7 (counted from 0) has None in column `chosen`, and text or a list of messages is needed: ...
+
+    ```
+    """
+    where = f"Row {number} (counted from 0) has"
+    remedy = "correct the row, or filter it out"
+    for name in row.keys() & {"prompt", "chosen", "rejected", "completion", "text", "messages"}:
+        value = row[name]
+        if isinstance(value, str):
+            continue
+        if not isinstance(value, list) or not value:
+            raise ValueError(
+                f"{where} {_short(value)} in column `{name}`, and text or a list of messages is needed: {remedy}."
+            )
+        for message in value:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f'{where} the message {_short(message)} in column `{name}`, without a text `role` ("user" or '
+                    f'"assistant", for instance): {remedy}.'
+                )
+            content = message.get("content")
+            if content is None and message.get("tool_calls"):
+                continue
+            if not isinstance(content, (str, list)):
+                raise ValueError(
+                    f"{where} the message {_short(message)} in column `{name}`, whose `content` is no text: {remedy}."
+                )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=repr, ensure_ascii=False) if isinstance(value, (dict, list)) else repr(value)
+    return text if len(text) <= 100 else text[:100] + " ..."

@@ -20,6 +20,7 @@ from ..core import compat
 from ..core.backends import Backend, Machine, Workload, choose, judge, list_backends, model_class
 from ..core.find import find_decoder
 from ..core.refusals import refusal
+from .reading import UnreadableError, reading, reason
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]
@@ -135,11 +136,12 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     config = None
     if model is not None:
         try:
-            config = AutoConfig.from_pretrained(model)
-        except (OSError, ValueError) as error:
+            with reading(f"the configuration of {model!r}", ""):
+                config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        except UnreadableError as error:
             problems.append(
                 f"{model}: neither in a folder of this name nor on the Hub or in its cache is there the configuration "
-                f"of a transformers model ({str(error).splitlines()[0]})"
+                f"of a transformers model ({reason(error.__cause__)})"
             )
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from .whole_files import write_whole
+
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table"]
 
@@ -92,9 +94,7 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
             axes.axhline(chance, color="grey", linestyle=":", label="chance")
         axes.set(title=title, xlabel="step")
         axes.legend()
-    path = Path(path)
-    figure.savefig(path, dpi=120)
-    return path
+    return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 
 def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:

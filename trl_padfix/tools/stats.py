@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
 from ..trainers.row_costs import RowCosts, assign, pair_costs, split, text_costs
+from .data import checked_rows
 
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Lengths",
     "Waiting",
     "batch_tokens",
+    "check_kept",
+    "check_size",
     "measure",
     "plot",
     "summary",
@@ -34,6 +37,9 @@ __all__ = [
     "truncated",
     "waiting",
 ]
+
+LARGEST_STEP = 2**15
+"""Most rows of an optimizer step that is simulated: some ten seconds."""
 
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
@@ -135,16 +141,49 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
         )
     size = 1000
     batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
-    found = [count([dataset[i] for i in range(b, min(b + size, len(dataset)))], tokenizer) for b in batches]
+    found = [count(list(checked_rows(dataset, b, b + size)), tokenizer) for b in batches]
     return Lengths({name: np.concatenate([lengths[name] for lengths in found]) for name in found[0]})
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
-    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    """
+    All text of a dataset, plain or conversational, to train a tokenizer on.
+
+    Raises:
+        ValueError: If a row has something else.
+    """
     names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
-    for row in dataset.select_columns(sorted(names)):
+    for row in checked_rows(dataset.select_columns(sorted(names))):
         for value in row.values():
-            yield from [value] if isinstance(value, str) else [message["content"] or "" for message in value]
+            for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
+                yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+
+
+def check_size(processes: int, batch_size: int, accumulation: int) -> None:
+    """
+    Raises:
+        ValueError: If a step of so many rows would take minutes to simulate.
+    """
+    rows = processes * batch_size * accumulation
+    if rows > LARGEST_STEP:
+        raise ValueError(
+            f"{processes} processes with {accumulation} x {batch_size} rows each make a step of {rows:,} rows, and at "
+            f"most {LARGEST_STEP:,} are simulated. Lower `--world-size`, `--batch-size` or `--accumulation`."
+        )
+
+
+def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -> None:
+    """
+    Raises:
+        ValueError: If TRL would train on no row.
+    """
+    if not len(lengths.kept(max_length, truncation_mode)):
+        raise ValueError(
+            f"max_length={max_length} ({truncation_mode}) leaves no row: every prompt alone is as long. Raise it, or "
+            "give 0 for any length."
+        )
+    if not lengths.sequences.any():
+        raise ValueError("No row has a token: every text is empty. Check the columns and the tokenizer.")
 
 
 def batch_tokens(
@@ -241,8 +280,8 @@ def waiting(
 
 def memory_of(costs: RowCosts, batch_size: int, seed: int = 0) -> int:
     """The most tokens of a random batch, of a thousand: what a device has room for if it trains by fixed batches."""
-    rows = np.random.default_rng(seed).integers(len(costs), size=(1000, batch_size))
-    return int(costs.each[rows].sum(1).max())
+    draw, each = np.random.default_rng(seed), costs.each
+    return max(int(each[draw.integers(len(costs), size=batch_size)].sum()) for _ in range(1000))
 
 
 def summary(lengths: Lengths) -> dict[str, dict[str, float]]:

@@ -70,7 +70,7 @@ def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
 
 def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
     """Rows whose text in `column` has no character but white space; none where the column is no text."""
-    if str(dataset.features[column].dtype) not in ("string", "large_string"):
+    if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
         return np.empty(0, dtype=np.int64)
     blank = [pc.equal(pc.utf8_trim_whitespace(table[column]), "").to_numpy() for table in _tables(dataset, column)]
     return np.flatnonzero(np.concatenate([np.empty(0, dtype=bool), *blank]))

@@ -7,7 +7,7 @@ import re
 import torch
 from datasets import Dataset
 
-from ..data import load_rows
+from ..data import checked_rows, load_rows
 
 
 __all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_completions"]
@@ -24,6 +24,12 @@ def load_pairs(data: str) -> Dataset:
     dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
         raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
+    for row in checked_rows(dataset):
+        if not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
+            raise ValueError(
+                f"{data} has conversations in `chosen` and `rejected`, and texts are measured. Render them with the "
+                "chat template of your model (`trl.apply_chat_template`), and give the file of that."
+            )
     return dataset
 
 
@@ -54,8 +60,15 @@ def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0
 
 
 def parse_lengths(data: str) -> tuple[int, int] | None:
-    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for anything else."""
+    """
+    `(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this.
+
+    Raises:
+        ValueError: If they are no lengths.
+    """
     match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
+    if data.startswith("lengths:") and (match is None or min(int(match[1]), int(match[2])) < 1):
+        raise ValueError(f"{data!r} gives no lengths: write `lengths:PROMPT/COMPLETION`, both of 1 token or more.")
     return (int(match[1]), int(match[2])) if match else None
 
 

@@ -1,0 +1,254 @@
+"""What SECURITY.md says: inputs are data, they execute nothing, and nothing is fetched that was not named."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from kit.bad_inputs import build_bad_data, build_bad_models
+from kit.commands import trl_padfix_command
+from safetensors.torch import load_file
+
+
+ROOT = Path(__file__).parents[2]
+
+GUARDED = """
+import json, os, socket, sys
+
+def refused(*args, **kwargs):
+    print("NETWORK", args, file=sys.stderr)
+    raise OSError("the network was asked for")
+
+socket.getaddrinfo = socket.create_connection = refused
+connect = socket.socket.connect
+local = lambda self: self.family == socket.AF_UNIX
+socket.socket.connect = lambda self, address: connect(self, address) if local(self) else refused(address)
+"""
+"""Before the code of a test: whoever asks for a connection leaves a line."""
+
+
+def guarded(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    """Run code with a network that only says who asked for it, online as far as the Hub's client knows."""
+    ours = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
+    env = {name: value for name, value in os.environ.items() if name not in ours}
+    env |= {"HF_HOME": str(folder / "hub"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-c", GUARDED + code]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("security")
+    build_bad_data(folder)
+    build_bad_models(folder / "models")
+    return folder
+
+
+@pytest.fixture
+def trap(tmp_path) -> Path:
+    """A file that appears if something is executed."""
+    return tmp_path / "executed"
+
+
+class Bomb:
+    def __init__(self, trap: Path):
+        self.trap = str(trap)
+
+    def __reduce__(self):
+        return (open, (self.trap, "w"))
+
+
+def test_the_trap_works(trap, tmp_path):
+    torch.save(Bomb(trap), tmp_path / "bomb.bin")
+    torch.load(tmp_path / "bomb.bin", weights_only=False)
+    assert trap.exists()
+
+
+COMMANDS = [
+    ["doctor", "--model", "models/good"],
+    ["stats", "good.jsonl", "--tokenizer", "models/good", "--world-size", "2"],
+    ["parity", "--model", "models/good", "--data", "good.jsonl", "--rows", "1", "--no-gradients", "--attn", "sdpa"],
+    [
+        "bench",
+        "--shape",
+        "tiny",
+        "--pairs",
+        "1",
+        "--steps",
+        "1",
+        "--warmup",
+        "0",
+        "--data",
+        "lengths:4/4",
+        "--no-memory",
+    ],
+    ["dpo", "--help"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_command_on_local_files_asks_for_no_network(command, material):
+    code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"
+    done = guarded(code, material)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "NETWORK" not in done.stderr
+
+
+def test_but_a_name_of_the_hub_does(material):
+    command = ["stats", "nobody/at-all", "--tokenizer", "models/good"]
+    code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"
+    done = guarded(code, material)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "NETWORK" in done.stderr
+
+
+def test_importing_asks_for_no_network(material):
+    names = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.bench", "trl_padfix.tools.stats"]
+    code = f"import importlib\nfor name in {names}: importlib.import_module(name)\n"
+    code += "import trl_padfix\nfor name in trl_padfix.__all__: getattr(trl_padfix, name)"
+    done = guarded(code, material)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "NETWORK" not in done.stderr
+
+
+def test_a_training_on_local_files_asks_for_no_network(material, tmp_path):
+    flags = ["--model_name_or_path", "models/good", "--dataset_name", "good_folder", "--output_dir", str(tmp_path)]
+    flags += ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_length", "16"]
+    flags += ["--padding_free", "true", "--gradient_checkpointing", "false", "--save_strategy", "steps"]
+    done = guarded(f"from trl_padfix.cli.launch import run\nrun('sft', {flags!r})", material)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "NETWORK" not in done.stderr
+
+
+ONE_STEP = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+
+
+def model_with_code(material: Path, folder: Path, trap: Path) -> Path:
+    """A model folder with code beside it that transformers would run if it were trusted."""
+    shutil.copytree(material / "models" / "good", folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer |= {"auto_map": {"AutoTokenizer": ["own.T", None]}, "tokenizer_class": "T"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "own.py").write_text(f"open({str(trap)!r}, 'w').close()\nclass C: pass\nclass M: pass\nclass T: pass\n")
+    return folder
+
+
+@pytest.mark.parametrize("command", ["stats", "parity", "doctor", "sft"])
+def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monkeypatch):
+    model = str(model_with_code(material, tmp_path / "model", trap))
+    data = str(material / "good.jsonl")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # nor is the user asked
+    flags = {
+        "stats": [data, "--tokenizer", model, "--world-size", "2"],
+        "parity": ["--model", model, "--data", data],
+        "doctor": ["--model", model],
+        "sft": ["--model_name_or_path", model, "--dataset_name", str(material / "good_folder"), *ONE_STEP,
+                "--output_dir", str(tmp_path / "out")],
+    }[command]  # fmt: skip
+    result = trl_padfix_command(command, *flags)
+    assert not trap.exists()
+    assert command == "stats" or result.exit_code != 0  # a tokenizer of a known kind is read without the code
+
+
+@pytest.mark.parametrize("command", ["parity", "sft"])
+def test_a_pickle_in_place_of_weights_is_not_executed(command, material, trap, tmp_path):
+    model = shutil.copytree(material / "models" / "good", tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    torch.save(Bomb(trap), model / "pytorch_model.bin")
+    flags = {
+        "parity": ["--model", str(model), "--data", str(material / "good.jsonl")],
+        "sft": ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), *ONE_STEP,
+                "--output_dir", str(tmp_path / "out")],
+    }[command]  # fmt: skip
+    assert trl_padfix_command(command, *flags).exit_code != 0
+    assert not trap.exists()
+
+
+def test_a_harmless_pickle_is_not_loaded_by_parity_either(material):
+    model = material / "models" / "pickled_weights"
+    assert torch.load(model / "pytorch_model.bin", weights_only=True).keys() == load_file(
+        material / "models" / "good" / "model.safetensors"
+    ).keys()  # fmt: skip
+    result = trl_padfix_command("parity", "--model", str(model), "--data", str(material / "good.jsonl"))
+    assert result.exit_code == 2
+    assert "are not loaded" in " ".join(result.output.replace("│", " ").split())
+
+
+YAMLS = {
+    "python": "dataset_name: !!python/object/apply:builtins.open [{trap}, w]\n",
+    "module": "!!python/module:antigravity\n",
+    "name": "a: !!python/name:os.system\n",
+}
+
+
+@pytest.mark.parametrize("kind", YAMLS)
+@pytest.mark.parametrize("command", ["stats", "parity", "dpo"])
+def test_a_yaml_executes_nothing(kind, command, trap, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(YAMLS[kind].format(trap=trap))
+    flags = [str(path), "--train-tokenizer", "300"] if command == "stats" else ["--config", str(path)]
+    result = trl_padfix_command(command, *flags)
+    assert result.exit_code == 2, result.exception
+    assert "could not determine a constructor" in " ".join(result.output.replace("│", " ").split())
+    assert not trap.exists()
+
+
+def test_a_chat_template_executes_nothing(material, trap, tmp_path):
+    model = shutil.copytree(material / "models" / "good", tmp_path / "model")
+    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    (model / "chat_template.jinja").write_text(reach % trap)
+    data = tmp_path / "chat.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
+    result = trl_padfix_command("stats", str(data), "--tokenizer", str(model), "--world-size", "2")
+    assert result.exit_code == 2, result.exception
+    assert not trap.exists()
+
+
+def test_code_in_the_folder_of_a_dataset_is_not_run(trap, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "data.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
+    (data / "train.jsonl").write_text('{"text": "alpha"}\n' * 3)
+    trl_padfix_command("stats", str(data), "--train-tokenizer", "300", "--world-size", "2")
+    assert not trap.exists()
+
+
+def test_text_that_looks_like_code_is_text(trap, tmp_path):
+    data = tmp_path / "data.jsonl"
+    texts = [f"__import__('os').system('touch {trap}')", f"$(touch {trap})", "{{ 7 * 7 }}", "[bold]x[/nowhere]"]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300", "--world-size", "2")
+    assert result.exit_code == 0, result.exception
+    assert not trap.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("pip_audit") is None, reason="`pip install pip-audit`")
+def test_the_dependencies_have_no_known_vulnerability():
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--local",
+        "--skip-editable",
+        "--progress-spinner",
+        "off",
+        "-f",
+        "json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if not done.stdout.strip().startswith("{"):
+        pytest.skip(f"pip-audit cannot reach its index: {done.stderr.strip().splitlines()[-1:]}")
+    found = json.loads(done.stdout)["dependencies"]
+    needed = {"torch", "transformers", "trl", "datasets", "accelerate", "packaging", "matplotlib", "rich", "typer"}
+    assert needed <= {dependency["name"] for dependency in found}
+    vulnerable = {d["name"]: [v["id"] for v in d["vulns"]] for d in found if d.get("vulns") and d["name"] in needed}
+    assert not vulnerable, f"upgrade: {vulnerable}"

@@ -1,0 +1,72 @@
+"""What a recipe builds for itself: whole or not at all, and never taken for another model."""
+
+import itertools
+import shutil
+
+import pytest
+
+from trl_padfix.tools.initial_model import RECORD, built_once, fingerprint
+from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
+
+
+SHAPE = dict(layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
+
+
+def build(folder):
+    build_qwen2(train_tokenizer([""], 300), **SHAPE).save_pretrained(folder)
+
+
+def forbidden(folder):
+    raise AssertionError("it was there already")
+
+
+def test_it_is_built_once_and_taken_again(tmp_path):
+    built = built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, build)
+    assert built == str(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert built_once(tmp_path / "model", {"layers": 1, "sizes": (1, 2)}, forbidden) == built
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_another_one_is_not_taken_for_it(tmp_path):
+    built_once(tmp_path / "model", {"tiny_model": "tiny", "layers": 2}, build)
+    with pytest.raises(
+        ValueError, match=r"`tiny_model` 'tiny' there and 'small' now, `layers` 2 there and 6 now.*Delete"
+    ):
+        built_once(tmp_path / "model", {"tiny_model": "small", "layers": 6}, build)
+
+
+@pytest.mark.parametrize("spoil", ["record", "weights", "cut"])
+def test_a_half_written_one_says_what_to_delete(spoil, tmp_path):
+    built_once(tmp_path / "model", {}, build)
+    weights = tmp_path / "model" / "model.safetensors"
+    if spoil == "cut":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    else:
+        (weights if spoil == "weights" else tmp_path / "model" / RECORD).unlink()
+    with pytest.raises(ValueError, match="no whole model of a known recipe") as error:
+        built_once(tmp_path / "model", {}, build)
+    assert f"Delete {str(tmp_path / 'model')!r}" in str(error.value)
+    shutil.rmtree(tmp_path / "model")
+    built_once(tmp_path / "model", {}, build)
+
+
+def test_a_build_that_fails_leaves_nothing_in_the_way(tmp_path):
+    def killed(folder):
+        build(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        built_once(tmp_path / "model", {}, killed)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".model.partial").mkdir()  # what SIGKILL leaves
+    (tmp_path / ".model.partial" / "model.safetensors").write_text("half")
+    built_once(tmp_path / "model", {}, build)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_fingerprint_tells_texts_and_their_bounds_apart():
+    texts = [["ab", "c"], ["a", "bc"], ["abc"], ["c", "ab"], ["ab", "c", ""], ["ab", "\udce9"]]
+    prints = [fingerprint(iter(t)) for t in texts]
+    assert all(a != b for a, b in itertools.combinations(prints, 2))
+    assert fingerprint(["ab", "c"]) == prints[0]
