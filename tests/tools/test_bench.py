@@ -50,6 +50,14 @@ def test_a_run_is_repeated_by_its_seed(results):
         assert other[name].loss != result.loss
 
 
+def test_trls_default_precision_is_float32_weights_under_autocast():
+    single = dataclasses.replace(TINY, steps=1, warmup=0, memory=False)
+    exact = bench.run(build_pairs(), dataclasses.replace(single, variants=("trl",)))[0].loss
+    losses = [result.loss for result in bench.run(build_pairs(), dataclasses.replace(single, dtype="autocast"))]
+    assert losses == pytest.approx([exact] * 3, rel=2e-2)
+    assert abs(losses[0] - exact) > 1e-5 * exact  # its products are rounded to bfloat16
+
+
 @pytest.mark.parametrize(
     "option",
     slow_but([{"attn": "eager"}], [{"gradient_checkpointing": True}, {"attn": "eager"}, {"optimizer": False}]),

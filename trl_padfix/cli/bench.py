@@ -45,9 +45,7 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, or autocast: float32 weights under bfloat16.")
-    ] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
     max_tokens_per_batch: Annotated[

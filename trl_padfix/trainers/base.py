@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Iterator, Sized
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -308,7 +307,10 @@ class PaddingRemovalMixin:
                 continue
             report = check_parity(target if sharded else self.accelerator.unwrap_model(target), inputs, dtype=dtype)
             report.raise_if_failed()
-            logger.log(logging.INFO if report.compared else logging.WARNING, str(report))
+            if report.compared:
+                self.accelerator.print(report)  # one line: what was compared, the figure, the limit
+            else:
+                logger.warning(str(report))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Metrics:
         self._token_counters["train"].pause()
