@@ -130,7 +130,7 @@ def leaking_layouts() -> Iterator[None]:
             cu_seqlens_k=torch.cat([layout.cu_seqlens_k[:1], layout.cu_seqlens_k[2:]]),
             query_lengths=merged(layout.query_lengths, sum),
             key_lengths=merged(layout.key_lengths, sum),
-            spans=merged(layout.spans, max),
+            spans=merged(layout.spans, sum),  # no hole in it
         )
 
     builders = {"padding_free_layout": padding_free_layout, "prefix_sharing_layout": prefix_sharing_layout}

@@ -31,6 +31,7 @@ from .calls import LAYOUT, PackedCall
 from .compat import register_mask_function
 from .errors import PaddingRemovalError
 from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, torch_varlen_applies
+from .layers import layer_call
 from .masks import PackedMask, describe_mask
 from .views import PACKED, viewed_module
 
@@ -123,7 +124,7 @@ def packed_attention(
         PaddingRemovalError: If the module hands over something that the layout does not account for.
     """
     module = viewed_module(module)  # so that the model's own functions find its own implementation
-    call: PackedCall | None = kwargs.pop(LAYOUT, None)
+    call: PackedCall | None = kwargs.pop(LAYOUT, None) or _call_of_layer()
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
         raise PaddingRemovalError(
@@ -146,6 +147,12 @@ def packed_attention(
     if call.implementation == "sdpa" and torch_varlen_applies(query, value, call.layout, kwargs):
         return attend_torch_varlen(*states), None
     return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager"), None
+
+
+def _call_of_layer() -> PackedCall | None:
+    """The packed forward of the layer that is running, for layers that do not hand keyword arguments down."""
+    frame = layer_call()
+    return None if frame is None else frame.call
 
 
 def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:

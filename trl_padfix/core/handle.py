@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .batches import layout_of
-from .calls import ModelCall, PackedCall, packed_call
+from .calls import ModelCall, PackedCall, packed_call, rows_call
 from .compat import resume_packed_search, spare_packed_search
 from .errors import PaddingRemovalError
 from .layout import Layout
@@ -30,6 +30,8 @@ from .views import bound_to_view
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from .mixers import Mixers
 
 __all__ = ["Attachment", "ForwardPatch", "PaddingRemoval", "PaddingStats"]
 
@@ -150,7 +152,11 @@ class PaddingRemoval(Attachment):
             Whether padded calls are packed; rows that arrive packed are kept apart either way.
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
+        mixers ([`Mixers`]):
+            The modules of the decoder that mix tokens, and how each of them runs.
     """
+
+    mixers: Mixers
 
     def __init__(
         self,
@@ -293,6 +299,6 @@ class ForwardPatch:
 
 
 def _are_packed(position_ids: torch.Tensor) -> bool:
-    """Whether `position_ids` are those of the packed forward that is running."""
-    call = packed_call()
+    """Whether `position_ids` are those of the packed forward that is running, or of a forward over its rows."""
+    call = packed_call() or rows_call()
     return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()

@@ -9,6 +9,7 @@ attention modules to packed attention, [`PositionPatch`] numbers tokens for deco
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,28 +24,52 @@ from .calls import (
     model_call,
     pack_arguments,
     packed_call,
+    rows_call,
     running,
     unpack_output,
 )
 from .compat import older_attributes
+from .dry_run import DryRun
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch, PaddingRemoval
 from .images import with_plain_mask
+from .layers import takes_any_argument
 from .layout import Layout, pack
-from .positions import Numbering, length_dependent_rope
+from .positions import Numbering, length_dependent_rope, takes_positions
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
 
 
 class DecoderPatch(ForwardPatch):
-    """Packs at the decoder's door, unpacks at its exit."""
+    """
+    Packs at the decoder's door, unpacks at its exit.
+
+    Args:
+        module (`torch.nn.Module`):
+            The decoder.
+        attachment ([`PaddingRemoval`]):
+            The handle.
+        row_layers (`dict[str, torch.nn.Module]`, *optional*):
+            Its layers by name, if some of them need rows.
+        refuse (`Callable`, *optional*):
+            Says why a layout cannot be packed, if it cannot.
+    """
 
     runs_on_view = True
 
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+    def __init__(
+        self,
+        module: nn.Module,
+        attachment: PaddingRemoval,
+        *,
+        row_layers: dict[str, nn.Module] | None = None,
+        refuse: Callable[[Layout], str | None] | None = None,
+    ):
         super().__init__(module, attachment)
+        self.row_layers, self.refuse = row_layers, refuse
         self.numbering = Numbering.of(module)
+        self.takes_any = takes_any_argument(module)
         self.depends_on_length = bool(length_dependent_rope(module))
 
     @torch.compiler.disable
@@ -83,14 +108,16 @@ class DecoderPatch(ForwardPatch):
                 "Leave it off, here and in the config, or remove the handle for this call (`with "
                 "handle.disabled(): ...`)."
             )
+        if self.refuse is not None and (reason := self.refuse(layout)):
+            raise PaddingRemovalError(reason)
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
-        packed[LAYOUT] = current = PackedCall(
-            layout,
-            config._attn_implementation,
-            self.module,
-            packed["position_ids"],
-            self._last_position(call, layout),
-        )
+        positions, last = packed["position_ids"], self._last_position(call, layout)
+        if not self.takes_any and not takes_positions(self.module):
+            del packed["position_ids"]
+        dry_run = DryRun(self.module, self.row_layers, packed, last) if self.row_layers else None
+        current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run)
+        if self.takes_any:
+            packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
         with running(current):
             output = forward(**packed)
@@ -147,7 +174,7 @@ class RopePatch(ForwardPatch):
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder)
+        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
         arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
         if call is None or positions is None:

@@ -12,18 +12,20 @@ layer with the layout of its own forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import names_attention, register_packed_attention
+from .attention import register_packed_attention
 from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .handle import Attachment, ForwardPatch, PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch, ViewPatch
+from .mixers import ROWS, Mixers
+from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal
+from .refusals import refusal, refuse_holes
 from .towers import MultimodalPatch, TowerPatch, towers
 
 
@@ -94,6 +96,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
         )
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
+    handle.mixers = Mixers.of(decoder)
     register_packed_attention()
     return handle.attach(_patches(pretrained, handle))
 
@@ -101,8 +104,10 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
 def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
-    yield DecoderPatch(decoder, handle)
-    yield from (ViewPatch(m, handle) for m in decoder.modules() if m is not decoder and names_attention(m))
+    mixers = handle.mixers
+    row_layers = mixers.layers if mixers.that_are(ROWS) else None
+    yield DecoderPatch(decoder, handle, row_layers=row_layers, refuse=partial(refuse_holes, mixers=mixers))
+    yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))
     if multimodal is not None:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 
-__all__ = ["PACKED", "bound_to_view", "is_view", "viewed_module"]
+__all__ = ["PACKED", "bound_to_view", "is_view", "view_of", "viewed_module"]
 
 PACKED = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
@@ -52,11 +52,17 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
         return property(lambda view: view._held[name])
 
     body = {name: held(name) for name in names} | {"__slots__": ("_held", "_viewed"), "__module__": cls.__module__}
-    return type(cls)(cls.__name__, (cls,), body)
+    made = type(cls)(cls.__name__, (cls,), body)
+    if "forward" in vars(made) and "forward" not in names:
+        # A layer that can be checkpointed wraps the forward of every subclass, and only the outermost checkpoints.
+        del made.forward
+    return made
 
 
-def _view(module: nn.Module, held: dict[str, Any]) -> nn.Module:
-    held = {"config": PackedConfig(module.config), **held}
+def view_of(module: nn.Module, held: dict[str, Any]) -> nn.Module:
+    """`module` with the attributes in `held` of another value; its state is the very same."""
+    if hasattr(module, "config"):
+        held = {"config": PackedConfig(module.config), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
     for name, value in (("__dict__", module.__dict__), ("_held", held), ("_viewed", module)):
@@ -80,7 +86,7 @@ def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> C
 
     Args:
         module (`torch.nn.Module`):
-            The module; it has a `config`.
+            The module; if it has a `config`, the view's names packed attention, unless another one is held.
         forward (`Callable`, *optional*):
             What stands in `module.__dict__["forward"]`; without it the forward of the class.
         **held:
@@ -92,12 +98,12 @@ def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> C
     if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
         held |= dict.fromkeys(replaced)
-        view = _view(module, held)
+        view = view_of(module, held)
         view._held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
         if not any(a is module for a in forward.args):
             return None
         return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)
-    view = _view(module, held)
+    view = view_of(module, held)
     if forward is None:
         return type(module).forward.__get__(view)
     if isinstance(forward, MethodType) and forward.__self__ is module:
