@@ -76,14 +76,33 @@ def family_outcomes(family: str) -> dict[str, Any]:
     result: dict[str, Any] = {"class": type(model).__name__, "implementations": implementations}
     for implementation in implementations:
         model = build(family, implementation)
-        try:
-            reference = alone(model)
-        except Exception as error:
-            return {"not_built": f"does not run by itself: {_line(error)}"}
-        result.setdefault("own_padding", own_padding(model, reference))
-        for mode, sharing in MODES.items():
-            result[mode] = _merged(result.get(mode), _outcome(model, reference, sharing))
+        with stable_topk():
+            try:
+                reference = alone(model)
+            except Exception as error:
+                return {"not_built": f"does not run by itself: {_line(error)}"}
+            own = own_padding(model, reference)
+            result.setdefault("own_padding", own)
+            for mode, sharing in MODES.items():
+                result[mode] = _merged(result.get(mode), _outcome(model, reference, sharing, own))
     return result
+
+
+@contextmanager
+def stable_topk() -> Iterator[None]:
+    """
+    Let `topk` choose the first among equal values, until the block ends.
+
+    torch leaves open which it chooses, and its choice depends on how many values there are: in a longer row an indexer
+    selects other keys for the same token. Scores of tiny random indexers are often equal, namely zero.
+    """
+
+    def topk(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+    with mock.patch.object(torch.Tensor, "topk", topk), mock.patch.object(torch, "topk", topk):
+        yield
 
 
 def alone(model: PreTrainedModel) -> Reference:
@@ -139,12 +158,16 @@ def leaking_layouts() -> Iterator[None]:
         yield
 
 
-def _outcome(model: PreTrainedModel, reference: Reference, sharing: bool) -> dict[str, Any]:
+def _outcome(
+    model: PreTrainedModel, reference: Reference, sharing: bool, own: dict[str, float | str]
+) -> dict[str, Any]:
     figures = {"logps": 0.0, "gradients": 0.0}
     for side in SIDES:
         try:
             logp, gradient = _packed_difference(model, reference, sharing, side)
-            routers = _router_difference(model, sharing, side)
+            # Router logits are compared with the padded computation, where that itself is right.
+            padded_is_right = isinstance(own[side], float) and own[side] <= TOLERANCE
+            routers = _router_difference(model, sharing, side) if padded_is_right else {}
         except PaddingRemovalError as refused:
             return {"outcome": "refused", "reason": str(refused)}
         except Exception as error:

@@ -131,6 +131,12 @@ def packed_attention(
             f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
             "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
         )
+    if query.shape[2] != call.layout.packed_tokens or key.shape[2] != call.layout.packed_tokens:
+        raise PaddingRemovalError(
+            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
+            f"{call.layout.packed_tokens} tokens: they are not one for each token. Padding cannot be removed from "
+            "this model; train it with `padding_free=False`."
+        )
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     _check_arguments(name, module, kwargs)

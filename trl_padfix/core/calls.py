@@ -60,6 +60,8 @@ class ModelCall:
             What the module around the decoder was called with, if there is one: ids and mask of a multimodal model.
         scored (`torch.Tensor` of shape `(n,)`, *optional*):
             Places in the flattened batch whose hidden states the LM head asks for; the decoder returns no others.
+        mask (`torch.Tensor` of shape `(B, L)`, *optional*):
+            The attention mask that the model was called with: some (RWKV) do not hand it to their decoder.
         pools_last (`bool`):
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
@@ -69,6 +71,7 @@ class ModelCall:
     decoder: nn.Module
     arguments: dict[str, Any] = field(default_factory=dict)
     scored: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     pools_last: bool = False
     layout: Layout | None = None
 

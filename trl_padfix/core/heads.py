@@ -37,7 +37,7 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            with running(ModelCall(decoder)):
+            with running(ModelCall(decoder, mask=call.get("attention_mask"))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
@@ -53,7 +53,8 @@ class LMHeadPatch(ForwardPatch):
             return self.wrapped(*args, **kwargs)
         row, column = index // target.shape[1], index % target.shape[1]
         kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
-        with running(ModelCall(decoder, scored=row * labels.shape[1] + column)):
+        places = row * labels.shape[1] + column
+        with running(ModelCall(decoder, scored=places, mask=call.get("attention_mask"))):
             output = self.wrapped(*args, **kwargs)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):

@@ -197,8 +197,14 @@ def _against_packing(module: nn.Module) -> str:
         return "attention written out" if any("attention_mask" in names for names in forwards) else "recurrence"
     if any(hasattr(m, "indexer") for m in module.modules()):
         return "indexer that selects keys among those of the batch"
+    if any(getattr(m, "compressor", None) is not None for m in module.modules()):
+        return "keys that stand for several tokens"
     for attention in attentions:
-        if counts_columns(attention) and getattr(attention, "attn_temperature_tuning", True):
+        # Llama 4 has a temperature in its layers without rotary embedding only.
+        with_temperature = getattr(attention, "attn_temperature_tuning", True) and not getattr(
+            attention, "use_rope", 0
+        )
+        if counts_columns(attention) and with_temperature:
             return "temperature by the place in the batch"
     if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
         return "attention with a bias of its own"

@@ -41,6 +41,9 @@ from .positions import Numbering, length_dependent_rope, takes_positions
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
 
 
+_PAST_AND_MASK = ("attention_mask", "past_key_values", "cache_params", "state")
+
+
 class DecoderPatch(ForwardPatch):
     """
     Packs at the decoder's door, unpacks at its exit.
@@ -85,6 +88,8 @@ class DecoderPatch(ForwardPatch):
         try:
             if asked is not None and asked.arguments:
                 call = with_plain_mask(call, asked.arguments, self.module)
+            elif asked is not None and asked.mask is not None and all(call.get(k) is None for k in _PAST_AND_MASK):
+                call["attention_mask"] = asked.mask  # RWKV does not hand it to its decoder
             layout = self.attachment.layout_of(call, asked)
             if layout is None:
                 return self.wrapped(*args, **kwargs)

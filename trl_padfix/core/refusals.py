@@ -6,12 +6,15 @@ Rules are about what a layer does, not about names of models. What no rule knows
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import refuse_implementation
 from .layout import Layout
 from .mixers import PACKED, Mixers
+from .positions import position_embeddings
 
 
 __all__ = ["refusal", "refuse_holes"]
@@ -41,6 +44,11 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
+    if "attention_mask" not in inspect.signature(decoder.forward).parameters:
+        return f"`{type(decoder).__name__}.forward` takes no `attention_mask`, and tells padding by token ids"
+    for table in position_embeddings(decoder):
+        if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
+            return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
     mixers = Mixers.of(decoder)
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"

@@ -188,7 +188,7 @@ def _of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
     shape = tuple(rows.tokens[block].shape)
     packed = isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take))
     is_same = made is None or made is value
-    if packed and (is_same or (isinstance(made, torch.Tensor) and tuple(made.shape[:2]) == shape)):
+    if packed and (is_same or (isinstance(made, torch.Tensor) and made.shape == (*shape, *value.shape[2:]))):
         return rows.gather(value, block)
     return made
 
