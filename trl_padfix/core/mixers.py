@@ -200,15 +200,16 @@ def _against_packing(module: nn.Module) -> str:
     if any(getattr(m, "compressor", None) is not None for m in module.modules()):
         return "keys that stand for several tokens"
     for attention in attentions:
-        # Llama 4 has a temperature in its layers without rotary embedding only.
-        with_temperature = getattr(attention, "attn_temperature_tuning", True) and not getattr(
-            attention, "use_rope", 0
-        )
-        if counts_columns(attention) and with_temperature:
+        if counts_columns(attention) and _has_temperature(attention):
             return "temperature by the place in the batch"
     if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
         return "attention with a bias of its own"
     return ""
+
+
+def _has_temperature(attention: nn.Module) -> bool:
+    """Whether an attention module that numbers its columns uses the numbers; Llama 4 not where it rotates."""
+    return bool(getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False))
 
 
 def _hands_indices_on(module: nn.Module) -> bool:

@@ -44,8 +44,8 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
-    if "attention_mask" not in inspect.signature(decoder.forward).parameters:
-        return f"`{type(decoder).__name__}.forward` takes no `attention_mask`, and tells padding by token ids"
+    if getattr(config, "prompt_length", 0):
+        return f"it puts `prompt_length={config.prompt_length}` tokens of its own before the tokens of the batch"
     for table in position_embeddings(decoder):
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
