@@ -60,8 +60,8 @@ class ModelCall:
             What the module around the decoder was called with, if there is one: ids and mask of a multimodal model.
         scored (`torch.Tensor` of shape `(n,)`, *optional*):
             Places in the flattened batch whose hidden states the LM head asks for; the decoder returns no others.
-        mask (`torch.Tensor` of shape `(B, L)`, *optional*):
-            The attention mask that the model was called with: some (RWKV) do not hand it to their decoder.
+        given (`dict`):
+            Mask, positions and bounds that the model was called with: some do not hand them to their decoder.
         pools_last (`bool`):
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
@@ -71,7 +71,7 @@ class ModelCall:
     decoder: nn.Module
     arguments: dict[str, Any] = field(default_factory=dict)
     scored: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    given: dict[str, Any] = field(default_factory=dict)
     pools_last: bool = False
     layout: Layout | None = None
 
@@ -89,7 +89,7 @@ class PackedCall:
         decoder (`torch.nn.Module`): The decoder that is called.
         position_ids (`torch.Tensor`): Positions of the packed tokens, as the decoder is given them.
         last_position (`int` or `torch.Tensor`, *optional*): Largest position of the padded call, padding included.
-        dry_run (`Callable`, *optional*): Tells how the decoder calls its layers for rows, where some need rows.
+        dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
         made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
@@ -98,7 +98,7 @@ class PackedCall:
     decoder: nn.Module
     position_ids: torch.Tensor
     last_position: int | torch.Tensor = 0
-    dry_run: Callable[..., Any] | None = None
+    dry_run: Callable[..., Any] = lambda rows: []
     made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:

@@ -212,7 +212,7 @@ class PaddingRemoval(Attachment):
             call,
             prefix_sharing=self.prefix_sharing,
             packs_padded=self.packs_padded,
-            takes_positions=takes_positions(self.decoder),
+            takes_positions=_is_given_positions(self.decoder),
             model_call=model_call,
         )
 
@@ -296,6 +296,12 @@ class ForwardPatch:
             del self.module.forward
         else:
             self.module.forward = self.below
+
+
+def _is_given_positions(decoder: nn.Module) -> bool:
+    """Whether the positions of a call reach a decoder, even if it does not look at them (Mamba)."""
+    kinds = [p.kind for p in inspect.signature(decoder.forward).parameters.values()]
+    return takes_positions(decoder) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _are_packed(position_ids: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            with running(ModelCall(decoder, mask=call.get("attention_mask"))):
+            with running(ModelCall(decoder, given=_told_of_rows(call))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
@@ -54,7 +54,7 @@ class LMHeadPatch(ForwardPatch):
         row, column = index // target.shape[1], index % target.shape[1]
         kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
         places = row * labels.shape[1] + column
-        with running(ModelCall(decoder, scored=places, mask=call.get("attention_mask"))):
+        with running(ModelCall(decoder, scored=places, given=_told_of_rows(call))):
             output = self.wrapped(*args, **kwargs)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
@@ -80,6 +80,11 @@ class LMHeadPatch(ForwardPatch):
             return {}
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
         return {"labels": labels.masked_fill(follows, -100)}
+
+
+def _told_of_rows(call: dict[str, Any]) -> dict[str, Any]:
+    """What the arguments of a model say of its rows."""
+    return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q")}
 
 
 class HeadPatch(ForwardPatch):

@@ -35,13 +35,14 @@ from .handle import ForwardPatch, PaddingRemoval
 from .images import with_plain_mask
 from .layers import takes_any_argument
 from .layout import Layout, pack
-from .positions import Numbering, length_dependent_rope, takes_positions
+from .positions import Numbering, length_dependent_rope
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
 
 
-_PAST_AND_MASK = ("attention_mask", "past_key_values", "cache_params", "state")
+_TOLD = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+"""Arguments of a decoder by which it knows its rows, or goes on with rows that it knows."""
 
 
 class DecoderPatch(ForwardPatch):
@@ -53,8 +54,8 @@ class DecoderPatch(ForwardPatch):
             The decoder.
         attachment ([`PaddingRemoval`]):
             The handle.
-        row_layers (`dict[str, torch.nn.Module]`, *optional*):
-            Its layers by name, if some of them need rows.
+        layers (`dict[str, torch.nn.Module]`, *optional*):
+            Its layers by name.
         refuse (`Callable`, *optional*):
             Says why a layout cannot be packed, if it cannot.
     """
@@ -66,13 +67,14 @@ class DecoderPatch(ForwardPatch):
         module: nn.Module,
         attachment: PaddingRemoval,
         *,
-        row_layers: dict[str, nn.Module] | None = None,
+        layers: dict[str, nn.Module] | None = None,
         refuse: Callable[[Layout], str | None] | None = None,
     ):
         super().__init__(module, attachment)
-        self.row_layers, self.refuse = row_layers, refuse
+        self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
         self.takes_any = takes_any_argument(module)
+        self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
     @torch.compiler.disable
@@ -88,8 +90,9 @@ class DecoderPatch(ForwardPatch):
         try:
             if asked is not None and asked.arguments:
                 call = with_plain_mask(call, asked.arguments, self.module)
-            elif asked is not None and asked.mask is not None and all(call.get(k) is None for k in _PAST_AND_MASK):
-                call["attention_mask"] = asked.mask  # RWKV does not hand it to its decoder
+            elif asked is not None and all(call.get(k) is None for k in _TOLD):
+                # Mamba does not hand positions to its decoder, RWKV not even the mask.
+                call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
             layout = self.attachment.layout_of(call, asked)
             if layout is None:
                 return self.wrapped(*args, **kwargs)
@@ -102,7 +105,7 @@ class DecoderPatch(ForwardPatch):
         self.attachment.stats.add(layout)
         call["use_cache"] = False
         if layout.is_trivial:
-            return unpack_output(self.wrapped(**call), layout, asked)
+            return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
             raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
@@ -117,9 +120,8 @@ class DecoderPatch(ForwardPatch):
             raise PaddingRemovalError(reason)
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         positions, last = packed["position_ids"], self._last_position(call, layout)
-        if not self.takes_any and not takes_positions(self.module):
-            del packed["position_ids"]
-        dry_run = DryRun(self.module, self.row_layers, packed, last) if self.row_layers else None
+        packed = self._accepted(packed)
+        dry_run = DryRun(self.module, self.layers, packed, last)
         current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run)
         if self.takes_any:
             packed[LAYOUT] = current
@@ -130,6 +132,10 @@ class DecoderPatch(ForwardPatch):
         if asked is not None and not asked.pools_last and asked.scored is None:
             asked.layout = layout
         return unpack_output(output, layout, asked)
+
+    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the decoder takes: what its model was given it may not."""
+        return call if self.takes_any else {k: v for k, v in call.items() if k in self.parameters}
 
     def _last_position(self, call: dict[str, Any], layout: Layout) -> int | torch.Tensor:
         """The largest position of the padded call, where the decoder looks at it."""

@@ -22,7 +22,7 @@ from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .handle import Attachment, ForwardPatch, PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .mixers import ROWS, Mixers
+from .mixers import Mixers
 from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
 from .refusals import refusal, refuse_holes
@@ -105,8 +105,7 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
     mixers = handle.mixers
-    row_layers = mixers.layers if mixers.that_are(ROWS) else None
-    yield DecoderPatch(decoder, handle, row_layers=row_layers, refuse=partial(refuse_holes, mixers=mixers))
+    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_holes, mixers=mixers))
     yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))
