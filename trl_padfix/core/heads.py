@@ -7,6 +7,7 @@ decoder is to return; [`HeadPatch`] stands at the projection onto the vocabulary
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
+            if call.get("use_cache") is None and call.get("past_key_values") is None and self._takes_use_cache:
+                call["use_cache"] = False  # before GIT asks its config
             with running(ModelCall(decoder, given=_told_of_rows(call))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
@@ -61,6 +64,10 @@ class LMHeadPatch(ForwardPatch):
                 spread = value.new_zeros(target.numel()).index_copy(0, index, value[0])
                 output[name] = spread.view(target.shape)
         return output
+
+    @property
+    def _takes_use_cache(self) -> bool:
+        return "use_cache" in inspect.signature(self.wrapped).parameters
 
     def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
         """Whether the decoder can be asked for the states at some places of a call of the model only."""

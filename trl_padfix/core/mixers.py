@@ -8,6 +8,8 @@ mixer runs in one of three ways:
 - `forked`: linear attention, state-space scans and short convolutions, whose functions are led past the seams;
 - `rows`: everything else that is causal, on blocks of rows.
 
+A decoder that is more than a stack of such layers is given whole rows (`whole_rows.py`).
+
 Rules are about what a module does, read from its class, not about names of models.
 """
 
@@ -28,11 +30,12 @@ from .layers import LayerPatch, hands_arguments_on
 from .patches import ViewPatch
 from .primitives import PrimitivesPatch, primitives_of
 from .rows import RowsPatch
+from .whole_rows import needs_whole_rows
 
 
-__all__ = ["FORKED", "PACKED", "ROWS", "Mixer", "Mixers"]
+__all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers"]
 
-PACKED, FORKED, ROWS = "packed", "forked", "rows"
+PACKED, FORKED, ROWS, WHOLE = "packed", "forked", "rows", "whole rows"
 
 _MIXING = {
     "alibi",
@@ -63,7 +66,7 @@ class Mixer:
     Attributes:
         name (`str`): Its name in the decoder.
         module (`torch.nn.Module`): The module.
-        how (`str`): `packed`, `forked` or `rows`.
+        how (`str`): `packed`, `forked` or `rows`; `whole rows` if it is the decoder.
         why (`str`): What it is that a packed row cannot serve; empty for packed ones.
     """
 
@@ -91,6 +94,8 @@ class Mixers:
     @classmethod
     def of(cls, decoder: nn.Module) -> Mixers:
         """The mixers of `decoder`, each with the way in which it runs."""
+        if reason := needs_whole_rows(decoder):
+            return cls(decoder, {}, (Mixer("", decoder, WHOLE, reason),))
         layers = dict(_layers(decoder))
         found: dict[int, Mixer] = {}
         for name, layer in layers.items():
@@ -110,6 +115,8 @@ class Mixers:
 
     def patches(self, handle: Any) -> Iterator[ForwardPatch]:
         """What makes each mixer run in its way."""
+        if self.that_are(WHOLE):
+            return
         on_rows = [m.module for m in self.that_are(ROWS)]
         inside = {id(part) for module in on_rows for part in module.modules()}
         for module in self.decoder.modules():

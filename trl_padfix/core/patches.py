@@ -36,6 +36,7 @@ from .images import with_plain_mask
 from .layers import takes_any_argument
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
+from .whole_rows import needs_whole_rows, over_whole_rows
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
@@ -73,6 +74,7 @@ class DecoderPatch(ForwardPatch):
         super().__init__(module, attachment)
         self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
+        self.takes_whole_rows = bool(needs_whole_rows(module))
         self.takes_any = takes_any_argument(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
@@ -118,6 +120,8 @@ class DecoderPatch(ForwardPatch):
             )
         if self.refuse is not None and (reason := self.refuse(layout)):
             raise PaddingRemovalError(reason)
+        if self.takes_whole_rows:
+            return unpack_output(over_whole_rows(self.wrapped, self._accepted(call), layout), layout, asked)
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)

@@ -15,6 +15,7 @@ from .attention import refuse_implementation
 from .layout import Layout
 from .mixers import PACKED, Mixers
 from .positions import position_embeddings
+from .whole_rows import needs_whole_rows
 
 
 __all__ = ["refusal", "refuse_holes"]
@@ -44,11 +45,11 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
-    if getattr(config, "prompt_length", 0):
-        return f"it puts `prompt_length={config.prompt_length}` tokens of its own before the tokens of the batch"
     for table in position_embeddings(decoder):
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
+    if needs_whole_rows(decoder):
+        return None
     mixers = Mixers.of(decoder)
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"

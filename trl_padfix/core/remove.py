@@ -27,6 +27,7 @@ from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
 from .refusals import refusal, refuse_holes
 from .towers import MultimodalPatch, TowerPatch, towers
+from .whole_rows import needs_whole_rows
 
 
 __all__ = ["attachment_of", "attachments_of", "number_padded_rows", "remove_padding"]
@@ -93,6 +94,11 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
             "`padding_free=False` in a trainer's configuration."
+        )
+    if prefix_sharing and (why := needs_whole_rows(decoder)):
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
+            "share. Attach with `prefix_sharing=False`: padding is removed all the same."
         )
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from .calls import LAYOUT, PackedCall, packed_call, running
 from .dry_run import calls_of_layers
@@ -27,7 +28,7 @@ from .layers import LayerCall, layer_call
 from .layout import Layout
 
 
-__all__ = ["RowBlocks", "RowsPatch", "grouped_by_length", "row_blocks"]
+__all__ = ["RowBlocks", "RowsPatch", "grouped_by_length", "joined", "row_blocks"]
 
 BEYOND = 1.125
 """A block of rows holds at most this many times the tokens of its rows; what is beyond the ends of rows is waste."""
@@ -53,13 +54,13 @@ class RowBlocks:
     take: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, one_block: bool = False) -> RowBlocks:
-        """The rows of the segments of `layout`; all of them in `one_block`, or by length."""
+    def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBlocks:
+        """The rows of the segments of `layout`: those of about one length together, of exactly one, or all."""
         T, device = layout.packed_tokens, layout.packed_index.device
         keys = torch.arange(T, device=device) if layout.key_index is None else layout.key_index
         paths = keys.split(layout.key_lengths)
         lengths = list(layout.key_lengths)
-        groups = [list(range(len(lengths)))] if one_block else grouped_by_length(lengths)
+        groups = [list(range(len(lengths)))] if one_block else grouped_by_length(lengths, 1 if by_length else BEYOND)
         begin_of, begin = {}, 0  # where the row of a segment begins in the outputs of all blocks
         tokens, beyond = [], []
         for group in groups:
@@ -85,12 +86,12 @@ class RowBlocks:
         return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.take).unsqueeze(0)
 
 
-def grouped_by_length(lengths: list[int]) -> list[list[int]]:
-    """Indices of `lengths` in groups of about equal length, such that padding each to its longest wastes little."""
+def grouped_by_length(lengths: list[int], beyond: float = BEYOND) -> list[list[int]]:
+    """Indices of `lengths` in groups that, each padded to its longest, hold at most `beyond` times their tokens."""
     groups: list[list[int]] = []
     total = 0
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and lengths[i] * (len(groups[-1]) + 1) <= BEYOND * (total + lengths[i]):
+        if groups and lengths[i] * (len(groups[-1]) + 1) <= beyond * (total + lengths[i]):
             groups[-1].append(i)
             total += lengths[i]
         else:
@@ -101,7 +102,7 @@ def grouped_by_length(lengths: list[int]) -> list[list[int]]:
 
 def row_blocks(call: PackedCall, one_block: bool = False) -> RowBlocks:
     """The blocks of rows of a packed forward."""
-    return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block))
+    return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block=one_block))
 
 
 class RowsPatch(ForwardPatch):
@@ -134,7 +135,7 @@ class RowsPatch(ForwardPatch):
             block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
             with running(None):
                 outputs.append(self.wrapped(*block_args, **block_kwargs))
-        return _joined(outputs, rows)
+        return joined(outputs, rows)
 
 
 def _argument(
@@ -183,8 +184,9 @@ def _of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
         others = made if isinstance(made, dict) else {}
         return {k: _of_rows(v, others.get(k), rows, block) for k, v in value.items()}
     if type(value) in (list, tuple):
-        others = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
-        return type(value)(_of_rows(v, other, rows, block) for v, other in zip(value, others, strict=True))
+        others: Any = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
+        pairs = zip(value, list(others), strict=True)
+        return type(value)(_of_rows(v, other, rows, block) for v, other in pairs)
     shape = tuple(rows.tokens[block].shape)
     packed = isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take))
     is_same = made is None or made is value
@@ -193,7 +195,7 @@ def _of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
     return made
 
 
-def _joined(outputs: list[Any], rows: RowBlocks) -> Any:
+def joined(outputs: list[Any], rows: RowBlocks) -> Any:
     """The outputs of all blocks as one of the packed row."""
     first = outputs[0]
     if isinstance(first, nn.Parameter):
@@ -203,6 +205,8 @@ def _joined(outputs: list[Any], rows: RowBlocks) -> Any:
         if all(tuple(output.shape[:2]) == shape for output, shape in zip(outputs, shapes, strict=True)):
             return rows.scatter(outputs)
         return None  # attention weights: a packed forward has none
+    if isinstance(first, ModelOutput):
+        return type(first)(**{name: joined([output[name] for output in outputs], rows) for name in first})
     if isinstance(first, list | tuple):
-        return type(first)(_joined([output[i] for output in outputs], rows) for i in range(len(first)))
+        return type(first)(joined([output[i] for output in outputs], rows) for i in range(len(first)))
     return first if len(outputs) == 1 or first is None else None
