@@ -22,6 +22,9 @@ from transformers import PreTrainedModel
 import trl_padfix.core.batches
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.errors import PaddingRemovalError
+from trl_padfix.core.find import find_decoder
+from trl_padfix.core.mixers import Mixers
+from trl_padfix.core.refusals import refusal
 
 
 __all__ = ["LEAK", "MODES", "TOLERANCE", "family_outcomes", "leaking_layouts"]
@@ -64,7 +67,7 @@ def family_outcomes(family: str) -> dict[str, Any]:
 
     Returns:
         `dict` with `padding_free` and `prefix_sharing`, each with an `outcome` (`exact`, `refused`, `wrong`) and its
-        figures or reason; or with `not_built`.
+        figures or reason, and with `mixers`, how many of them run in each way; or with `not_built`.
     """
     try:
         model = build(family)
@@ -74,6 +77,8 @@ def family_outcomes(family: str) -> dict[str, Any]:
     if implementations != ["eager"]:
         implementations.append("eager")
     result: dict[str, Any] = {"class": type(model).__name__, "implementations": implementations}
+    if refusal(model, model, find_decoder(model)) is None:
+        result["mixers"] = dict(Mixers.of(find_decoder(model)).counts())
     for implementation in implementations:
         model = build(family, implementation)
         with stable_topk():

@@ -152,10 +152,10 @@ def _argument(
         if given[key] is value and (value is not None or key == name):
             return _of_rows(value, made.get(key), rows, block)
     if isinstance(value, dict):
-        parts = {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
-        return parts
+        return {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in value)
+        values: Any = value
+        return type(value)([_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in values])
     found = _counterpart(given, made, value)
     return _of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
 

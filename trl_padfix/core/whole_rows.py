@@ -23,7 +23,7 @@ __all__ = ["needs_whole_rows", "over_whole_rows"]
 
 def needs_whole_rows(decoder: nn.Module) -> str:
     """Why a decoder is given whole rows; empty if it is not."""
-    prompt_length = getattr(getattr(decoder, "config", None), "prompt_length", 0)
+    prompt_length = getattr(decoder, "prompt_length", 0)
     if prompt_length:
         return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
     if "patch_lengths" in inspect.signature(decoder.forward).parameters:
