@@ -37,6 +37,7 @@ STACKS = (
     *(f"tests/core/test_{name}.py" for name in ("compat", "stacks", "reward_models")),
     "tests/trainers/test_stacks_dpo.py",
 )
+CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
@@ -54,10 +55,11 @@ def install(session: nox.Session, stack: Stack) -> None:
 def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions."""
     install(session, stack)
-    session.run("pytest", *STACKS, *session.posargs)
+    session.run("pytest", *CELLS, *STACKS, *session.posargs)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
     if trainers:
-        session.run("pytest", *(f"tests/trainers/test_{name.lower()}.py" for name in trainers), *session.posargs)
+        files = [f"tests/trainers/test_{name.lower()}.py" for name in trainers]
+        session.run("pytest", *CELLS, *files, *session.posargs)
     if stack == TESTED[0]:
         session.run("pytest", "tests/end_to_end/stories", *session.posargs)
 

@@ -1,10 +1,17 @@
 """What every test runs under: no chatter, one thread, and no test that this machine or this run is not for."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
 from kit.torchvision_stand_in import torchvision_loads
 
+
+# A console of rich keeps the width that these name when it is built, whatever a test sets later. The workers of
+# pytest-xdist are born with them: once readline is imported, it hands its 80 columns on to every subprocess.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 torchvision_loads()  # where it is installed, transformers imports it
 

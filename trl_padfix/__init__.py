@@ -6,9 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .core import compat
+from .core.version import __version__
 
-
-__version__ = "0.1.0.dev0"
 
 # Where each public name lives. Modules are imported when a name of theirs is first asked for: `import trl_padfix`
 # costs nothing, and TRL is imported only by whoever wants a trainer.

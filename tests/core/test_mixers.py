@@ -94,6 +94,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 @functools.cache
+@torch.enable_grad()
 def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return alone(without_dropout(build(family)))
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from kit.families import build
 from kit.family_outcomes import TOLERANCE
+from kit.models import batch
+from kit.models import build as tiny
 
-from trl_padfix import padding_free_layout, remove_padding
+from trl_padfix import check_parity, padding_free_layout, remove_padding
 from trl_padfix.core.find import find_decoder
 from trl_padfix.core.positions import Numbering, packed_positions, position_embeddings
 
@@ -59,3 +61,86 @@ def test_positions_that_go_on_give_other_numbers(monkeypatch):
                 monkeypatch.setattr(patch, "packed", patch.wrapped)
         broken = model(IDS, attention_mask=MASK, use_cache=False).logits
     assert (packed - broken)[MASK.bool()].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_where_the_mask_is_summed_up_a_hole_does_not_count(sharing):
+    model = build("opt")
+    ids, mask = batch("holes")
+    ids = ids.clamp(max=model.config.vocab_size - 1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            found = model(ids, attention_mask=mask).logits
+            report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
+    assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
+    assert report.ok
+    assert handle.stats.packed_tokens < mask.numel()
+
+
+def test_columns_for_real_tokens_are_found_wrong_by_the_parity_check(monkeypatch):
+    model = build("opt")
+    ids, mask = batch("holes")
+    given = {"input_ids": ids.clamp(max=model.config.vocab_size - 1), "attention_mask": mask}
+    monkeypatch.setattr("trl_padfix.core.positions._ranks", lambda layout: layout.positions)
+    assert not check_parity(model, given).ok
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 1.5, 2.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def with_rope(kind: str, family: str = "qwen2"):
+    return tiny(family, rope_parameters=ROPES[kind], max_position_embeddings=16, head_dim=8)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["columns", "given positions"])
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given):
+    ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))  # 24 columns, rows of at most 14
+    positions = {"position_ids": torch.arange(24).expand_as(ids)} if given else {}
+    model = with_rope(kind).train()
+    expected = model(ids, attention_mask=mask, use_cache=False, **positions).logits[mask.bool()]
+    expected.square().mean().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        found = model(ids, attention_mask=mask, **positions).logits[mask.bool()]
+        found.square().mean().backward()
+    assert handle.stats.packed_tokens < mask.numel()
+    assert (found - expected).abs().max() < 10 * TOLERANCE
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).norm() <= 1e-4 * gradient.norm()
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
+    ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))
+    model = with_rope(kind)
+    monkeypatch.setattr("trl_padfix.core.remove.length_dependent_rope", lambda decoder: [])
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        with remove_padding(model):
+            found = model(ids, attention_mask=mask).logits
+    assert (found - expected)[mask.bool()].abs().max() > 0.01
+
+
+def test_the_outermost_module_says_how_tokens_are_numbered():
+    assert Numbering.of(find_decoder(build("opt"))).by_mask
+    for family in (
+        "biogpt",
+        "gpt2",
+        "llama",
+        "bart",
+    ):  # BioGPT's embedding is given columns
+        assert Numbering.of(find_decoder(build(family))).by_columns

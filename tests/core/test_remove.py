@@ -504,13 +504,6 @@ def test_all_hidden_states_are_laid_out_over_the_batch(sharing):
         assert (one[mask == 0] == 0).all()
 
 
-def test_attention_weights_are_refused():
-    ids, mask = batch("mixed")
-    model = build("qwen2", "eager")
-    with remove_padding(model), pytest.raises(PaddingRemovalError, match="output_attentions"):
-        model(ids, mask, output_attentions=True)
-
-
 @SHARING
 def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing):
     ids, mask = batch("mixed")
@@ -1044,6 +1037,19 @@ def test_calls_that_cannot_be_packed_are_refused(sharing, kwargs, error, message
 def test_it_takes_exactly_one_model(model, message):
     with pytest.raises(TypeError, match=message):
         remove_padding(model())
+
+
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_attention_weights_are_refused(where):
+    ids, mask = batch("right")
+    model = build("qwen2", "eager")
+    model.config.output_attentions = where == "config"
+    with remove_padding(model) as handle:
+        with pytest.raises(PaddingRemovalError, match=r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"):
+            model(ids, attention_mask=mask, **({"output_attentions": True} if where == "call" else {}))
+        with handle.disabled():
+            weights = model(ids, attention_mask=mask, output_attentions=True).attentions
+    assert len(weights) == model.config.num_hidden_layers
 
 
 def test_attaching_twice_is_refused():

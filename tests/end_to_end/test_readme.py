@@ -8,6 +8,7 @@ import pytest
 import torch
 import trl
 from datasets import load_dataset
+from kit.cells import slow_but
 from typer.testing import CliRunner
 
 import trl_padfix
@@ -91,7 +92,13 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 }
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] not in METHODS])
+BENCHES = [c for c in COMMANDS if c.startswith("trl-padfix bench")]
+SLOW = [c for c in BENCHES if "--data equal" not in c and "--trainer" not in c] + [c for c in COMMANDS if "2048" in c]
+
+
+@pytest.mark.parametrize(
+    "command", slow_but(set(COMMANDS) - set(SLOW), [c for c in COMMANDS if c.split()[1] not in METHODS])
+)
 def test_every_command_runs(command, tiny_model, monkeypatch):
     monkeypatch.chdir(ROOT)
     for shown, here in TINY.items():

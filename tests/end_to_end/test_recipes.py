@@ -59,6 +59,7 @@ def tiny_run(tmp_path_factory):
     return output, result
 
 
+@SLOW  # CI runs this recipe as the README has it, too
 def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     output, result = tiny_run
     for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
@@ -70,6 +71,7 @@ def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     assert any("eval_padfix/shared_fraction" in entry for entry in history)
 
 
+@SLOW
 def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_run, tmp_path):
     output, _ = tiny_run
     model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
@@ -82,6 +84,7 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
     assert model.config.model_type == "qwen2"
 
 
+@SLOW
 def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
     result = launch(
         "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
@@ -110,6 +113,7 @@ def test_the_recipe_of_sft_learns_what_is_chosen():
     assert sft.to_dialogues(sft.to_dialogues(chats)).column_names == ["messages"]
 
 
+@SLOW
 def test_an_unknown_key_stops_the_recipe(tmp_path):
     config = yaml.safe_load((ROOT / "recipes/dpo_tiny.yaml").read_text()) | {"paddingfree": True}
     path = tmp_path / "typo.yaml"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import trl
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -15,6 +16,7 @@ import trl_padfix
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_tiny_recipe_names_shapes(tmp_path):
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "recipes/sft_vlm.py"),

@@ -27,6 +27,7 @@ OURS = {
     "generation_kwargs": None,
     "eval_generation_samples": None,
     "max_tokens_per_batch": None,
+    "exact_eval_means": False,
 }
 
 

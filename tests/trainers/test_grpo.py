@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import trl
+from kit.cells import once_each
 from kit.online_runs import (
     MODES,
     ONLINE_SETTINGS,
@@ -125,8 +126,7 @@ def assert_set_up_is_trls(case: str, mode: str, make, theirs: OnlineRun, atol: f
     return ours
 
 
-@pytest.mark.parametrize("mode", PACKED)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize(("case", "mode"), once_each([case for case in CASES if case != "plain"], PACKED))
 def test_every_set_up_is_trls(case, mode, make, trl_run):
     ours = assert_set_up_is_trls(case, mode, make, trl_run(case))
     # Layers run twice, or for the reference, or in generation without a cache or with paged memory.

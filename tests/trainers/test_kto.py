@@ -8,6 +8,7 @@ import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
+from kit.cells import once_each
 from kit.trainer_runs import (
     MODES,
     SETTINGS,
@@ -115,8 +116,7 @@ def test_ten_steps_and_an_evaluation_are_trls(mode, make, trl_run):
     assert all(mask[:, -1 if left else 0].all() for _, mask in ours.batches)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize(("case", "mode"), once_each([case for case in CASES if case != "plain"], TWO_MODES))
 def test_every_set_up_is_trls(case, mode, make, trl_run):
     ours = train(make, case, **SIDED_MODES[mode])
     assert_same(ours.trajectory(*METRICS), trl_run(case).trajectory(*METRICS))

@@ -1,6 +1,7 @@
 """What our trainers override of TRL's can be called as TRL calls it."""
 
 import inspect
+import pydoc
 
 import pytest
 import trl
@@ -58,7 +59,27 @@ def test_configurations_are_trls_with_our_fields(name):
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
-    both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch"}
+    both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch", "exact_eval_means"}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
+    both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
     assert added == ours | sided | with_reference | both
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_signatures_show_the_parameters_of_trl(name):
+    ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert "train_dataset" in inspect.signature(ours).parameters
+    assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
+
+
+def test_a_subclass_with_its_own_parameters_shows_them():
+    class Own(trl_padfix.DPOTrainer):
+        def __init__(self, folder: str, **kwargs):
+            super().__init__(**kwargs)
+
+    class Plain(Own):
+        pass
+
+    assert list(inspect.signature(Own).parameters) == list(inspect.signature(Plain).parameters) == ["folder", "kwargs"]

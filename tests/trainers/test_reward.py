@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import once_each
 from kit.trainer_runs import (
     MODES,
     SETTINGS,
@@ -96,8 +97,7 @@ def test_ten_steps_and_an_evaluation_are_trls(mode, make, trl_run):
     assert all(mask[:, -1 if side == "left" else 0].all() for _, mask in ours.batches)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize(("case", "mode"), once_each([case for case in CASES if case != "plain"], TWO_MODES))
 def test_every_set_up_is_trls(case, mode, make, trl_run):
     ours = train(make, case, **SIDED_MODES[mode])
     assert_same(ours.trajectory(*METRICS), trl_run(case).trajectory(*METRICS))
@@ -206,3 +206,40 @@ def test_an_empty_sequence_is_named():
 def test_another_padding_side_is_refused():
     with pytest.raises(ValueError, match="padding_side"):
         RewardConfig(padding_side="both", use_cpu=True, bf16=False)
+
+
+# The token that is scored
+
+
+def train_with_pad(make, trainer_class, pad: str, **config):
+    tokenizer = build_tokenizer(pad_token=pad)
+    model = build_model("reward")  # the embedding of its own pad token is zero, whatever the tokenizer pads with
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return run(
+        make(trainer_class, {"max_steps": 5} | config, model=model, processing_class=tokenizer), watch_inputs("")
+    ).trajectory("mean_reward")
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_token(mode, make):
+    before_the_end, at_the_end = (train_with_pad(make, trl.RewardTrainer, pad) for pad in ("<eos>", "<pad>"))
+    config = SIDED_MODES[mode] | {"parity_check": False}
+    assert_same(train_with_pad(make, RewardTrainer, "<eos>", **config), before_the_end)
+    assert_same(train_with_pad(make, RewardTrainer, "<eos>", pool_last_token=True, **config), at_the_end)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(before_the_end, at_the_end)
+
+
+def test_pooling_the_last_token_needs_padding_free():
+    with pytest.raises(ValueError, match="`pool_last_token=True` needs `padding_free=True`"):
+        RewardConfig(use_cpu=True, bf16=False, pool_last_token=True)
+
+
+def test_sequences_of_nothing_but_pad_tokens_are_found_before_the_first_step(make):
+    data = Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1] if i == 2 else [2, 1]} for i in range(4)])
+    given = {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
+    given |= {"train_dataset": data, "eval_dataset": None}
+    config = SIDED_MODES["padding-free, left"]
+    with pytest.raises(ValueError, match="`rejected_ids` of pair 2 of the train dataset is nothing but pad tokens"):
+        make(config=config, **given)
+    make(config=config | {"pool_last_token": True}, **given)

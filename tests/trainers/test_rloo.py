@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 import trl
+from kit.cells import once_each
 from kit.online_runs import (
     MODES,
     ONLINE_SETTINGS,
@@ -77,8 +78,7 @@ def test_ten_steps_and_an_evaluation_are_trls(mode, make, trl_run):
     assert_mode_ran(ours, mode)
 
 
-@pytest.mark.parametrize("mode", PACKED)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+@pytest.mark.parametrize(("case", "mode"), once_each([case for case in CASES if case != "plain"], PACKED))
 def test_every_set_up_is_trls(case, mode, make, trl_run):
     (ours, completions), (theirs, their_completions) = train(make, case, **MODES[mode]), trl_run(case)
     # Means over micro-batches differ where these hold other rows.

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
 
-from trl_padfix.trainers.row_costs import RowCosts, arrange, assign, pair_costs, split, text_costs
+from trl_padfix.trainers.row_costs import RowCosts, StepPlan, arrange, assign, pair_costs, split, text_costs
 
 
 @st.composite
@@ -98,16 +100,60 @@ def test_an_arranged_epoch_keeps_rows_and_global_batches(costs, per_process, pro
     draw.shuffle(order)
     arranged = list(arrange(order, costs, per_process, processes))
     assert arranged == list(arrange(order, costs, per_process, processes))
-    if not costs.shared.any():
-        size = per_process * processes
-        for begin in range(0, len(order), size):
-            assert sorted(arranged[begin : begin + size]) == sorted(order[begin : begin + size])
+    size = per_process * processes
+    for begin in range(0, len(order), size):
+        assert sorted(arranged[begin : begin + size]) == sorted(order[begin : begin + size])
     assert sorted(arranged) == sorted(order)
 
 
-def test_rows_of_one_prompt_come_up_together():
-    costs = RowCosts(np.full(6, 3), np.full(6, 4), np.array([0, 1, 0, 2, 1, 0]))
-    assert list(arrange([3, 5, 1, 0, 2, 4], costs, per_process=2, processes=1)) == [3, 5, 0, 2, 1, 4]
+def steps_of_trl(plan, order):
+    """Rows of each optimizer step, from accelerate's own sharding of TRL's micro-batches."""
+    batches = BatchSampler(order, plan.micro_batch, plan.drop_last)
+    shards = [batches]  # accelerate leaves those of a single process alone
+    if plan.processes > 1:
+        shards = [BatchSamplerShard(batches, plan.processes, i, even_batches=True) for i in range(plan.processes)]
+    shards = [list(shard) for shard in shards]
+    count = len(shards[0])
+    assert all(len(shard) == count for shard in shards)
+    steps = [range(begin, min(begin + plan.accumulated, count)) for begin in range(0, count, plan.accumulated)]
+    return [[[shard[i] for i in step] for shard in shards] for step in steps]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulated, processes, drop_last, draw):
+    plan = StepPlan(rows, micro_batch, accumulated, processes, drop_last)
+    order = list(range(rows))
+    draw.shuffle(order)
+    costs = text_costs([draw.randint(1, 9) for _ in order])
+    arranged = list(plan.arrange(order, costs))
+    assert len(arranged) == len(plan)
+    expected = steps_of_trl(plan, order)
+    size = plan.per_process * processes
+    begins = range(0, len(arranged), size)
+    assert len(begins) == len(expected)
+    for begin, step in zip(begins, expected, strict=True):
+        given = arranged[begin : begin + size]
+        per_process = len(given) // processes
+        shares = [given[i * per_process : (i + 1) * per_process] for i in range(processes)]
+        is_last = begin + size >= len(arranged)
+        if is_last and plan.last:
+            shares = [share[: plan.last] for share in shares]
+        assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
+        # The mean over micro-batches of means over rows, which all processes with several have alike.
+        weights = plan.weights(len(shares[0]))
+        assert weights.sum() == pytest.approx(1)
+        if processes == 1:
+            expected_weights = {r: 1 / len(b) / len(step[0]) for b in step[0] for r in b}
+            assert dict(zip(shares[0], weights.tolist(), strict=True)) == pytest.approx(expected_weights)
+        else:
+            assert all(len(b) == micro_batch for own in step for b in own)
 
 
 @settings(max_examples=50)

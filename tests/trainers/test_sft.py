@@ -20,6 +20,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import once_each, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
 from kit.sft_runs import METRICS, TEMPLATE, build_rows
@@ -40,7 +41,7 @@ from kit.trainer_runs import (
 )
 from peft import TaskType
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils import is_liger_kernel_available
@@ -142,20 +143,11 @@ def trl_run(make):
     return cache(lambda case: train(make, case, trl.SFTTrainer))
 
 
-# Older transformers divide by the labels of all tokens, those of first tokens too, which left-padded rows have not.
-def skip_other_counts(mode: str, case: str) -> None:
-    kinds = ("texts", "keep_end", "whole rows of completions", "whole chats", "a formatting function", "wrapped")
-    if "left" in mode and case in kinds and not NEWEST:
-        pytest.skip("this transformers counts labels that nothing predicts")
-
-
 # One trajectory
 
 
-@pytest.mark.parametrize("mode", SIDED_MODES)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(SIDED_MODES), fully=["completions only"]))
 def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run):
-    skip_other_counts(mode, objective)
     ours = train(make, objective, **SIDED_MODES[mode])
     assert len(ours.trajectory()) == STEPS + 1
     assert_same(ours.trajectory(*METRICS), trl_run(objective).trajectory(*METRICS))
@@ -168,7 +160,6 @@ def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run)
 @pytest.mark.parametrize("mode", [pytest.param(TWO_MODES[0], marks=pytest.mark.slow), TWO_MODES[1]])
 @pytest.mark.parametrize("case", SET_UPS)
 def test_every_set_up_is_trls(case, mode, make, trl_run):
-    skip_other_counts(mode, case)
     ours = train(make, case, **SIDED_MODES[mode])
     assert_same(ours.trajectory(*METRICS), trl_run(case).trajectory(*METRICS))
     if case not in ("label smoothing", "a loss of one's own", "wrapped") and "checkpointing" not in case:
@@ -177,8 +168,7 @@ def test_every_set_up_is_trls(case, mode, make, trl_run):
     assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
 
 
-@pytest.mark.parametrize("mode", ["padded, left", *TWO_MODES])
-@pytest.mark.parametrize("objective", ["completions only", "dft"])
+@pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     runs = [
         train(
@@ -282,7 +272,7 @@ def trl_packed(make):
     ("implementation", "padding_free"),
     [("sdpa", True), ("sdpa", False), ("eager", False), ("flash_attention_2", True), ("flash_attention_2", False)],
 )
-@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+@pytest.mark.parametrize("strategy", slow_but(["bfd"], ["bfd", "bfd_split"]))
 def test_packing_is_trls_on_every_backend(strategy, implementation, padding_free, make, trl_packed):
     theirs = trl_packed(strategy)
     with flash_attention_stand_in():
@@ -325,10 +315,10 @@ def test_no_mask_of_all_packed_tokens_by_all_is_built(trainer_class, make):
 
 @pytest.mark.parametrize("packs_training", [True, False])
 def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, make):
-    config = {"max_length": 48, "packing": packs_training, "per_device_eval_batch_size": 3}
+    config = EXACT | {"max_length": 48, "packing": packs_training, "per_device_eval_batch_size": 3}
     rows = build_rows(24, 1)
     packed = make(config=config | {"eval_packing": True}, eval_dataset=rows)
-    separate = make(config={"max_length": 48}, eval_dataset=rows)
+    separate = make(config=EXACT | {"max_length": 48}, eval_dataset=rows)
     assert len(packed.eval_dataset) < 24 == len(separate.eval_dataset)
     metrics = [evaluated(trainer) for trainer in (packed, separate)]
     for name in ["eval_loss", "eval_mean_token_accuracy", *(["eval_entropy"] if NEWEST else [])]:
@@ -336,6 +326,37 @@ def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, ma
     assert packed._handles[0].stats.packed_tokens > 0
     packed.train()
     assert (packed._handles[0].stats.padded_tokens > 0) is True
+
+
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "pad_token_id": 39}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def build_gpt2():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**GPT2))
+
+
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+@pytest.mark.parametrize("config", [{}, {"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 60}])
+def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, make):
+    """transformers counts the labels of GPT-2, whose `loss_type` it does not know, with those of first tokens."""
+    given = {"train_dataset": build_rows(40, kind=kind), "eval_dataset": build_rows(8, 1, kind=kind)}
+    settings = SHORT | {"gradient_accumulation_steps": 2}
+    ours = make(config=settings | config | {"padding_side": "left"}, model=build_gpt2(), **given)
+    theirs = make(trl.SFTTrainer, settings, model=build_gpt2(), **given)
+    found = []
+    for trainer in (ours, theirs):
+        trainer.train()
+        trainer.evaluate()
+        steps = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
+        found.append(torch.tensor([*steps, [trainer.state.log_history[-1]["eval_loss"], 0.0]]))
+    assert_same(*found)
+    batch = next(iter(theirs.get_train_dataloader()))
+    labels = batch["labels"] != -100
+    assert (labels.sum() > labels[:, 1:].sum()) == (kind == "texts")  # it is the first labels that are counted
+    assert not getattr(theirs, "_loss_shifts_labels", False)
 
 
 def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
@@ -456,6 +477,9 @@ def evaluated(trainer) -> dict[str, float]:
     return trainer.state.log_history[-1]
 
 
+EXACT = {"exact_eval_means": True}
+
+
 def batch_sizes(make_sized, names) -> list[dict[str, float]]:
     metrics = [evaluated(make_sized(size)) for size in (1, 2, 8, 64)]
     return [{name: m[f"eval_{name}"] for name in names} for m in metrics]
@@ -466,7 +490,7 @@ def test_any_evaluation_batch_size_gives_the_same_metrics(mode, make):
     names = ["loss", "mean_token_accuracy", *(["entropy"] if NEWEST else [])]
     rows = build_rows(21, 3)
     got = batch_sizes(
-        lambda n: make(config=SIDED_MODES[mode] | {"per_device_eval_batch_size": n}, eval_dataset=rows), names
+        lambda n: make(config=SIDED_MODES[mode] | EXACT | {"per_device_eval_batch_size": n}, eval_dataset=rows), names
     )
     for metrics in got[1:]:
         assert metrics == pytest.approx(got[0], abs=1e-5)
@@ -480,7 +504,8 @@ def test_any_evaluation_batch_size_gives_the_same_metrics_in_dpo(mode, tmp_path)
     names = ["loss", "rewards/margins", "rewards/chosen", "rewards/accuracies", "logps/rejected"]
     names += ["entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy"] if NEWEST else []
     given = {"train_dataset": dpo_pairs(4), "eval_dataset": dpo_pairs(21, 3)}
-    got = batch_sizes(lambda n: make_dpo(tmp_path, MODES[mode] | {"per_device_eval_batch_size": n}, **given), names)
+    exact = MODES[mode] | EXACT
+    got = batch_sizes(lambda n: make_dpo(tmp_path, exact | {"per_device_eval_batch_size": n}, **given), names)
     for metrics in got[1:]:
         assert metrics == pytest.approx(got[0], abs=1e-5)
     theirs = evaluated(make_dpo(tmp_path, {"per_device_eval_batch_size": 64}, trl.DPOTrainer, **given))
@@ -614,8 +639,7 @@ def assert_evaluated(trainer, padding_free: bool) -> None:
     assert ("padfix/pad_fraction" in logs[0]) is padding_free
 
 
-@pytest.mark.parametrize("padding_free", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "padding_free"), once_each(["left", "right"], [False, True]))
 @pytest.mark.parametrize("shape", ["qwen2", "llama"])
 def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding_free, make):
     with flash_attention_stand_in() as calls:

@@ -14,12 +14,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset
 from kit import budget_runs
 from kit.budget_runs import BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
+from kit.cells import slow_but
 from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -84,7 +86,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["dpo", "dpo, left", "sft", "sft, accumulation"], CASES))
 def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     name, config = CASES[case]
     trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
@@ -118,10 +120,11 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_mean_of_means_is_not_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
+def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
     trainer = make(name, tmp_path, ours=True, max_steps=9)
-    monkeypatch.setattr(trainer, "_batch_size_of", lambda batch: torch.tensor(1))
-    monkeypatch.setattr(trainer, "_metric_sizes", lambda batch: {})
+    rising = staticmethod(lambda rows: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
+    monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
+    monkeypatch.setattr(trainer, "_metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -135,9 +138,11 @@ def test_reference_log_probabilities_that_were_computed_before_are_split_with_th
 
 
 def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
-    data = build_data("dpo").select(list(range(6)) * 4)
-    data = data.map(lambda row, i: {"chosen": f"{row['chosen']}w{2 + i} "}, with_indices=True)
-    trainer = make("dpo", tmp_path, ours=True, data=data, max_tokens_per_batch=300, max_steps=3, **SHARING)
+    # Two prompts of ten tokens in each step, in turns; a prompt and its four pairs are 26 tokens.
+    prompts = [f"w{3 + 2 * (i // 8) + i % 2} " * 10 for i in range(24)]
+    data = Dataset.from_list([{"prompt": p, "chosen": f"w{10 + i}", "rejected": "w9"} for i, p in enumerate(prompts)])
+    given = {"data": data, "max_tokens_per_batch": 30, "max_steps": 3, "train_sampling_strategy": "sequential"}
+    trainer = make("dpo", tmp_path, ours=True, **given, **SHARING)
     found = []
     compute_loss = trainer.compute_loss
 
@@ -148,9 +153,94 @@ def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
 
     trainer.compute_loss = loss
     trainer.train()
-    assert len(found) == 3  # steps, each of two prompts of four pairs
-    assert [len(prompts) for prompts in found] == [2, 2, 2]
-    assert not set.intersection(*found)
+    assert len(found) == 6  # three steps of two prompts with four pairs each
+    assert [len(prompts) for prompts in found] == [1] * 6
+
+
+# The rows of a step, and what they weigh
+
+
+RAGGED = {
+    "a last micro-batch of one row": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 13},
+    "a last step of one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 11},
+    "a last step without accumulation": {"per_device_train_batch_size": 4, "rows": 14},
+    "the last rows dropped": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "rows": 13, "dataloader_drop_last": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [{}, SHARING], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(name, case, mode, tmp_path):
+    """Two epochs, shuffled; every prompt comes up several times."""
+    config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5}
+    rows = config.pop("rows")
+    data = build_data(name).select(range(rows))
+    if name == "dpo":
+        prompts = data["prompt"]
+        data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    runs = {}
+    for ours in (True, False):
+        trainer = make(name, tmp_path, ours=ours, data=data, **config, **mode if ours else {})
+        steps = watched(trainer)
+        runs[ours] = steps, trainer.state.log_history
+    theirs = [log for log in runs[False][1] if "loss" in log]
+    ours = [log for log in runs[True][1] if "loss" in log]
+    wanted = [
+        "loss",
+        "grad_norm",
+        *(n for n in theirs[0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))),
+    ]
+    assert_same(*(torch.tensor([[log[n] for n in wanted] for log in logs]) for logs in (ours, theirs)))
+    # The budget split steps (TRL's batches may be split already), and what is logged is not that of any other order.
+    assert max(len(batch) for step in runs[True][0] for batch in step) < max(
+        map(sum, [map(len, s) for s in runs[True][0]])
+    )
+    assert len({round(log["loss"], 4) for log in theirs}) > len(theirs) // 2
+
+
+def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
+    """What an epoch was before rows kept to their step."""
+    data = build_data("dpo").select(range(16))
+    prompts = data["prompt"]
+    data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    config = {"per_device_train_batch_size": 4, "max_steps": 4, "data": data}
+    theirs = make("dpo", tmp_path, ours=False, **config)
+    theirs.train()
+    sort = staticmethod(lambda plan, order, costs: [order[i] for i in np.argsort(costs.group[order], kind="stable")])
+    monkeypatch.setattr(token_budget.StepPlan, "arrange", lambda *args: iter(sort(*args)))
+    ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
+    ours.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(ours.state.log_history), figures(theirs.state.log_history))
+
+
+@pytest.mark.parametrize(("name", "more"), [("dpo", {}), ("sft", {})])
+def test_noise_that_depends_on_the_length_of_a_batch_is_refused(name, more, tmp_path):
+    with pytest.raises(ValueError, match="`neftune_noise_alpha=5` adds noise whose size depends on the length"):
+        make(name, tmp_path, ours=True, neftune_noise_alpha=5, **more)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
+)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path, monkeypatch):
+    rope = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+    build = budget_runs.build_model
+    kind = "rope_parameters" if "rope_parameters" in build().config.to_dict() else "rope_scaling"
+    limits = {"max_position_embeddings": 16, kind: rope}
+    monkeypatch.setattr(budget_runs, "build_model", lambda **more: build(**more, **limits))
+    with pytest.raises(
+        ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
+    ):
+        make(name, tmp_path, ours=True)
+    make(name, tmp_path, ours=True, max_length=16)  # no row is long enough for it
 
 
 COUNTED = ["num_tokens"]
@@ -170,7 +260,7 @@ FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
 
 @pytest.mark.parametrize(
     ("kind", "flags"),
-    [("MULTI_CPU", ["--multi_gpu"]), pytest.param("FSDP", FSDP2, marks=pytest.mark.slow)],
+    slow_but([], [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)]),
     ids=["ddp", "fsdp2"],
 )
 def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
@@ -195,7 +285,7 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
     halved = token_budget._halved
-    monkeypatch.setattr(token_budget, "_halved", lambda batches, count, rows: halved(batches, count + 2, rows))
+    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count: halved(pieces, count + 2))
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
     steps = watched(trainer)

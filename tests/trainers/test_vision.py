@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.torchvision_stand_in import torchvision_loads
 from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model
@@ -89,8 +91,10 @@ def decoder_tokens(model: PreTrainedModel) -> list[int]:
     return entered
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", DATA)
+FAST = [("DPO", "prefix sharing, right"), ("SFT", "padding-free, left"), ("SFT", "padded, left")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), slow_but(FAST, product(DATA, MODES)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])

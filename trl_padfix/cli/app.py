@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .. import __version__
+from ..core.version import __version__
 from . import bench, doctor, parity, stats, train
 from .launch import METHODS
 

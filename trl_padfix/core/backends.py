@@ -1,8 +1,7 @@
 """
 Which attention implementations this machine can run a model with, and why not the others.
 
-Nothing is downloaded to find out, and no kernel is run: packages, device, precision and what the model's class says it
-supports are looked at.
+It looks at packages, device, precision and the model's class; it downloads nothing and runs no kernel.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def layout_of(
     _check_shareable(call)
     positions = call.get("position_ids")
     given = ids, call.get("attention_mask"), positions
-    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(ids, mask, positions))
+    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(call["input_ids"], mask, positions))
 
 
 def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: bool) -> Layout | None:

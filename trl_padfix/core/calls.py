@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import ModelOutput
 
 from .errors import PaddingRemovalError
 from .layout import Layout, pack, unpack
@@ -150,8 +150,13 @@ def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
 @contextmanager
 def running(call: ModelCall | PackedCall | RowsCall | None) -> Iterator[None]:
     """`call` is running until the block ends; with `None` no call of a model, packed or over rows, is."""
-    tokens = []
-    for variable, kind in ((_model_call, ModelCall), (_packed_call, PackedCall), (_rows_call, RowsCall)):
+    tokens: list[tuple[Any, Any]] = []
+    variables: tuple[tuple[Any, type], ...] = (
+        (_model_call, ModelCall),
+        (_packed_call, PackedCall),
+        (_rows_call, RowsCall),
+    )
+    for variable, kind in variables:
         if call is None or isinstance(call, kind):
             tokens.append((variable, variable.set(call)))
         elif isinstance(call, RowsCall):
@@ -228,7 +233,7 @@ def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.
     )
 
 
-def visual_mask(call: dict[str, Any], batch_shape: tuple[int, int]) -> torch.Tensor | None:
+def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
     """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
     masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
     return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
@@ -255,7 +260,7 @@ def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None) ->
         return _unpack_value(hidden, layout)
 
     if isinstance(output, ModelOutput):
-        last = output.last_hidden_state
+        last = output["last_hidden_state"]
         for name, value in output.items():
             if name != "last_hidden_state":
                 output[name] = _unpack_value(value, layout)

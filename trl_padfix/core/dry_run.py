@@ -65,7 +65,7 @@ class DryRun:
     def _over(self, rows: RowBlocks, block: int) -> LayerCalls:
         given = {k: _rows_of(k, v, rows, block) for k, v in self.packed.items()}
         given |= {"attention_mask": None, "use_cache": False}
-        positions = given.get("position_ids")
+        positions: Any = given.get("position_ids")
         running_call = RowsCall(self.decoder, positions, self.last_position)
         for outputs in _OUTPUTS:
             seen: LayerCalls = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from .compat import decoder_of
 __all__ = ["find_decoder", "find_multimodal", "find_pretrained", "pools_by_token_id"]
 
 
-def find_decoder(model: PreTrainedModel) -> nn.Module:
+def find_decoder(model: PreTrainedModel) -> Any:
     """The text decoder of a model: the module between the embeddings and the head."""
     decoder = decoder_of(model)
     if isinstance(decoder, PreTrainedModel) and decoder is not model and decoder.get_output_embeddings() is not None:

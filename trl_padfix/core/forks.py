@@ -171,7 +171,7 @@ class Tree:
         padded = [with_zero(x[0]) for x in inputs]
         outputs, states = [], []
         for level in self.levels:
-            known = torch.cat(states) if states else None
+            known: Any = torch.cat(states) if states else None
             for block in level.blocks:
                 shape = block.tokens.shape
                 parts = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in padded]

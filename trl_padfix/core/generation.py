@@ -77,7 +77,7 @@ def left_align(
     return tuple(tensor[rows, columns] for tensor in given)
 
 
-def generate(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
+def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     """
     `model.generate`, for a batch of any padding side.
 
@@ -275,8 +275,8 @@ def check_generation_settings(config: Any) -> None:
     }
     for name in taken.keys() & kwargs.keys():
         raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
-    fields = set(GenerationConfig().to_dict())
-    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(GenerationMixin.generate).parameters))
+    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
+    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
     if unknown:
         raise ValueError(
             f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "

@@ -167,7 +167,8 @@ class PaddingRemoval(Attachment):
         pool_last_token: bool = False,
     ):
         super().__init__()
-        self.decoder, self.multimodal = decoder, multimodal
+        self.decoder: Any = decoder
+        self.multimodal: Any = multimodal
         self.prefix_sharing, self.pool_last_token = prefix_sharing, pool_last_token
         self.packs_padded = True
         self.stats = PaddingStats()
@@ -230,8 +231,8 @@ class ForwardPatch:
     """Whether gradient checkpointing calls the patched module again, perhaps after the handle was removed."""
 
     def __init__(self, module: nn.Module, attachment: Any):
-        self.module, self.attachment = module, attachment
-        self.below: Any = None
+        self.module: Any = module
+        self.attachment, self.below = attachment, None
 
     runs_on_view = False
     """Whether packed forwards run the module on a view of it."""
@@ -278,6 +279,10 @@ class ForwardPatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:
             args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` makes a method of what it finds
+        return self.call(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward while the patch is on."""
         return self.packed(*args, **kwargs) if self.attachment.enabled else self.wrapped(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from .calls import visual_mask
 from .compat import own_masks
@@ -34,7 +33,7 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
         they are, embeddings and features as 64 bits of their content.
     """
     keys: list[torch.Tensor] = []
-    mask_BL = visual_mask(call, batch_shape)
+    mask_BL = visual_mask(call, tuple(batch_shape))
     for name, value in call.items():
         if name in ("attention_mask", "input_ids", "labels", "cache_position"):
             continue
@@ -51,7 +50,7 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
     return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
 
 
-def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: nn.Module) -> dict[str, Any]:
+def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: Any) -> dict[str, Any]:
     """
     A decoder call with the two-dimensional mask that prepared masks were made of.
 
@@ -87,12 +86,12 @@ def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: nn.Mo
     return call | {"attention_mask": mask}
 
 
-def _same_mask(prepared: torch.Tensor | None, own: torch.Tensor | None, mask: torch.Tensor) -> bool:
+def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:
     """Whether two masks agree on the rows of real tokens. No mask is a causal one of a batch without padding."""
+    if prepared is None and own is None:
+        return True
     if prepared is None or own is None:
-        if prepared is own:
-            return True
-        other = prepared if own is None else own
+        other: Any = prepared if own is None else own
         own = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
         own = own.expand(len(mask), 1, -1, -1)
         prepared = other if other.dtype == torch.bool else other == 0

@@ -129,7 +129,7 @@ def attend_torch_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     window = kwargs.get("sliding_window")
-    output = varlen_attn(
+    output: Any = varlen_attn(
         query[0].transpose(0, 1),
         _gather_keys(key, layout)[0].transpose(0, 1),
         _gather_keys(value, layout)[0].transpose(0, 1),
@@ -187,13 +187,14 @@ class _GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout = layout
-        return states.index_select(2, layout.key_index)
+        ctx.layout, index = layout, layout.key_index
+        return states if index is None else states.index_select(2, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         layout: Layout = ctx.layout
-        segments, indices = grads[0].split(layout.key_lengths, dim=2), layout.key_index.split(layout.key_lengths)
+        key_index: Any = layout.key_index
+        segments, indices = grads[0].split(layout.key_lengths, dim=2), key_index.split(layout.key_lengths)
         shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
         states = torch.cat([segment[:, :, n:] for segment, n in zip(segments, shared, strict=True)], dim=2)
         for segment, index, n in zip(segments, indices, shared, strict=True):

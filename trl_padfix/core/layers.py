@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -94,10 +93,7 @@ class LayerPatch(ForwardPatch):
         super().__init__(module, attachment)
         self.is_layer = is_layer
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:
-            args = args[1:]
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)

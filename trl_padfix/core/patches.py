@@ -79,12 +79,11 @@ class DecoderPatch(ForwardPatch):
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         if packed_call(self.module) is None:
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
         with running(None):  # a call from within a packed forward is a forward of its own
-            return super().__call__(*args, **kwargs)
+            return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         asked = model_call(self.module)
@@ -154,8 +153,7 @@ class ViewPatch(ForwardPatch):
 
     serves_recomputation = runs_on_view = True
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         # The recomputation of a packed forward is packed, whatever was switched off in between.
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
@@ -187,8 +185,7 @@ class RopePatch(ForwardPatch):
 
     serves_recomputation = True
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
         arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
@@ -214,7 +211,7 @@ class NumberingPatch(ForwardPatch):
         return self.wrapped(**call)
 
 
-def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: nn.Module, ids: torch.Tensor | None) -> None:
+def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: Any, ids: torch.Tensor | None) -> None:
     rows = decoder.get_input_embeddings().num_embeddings
     if ids is not None and int(ids.max()) >= rows:
         raise ValueError(
@@ -223,7 +220,7 @@ def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: nn.Module, id
         ) from error
 
 
-def _noisy_embeddings(decoder: nn.Module, call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _noisy_embeddings(decoder: Any, call: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """
     What NEFTune makes of the embeddings of a batch, packed; nothing where it is off.
 

@@ -60,8 +60,10 @@ class Numbering:
         by_ids = next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
         forwards = (inspect.unwrap(type(module).forward) for module in decoder.modules())
         codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
-        named = [c for c in codes if {"attention_mask", "position_ids"} <= set(c.co_varnames)]
-        return cls(by_ids, any("cumsum" in c.co_names for c in named))
+        # The outermost module that numbers anything gives the positions to those within it.
+        named = [set(c.co_names) for c in codes if {"attention_mask", "position_ids"} <= set(c.co_varnames)]
+        numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
+        return cls(by_ids, "cumsum" in numbering)
 
     @property
     def by_columns(self) -> bool:

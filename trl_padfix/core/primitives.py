@@ -47,15 +47,12 @@ class PrimitivesPatch(ForwardPatch):
 
     serves_recomputation = runs_on_view = True
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:
-            args = args[1:]
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
-        forward = self.on_view()
+        forward: Any = self.on_view()
         function = getattr(forward, "__func__", None)
         assert function is not None, "a mixer whose forward is not a method of its class is handed rows"
         space = inspect.unwrap(function).__globals__

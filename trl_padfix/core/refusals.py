@@ -62,7 +62,7 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
     # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
-    return refuse_implementation(config._attn_implementation)
+    return refuse_implementation(str(config._attn_implementation))
 
 
 def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:

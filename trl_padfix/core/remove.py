@@ -119,9 +119,10 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
         yield from (TowerPatch(m, handle) for m in towers(multimodal, decoder))
         yield MultimodalPatch(multimodal, handle)
     # What calls the decoder or, of a multimodal model, the module around it.
-    if (multimodal or decoder) in model.children() and model.get_output_embeddings() is not None:
+    head = model.get_output_embeddings()
+    if (multimodal or decoder) in model.children() and head is not None:
         yield LMHeadPatch(model, handle)
-        yield HeadPatch(model.get_output_embeddings(), handle)
+        yield HeadPatch(head, handle)
     if pools_by_token_id(model):
         yield PoolingPatch(model, handle)
 

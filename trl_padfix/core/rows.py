@@ -114,10 +114,7 @@ class RowsPatch(ForwardPatch):
         super().__init__(module, attachment)
         self.one_block = one_block
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:
-            args = args[1:]
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
@@ -154,8 +151,8 @@ def _argument(
     if isinstance(value, dict):
         return {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
     if type(value) in (list, tuple):
-        values: Any = value
-        return type(value)([_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in values])
+        kind: Any = type(value)
+        return kind([_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in value])
     found = _counterpart(given, made, value)
     return _of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
 
 from .calls import ModelCall, bind, model_call, running
 from .handle import ForwardPatch, PaddingRemoval
@@ -25,7 +26,7 @@ from .images import tensors_in
 __all__ = ["MultimodalPatch", "TowerPatch", "towers"]
 
 
-def towers(multimodal: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+def towers(multimodal: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
     """The parts of a multimodal module that turn what is not text into features: vision towers, projectors."""
     parts = [m for m in multimodal.children() if not isinstance(m, nn.Embedding) and any(True for _ in m.parameters())]
     head = multimodal.get_output_embeddings()

@@ -26,22 +26,22 @@ PACKED = "trl_padfix"
 class PackedConfig:
     """A config of which everything is the given one's, but the name of its attention."""
 
-    __slots__ = ("_own",)
+    __slots__ = ("padfix_config",)
     _attn_implementation = PACKED
     _attn_implementation_internal = PACKED
 
     def __init__(self, own: PretrainedConfig):
-        object.__setattr__(self, "_own", own)
+        object.__setattr__(self, "padfix_config", own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self.padfix_config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._own, name, value)
+        setattr(self.padfix_config, name, value)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> PackedConfig:
-        found = self._own.get_text_config(*args, **kwargs)
-        return self if found is self._own else PackedConfig(found)
+        found = self.padfix_config.get_text_config(*args, **kwargs)
+        return self if found is self.padfix_config else PackedConfig(found)
 
 
 @functools.cache
@@ -49,38 +49,39 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     """A subclass of `cls` whose instances hold `names` apart from their `__dict__`."""
 
     def held(name: str) -> property:
-        return property(lambda view: view._held[name])
+        return property(lambda view: view.padfix_held[name])
 
-    body = {name: held(name) for name in names} | {"__slots__": ("_held", "_viewed"), "__module__": cls.__module__}
-    made = type(cls)(cls.__name__, (cls,), body)
+    body = {name: held(name) for name in names}
+    body |= {"__slots__": ("padfix_held", "padfix_module"), "__module__": cls.__module__}
+    made: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
     if "forward" in vars(made) and "forward" not in names:
         # A layer that can be checkpointed wraps the forward of every subclass, and only the outermost checkpoints.
         del made.forward
     return made
 
 
-def view_of(module: nn.Module, held: dict[str, Any]) -> nn.Module:
+def view_of(module: Any, held: dict[str, Any]) -> Any:
     """`module` with the attributes in `held` of another value; its state is the very same."""
     if hasattr(module, "config"):
         held = {"config": PackedConfig(module.config), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
-    for name, value in (("__dict__", module.__dict__), ("_held", held), ("_viewed", module)):
+    for name, value in (("__dict__", module.__dict__), ("padfix_held", held), ("padfix_module", module)):
         object.__setattr__(view, name, value)
     return view
 
 
 def is_view(module: nn.Module) -> bool:
     """Whether a packed forward made `module` up."""
-    return hasattr(type(module), "_viewed")
+    return hasattr(type(module), "padfix_module")
 
 
-def viewed_module(module: nn.Module) -> nn.Module:
+def viewed_module(module: Any) -> Any:
     """The module that a view stands for, or the module itself."""
-    return module._viewed if is_view(module) else module  # type: ignore[return-value]
+    return module.padfix_module if is_view(module) else module
 
 
-def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> Callable | None:
+def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:
     """
     The forward of a module as a packed forward calls it.
 
@@ -99,7 +100,7 @@ def bound_to_view(module: nn.Module, forward: Callable | None, **held: Any) -> C
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
         held |= dict.fromkeys(replaced)
         view = view_of(module, held)
-        view._held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
+        view.padfix_held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
         if not any(a is module for a in forward.args):
             return None
         return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)

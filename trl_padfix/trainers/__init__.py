@@ -7,11 +7,8 @@ from typing import Any
 import trl_padfix
 
 
-_TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
-
-
 def __getattr__(name: str) -> Any:
-    # One at a time: not every TRL has all of them.
-    if name not in _TRAINERS:
+    # Imported when asked for: not every TRL has all of them.
+    if not (name.endswith("Trainer") and name in trl_padfix.__all__):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(trl_padfix, name)

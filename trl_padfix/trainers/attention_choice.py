@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -27,24 +27,27 @@ __all__ = ["AttentionChoiceMixin", "set_attention"]
 logger = get_logger(__name__)
 
 _FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-"""What of `model_init_kwargs` says where the configuration of a model is."""
+"""Keys of `model_init_kwargs` that `AutoConfig.from_pretrained` needs to find the configuration."""
 
 
 class AttentionChoiceMixin:
     """The attention of policy and reference for a TRL trainer; stands in front of [`PaddingRemovalMixin`]."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._attention: Implementation | None = None
-        self._ref_attention: Implementation | None = None
-        self._attention_is_set = False
-        with contextlib.ExitStack() as self._constructing:
-            super().__init__(*args, **kwargs)
-        del self._constructing
+    _attention: Implementation | None = None
+    _ref_attention: Implementation | None = None
+    _attention_is_set = False
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with contextlib.ExitStack() as self._constructing:
+                super().__init__(*args, **kwargs)
+            del self._constructing
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
         model, ref_model = given.get("model"), given.get("ref_model")
-        asked = _asked(config)
+        asked = _requested_implementation(config)
         ref_asked = parse_implementation(getattr(config, "ref_attn_implementation", None))
         if model is None or (asked is None and ref_asked is None):
             return
@@ -79,7 +82,7 @@ class AttentionChoiceMixin:
         super()._set_up_padding()
 
     def _set_attention(self) -> None:
-        """Switch what TRL did not load as it is to run, before anything is attached to it."""
+        """Switch models that TRL did not load with the wanted attention, before anything is attached to them."""
         reference = getattr(self, "ref_model", None)
         for model, implementation in ((self.model, self._attention), (reference, self._ref_attention)):
             if model is not None and implementation is not None:
@@ -149,7 +152,7 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
     return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())
 
 
-def _asked(config: Any) -> Implementation | None:
+def _requested_implementation(config: Any) -> Implementation | None:
     """
     The implementation that a configuration asks for.
 
@@ -167,7 +170,7 @@ def _asked(config: Any) -> Implementation | None:
 
 
 def _workload(model: str | nn.Module, config: Any) -> Workload:
-    """What is to be run, as far as it is known before weights are loaded."""
+    """Device, precision and model configuration of a run, known before weights are loaded."""
     if isinstance(model, str):
         given = config.model_init_kwargs or {}
         where = {name: given[name] for name in _FOR_CONFIG if name in given}
@@ -196,7 +199,7 @@ def _resolved(asked: Implementation, workload: Workload, field: str) -> Implemen
 
 
 def _default(model: str | nn.Module, workload: Workload) -> str:
-    """What a model runs with if nothing is asked for."""
+    """The implementation that a model runs with if the configuration does not name one."""
     if not isinstance(model, str):
         return str(find_pretrained(model).config._attn_implementation)
     return "sdpa" if judge("sdpa", workload).usable else "eager"

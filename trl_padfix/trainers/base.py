@@ -3,6 +3,19 @@ The mixin that removes padding from a TRL trainer.
 
 It attaches `remove_padding` to the policy and the reference, lets the default collator honour the padding side,
 runs the parity check on the first batches and counts tokens. Losses, metrics and the loop are TRL's.
+
+A new trainer is one file with a class `class XTrainer(PaddingRemovalMixin, trl.XTrainer)`, and one line in `_MODULES`
+of `trl_padfix/__init__.py`. It fills in what differs from the defaults:
+
+- `_collators`: TRL's collators and ours for them, if the padding side is to be honoured.
+- `_takes_images`: `False` if data with images is refused.
+- `_check_before(config, given)`: errors that are better raised before a model is loaded.
+- `_prepare_dataset(...)` (TRL's): errors and warnings about the data, before and after TRL has tokenized it.
+- `_padded_batches(inputs)`: ids and mask of each forward of the policy, if the batch names them differently.
+- `_wrap_model_for_loss(model)`: if TRL's loss hands the model something that it must not see.
+- `_packing_options()`: more arguments of `remove_padding`.
+- `observe_step(model, inputs)`: a context for the forwards of a step, if TRL computes them outside `compute_loss`.
+- `_loss_items`, `_metric_items`, `_rows_per_item`: only for `ExactEvalMixin` and `BudgetMixin`.
 """
 
 from __future__ import annotations
@@ -11,13 +24,12 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.batches import step_layouts
 from ..core.errors import PaddingRemovalError
@@ -35,13 +47,16 @@ from .checks import (
     explain_missing_flash_attention,
     refuse_images,
     require_rows,
+    splitting_parallelism,
 )
-from .metrics import EvalMeans, TokenMeter, gathering_nothing, own_rows
+from .metrics import TokenCounter
 
 
 __all__ = ["PaddingRemovalMixin"]
 
 logger = get_logger(__name__)
+
+Metrics = dict[str, float]
 
 
 class PaddingRemovalMixin:
@@ -53,34 +68,47 @@ class PaddingRemovalMixin:
     """
 
     _collators: dict[type, type] = {}
-    """Default collators of TRL's and what they become."""
+    """TRL's collators, and the collators of this package that replace them."""
 
     _takes_images = True
     """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        config = given.get("args")
-        self._handles: list[PaddingRemoval] = []
-        self._numberings: list[Attachment] = []
-        self._parity_pending = {"train", "eval"}
-        self._meters = {"train": TokenMeter(), "eval": TokenMeter()}
-        self._eval_means = EvalMeans()
-        self._removes_padding = bool(getattr(config, "padding_free", False))
-        self._check_before(config, given)
-        try:
-            # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-            with _field(config, "padding_free", False):
-                super().__init__(*args, **kwargs)
-            self.padding_free = self._removes_padding
-            self._set_up_padding()
-            self._check_images()
-            self._keep_padding_side()
-        except BaseException as error:
-            self.restore_padding()
-            if isinstance(error, ImportError):
-                explain_missing_flash_attention(error)
-            raise
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # `inspect.signature`, `help` and notebooks show the parameters of TRL's class; so does pyright, which does not
+        # see the `__init__` of the mixins.
+        package = __name__.partition(".")[0]
+        owner = next(c for c in cls.__mro__ if "__init__" in vars(c) and c.__module__.partition(".")[0] != package)
+        if owner is not object:
+            signature = inspect.signature(owner.__init__)
+            cls.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+            config = given.get("args")
+            self._handles: list[PaddingRemoval] = []
+            self._numberings: list[Attachment] = []
+            self._parity_pending = {"train", "eval"}
+            self._token_counters = {"train": TokenCounter(), "eval": TokenCounter()}
+            self._is_observing = False
+            self._undo_call_event = contextlib.ExitStack()
+            self._removes_padding = bool(getattr(config, "padding_free", False))
+            self._check_before(config, given)
+            try:
+                # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
+                with field_set(config, "padding_free", False):
+                    super().__init__(*args, **kwargs)
+                self.padding_free = self._removes_padding
+                self._set_up_padding()
+                self._check_images()
+                self._keep_padding_side()
+            except BaseException as error:
+                self.restore_padding()
+                if isinstance(error, ImportError):
+                    explain_missing_flash_attention(error)
+                raise
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
@@ -94,28 +122,43 @@ class PaddingRemovalMixin:
     def _set_up_padding(self) -> None:
         """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
         models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
-        wanted = self._collators.get(type(self.data_collator))
-        if wanted is not None:
-            tokenizer = getattr(self, "_tokenizer", self.processing_class)
-            side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
-            given = {f.name: getattr(self.data_collator, f.name) for f in fields(self.data_collator)}
-            self.data_collator = wanted(**given, padding_side=side)
+        self._set_up_collator()
         if self._handles or self._numberings:
             return
         # A trainer before this one may have left its own on the models, as training in stages does.
         for attachment in (a for model in models for a in attachments_of(model) if a.is_trainers):
             attachment.remove()
         if not self._removes_padding:
-            if wanted is not None and self.data_collator.padding_side == "left":
+            is_ours = type(self.data_collator) in self._collators.values()
+            if is_ours and self.data_collator.padding_side == "left":
                 self._numberings = [n for n in map(number_padded_rows, models) if n is not None]
             for numbering in self._numberings:
                 numbering.is_trainers = True
             return
         self._check_launch()
         for model in models:
-            sharing = bool(getattr(self.args, "prefix_sharing", False))
-            self._handles.append(remove_padding(model, prefix_sharing=sharing))
+            self._handles.append(remove_padding(model, **self._packing_options()))
             self._handles[-1].is_trainers = True
+
+    def _set_up_collator(self) -> None:
+        """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
+        collator, ours = self.data_collator, self._collators.get(type(self.data_collator))
+        if ours is not None:
+            tokenizer = getattr(self, "_tokenizer", self.processing_class)
+            side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
+            given = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            self.data_collator = ours(**given, padding_side=side, for_trainer=True)
+        elif type(collator) in self._collators.values() and is_dataclass(collator):
+            self.data_collator = replace(collator, for_trainer=True)
+
+    def _packing_options(self) -> dict[str, Any]:
+        """Keyword arguments of `remove_padding`."""
+        return {"prefix_sharing": bool(getattr(self.args, "prefix_sharing", False))}
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # TRL computes these inside its `__init__`, before ours has attached.
+        self._set_up_padding()
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _check_launch(self) -> None:
         """
@@ -127,13 +170,12 @@ class PaddingRemovalMixin:
                 f"`nn.DataParallel` on {self.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
                 "with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
             )
-        parallelism = self.accelerator.parallelism_config
-        for size in ("cp_size", "sp_size"):
-            if parallelism is not None and (getattr(parallelism, size, 1) or 1) > 1:
-                raise PaddingRemovalError(
-                    f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
-                    "`padding_free=False`, or train without context and sequence parallelism."
-                )
+        size = splitting_parallelism(self.accelerator, "cp_size", "sp_size")
+        if size is not None:
+            raise PaddingRemovalError(
+                f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
+                "`padding_free=False`, or train without context and sequence parallelism."
+            )
 
     def _keep_padding_side(self) -> None:
         """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
@@ -144,10 +186,15 @@ class PaddingRemovalMixin:
             with kept_padding_side(self.processing_class):
                 return call_event(*args, **kwargs)
 
+        undo = self._undo_call_event
+        if "call_event" in vars(handler):
+            undo.callback(setattr, handler, "call_event", call_event)
+        else:
+            undo.callback(vars(handler).pop, "call_event", None)
         handler.call_event = call
 
     def _check_images(self) -> None:
-        """Images that the model could not be given, or not in their places, before the first step."""
+        """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluated}.items() if self._takes_images else ():
             images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
@@ -168,103 +215,71 @@ class PaddingRemovalMixin:
 
     def restore_padding(self) -> None:
         """
-        Detach from the models: they compute padded batches again, in this trainer too.
+        Detach from the models and from the callbacks: they are as they were before this trainer was made.
 
         After training they stay attached, until this is called or another trainer of this package takes them over.
         """
         for attachment in (*self._handles, *self._numberings):
             attachment.remove()
+        self._undo_call_event.close()
         self._handles, self._numberings, self._removes_padding = [], [], False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with self.observe_step(model, inputs):
+            return super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def observe_step(self, model: Any, inputs: dict[str, Any]) -> Iterator[None]:
+        """Check parity before the first forwards, and count the tokens of the forwards within the block."""
+        if self._is_observing:
+            yield
+            return
         mode = "train" if self.model.training else "eval"
+        batches = self._padded_batches(inputs)
         if mode in self._parity_pending and self._handles and getattr(self.args, "parity_check", True):
-            for batch in self._padded_batches(inputs):
+            for batch in batches:
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
-                    self._check_parity(model, batch | self._beside_text(inputs))
-        self._meters[mode].start()
-        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
-        own, counts = inputs, True
-        if mode == "eval" and self._batch_size_of(inputs) is not None and not returns_outputs:
-            own, counts = own_rows(self.accelerator, inputs, self._rows_per_item)
-        size = None if mode == "train" else self._batch_size_of(own)
-        logged = {name: len(values) for name, values in self._metrics[mode].items()}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(step_layouts())  # the reference's forward takes what the policy's has built
-            stack.enter_context(self._counting(mode, own))
-            if size is not None:
-                stack.enter_context(gathering_nothing(self.accelerator))
-            result = super().compute_loss(self._called_by_loss(model), own, *args, **kwargs)
-        if size is not None:
-            sizes = {name: counts * n for name, n in {"loss": size, **self._metric_sizes(own)}.items()}
-            new = {name: v[-1] for name, v in self._metrics[mode].items() if len(v) > logged.get(name, 0)}
-            self._eval_means.add(self.accelerator, sizes, result[0] if returns_outputs else result, new)
-        return result
+                    self._check_parity(model, batch | self._multimodal_inputs(inputs))
+        self._token_counters[mode].start()
+        before, self._is_observing = self._forward_counts(), True
+        try:
+            with step_layouts():  # the reference's forward takes what the policy's has built
+                yield
+        finally:
+            self._is_observing = False
+        counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
+        self._token_counters[mode].add(*self._summed_over_processes(_step_counts(batches, counted)))
 
-    _rows_per_item = 1
-    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
-
-    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """
-        What the loss of a batch is a mean over, counted.
-
-        Where it is `None`, evaluation counts every batch alike, as TRL does: its means then depend on the batch size.
-        """
-        return None
-
-    def _metric_sizes(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What some metrics of a batch are means over, counted; the others are over what the loss is."""
-        return {}
-
-    def _called_by_loss(self, model: Any) -> Any:
-        """What TRL's loss is to call for the model."""
+    def _wrap_model_for_loss(self, model: Any) -> Any:
+        """Wraps the model passed to TRL's loss."""
         return model
 
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
-    def _beside_text(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What a multimodal model is given of a batch beside ids and mask."""
+    def _multimodal_inputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""
         multimodal = self._handles[0].multimodal if self._handles else None
         if multimodal is None:
             return {}
         known = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
         return {name: value for name, value in inputs.items() if name in known}
 
-    @contextlib.contextmanager
-    def _counting(self, mode: str, inputs: dict[str, Any]) -> Iterator[None]:
-        """Count the tokens of a step; what images share is known once they went through the model."""
-        if not (self._handles and self._handles[0].prefix_sharing and self._beside_text(inputs)):
-            self._count_tokens(mode, inputs)
-            yield
-            return
-        stats, mask = self._handles[0].stats, inputs["attention_mask"]
-        real, packed = stats.real_tokens, stats.packed_tokens
-        yield
-        share = (stats.packed_tokens - packed) / max(stats.real_tokens - real, 1)
-        self._add_tokens(mode, [mask.numel(), int(mask.sum()), round(share * int(mask.sum()))])
+    def _forward_counts(self) -> tuple[int, int, int]:
+        """Padded, real and packed tokens of all packed forwards of the policy so far."""
+        if not self._handles:
+            return 0, 0, 0
+        stats = self._handles[0].stats
+        return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
 
-    def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
-        counts = [0, 0, 0]
-        for batch in self._padded_batches(inputs):
-            layout = self._handles[0].layout_of(batch) if self._handles else None
-            if layout is not None:
-                found = (layout.padded_tokens, layout.real_tokens, layout.packed_tokens)
-            else:
-                padded = batch["input_ids"].numel()
-                real = int(batch["attention_mask"].sum()) if "attention_mask" in batch else padded
-                found = (padded, real, padded)
-            counts = [a + b for a, b in zip(counts, found, strict=True)]
-        self._add_tokens(mode, counts)
-
-    def _add_tokens(self, mode: str, counts: list[int]) -> None:
-        if self.accelerator.num_processes > 1:
-            alike = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-            summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
-            counts = [count // alike for count in summed.tolist()]
-        self._meters[mode].add(*counts)
+    def _summed_over_processes(self, counts: list[int]) -> list[int]:
+        if self.accelerator.num_processes == 1:
+            return counts
+        replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+        summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
+        return [count // replicas for count in summed.tolist()]
 
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -276,35 +291,15 @@ class PaddingRemovalMixin:
             report.raise_if_failed()
             logger.log(logging.INFO if report.compared else logging.WARNING, str(report))
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._meters["train"].pause()
-        self._meters["eval"] = TokenMeter()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Metrics:
+        self._token_counters["train"].pause()
+        self._token_counters["eval"] = TokenCounter()
         return super().evaluate(*args, **kwargs)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        self._eval_means = EvalMeans()
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
-        )
-        for mean in self._eval_means.of("loss").values():
-            output.metrics[f"{metric_key_prefix}_loss"] = mean
-        return output
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log(self, logs: Metrics, *args: Any, **kwargs: Any) -> None:
         mode = "train" if self.model.training else "eval"
-        # TRL logs the means of these lists, with the prefix of the mode.
-        if mode == "eval":
-            means = self._eval_means.of(*(name for name in self._metrics[mode] if name != "num_tokens"))
-            self._metrics[mode].update({name: [mean] for name, mean in means.items()})
-        for name, value in self._meters[mode].report(self._removes_padding).items():
-            self._metrics[mode][name] = [value]
+        prefix = "eval_" if mode == "eval" else ""
+        logs.update({prefix + k: v for k, v in self._token_counters[mode].report(self._removes_padding).items()})
         super().log(logs, *args, **kwargs)
 
     def create_model_card(
@@ -332,8 +327,22 @@ def kept_padding_side(processing_class: Any) -> Iterator[None]:
                 holder.padding_side = side
 
 
+def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int]) -> list[int]:
+    """
+    Padded, real and packed tokens of `batches`.
+
+    `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
+    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches.
+    """
+    padded = sum(batch["input_ids"].numel() for batch in batches)
+    if counted[0]:
+        return [padded, *(round(count * padded / counted[0]) for count in counted[1:])]
+    real = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
+    return [padded, real, padded]
+
+
 @contextlib.contextmanager
-def _field(config: Any, name: str, value: Any) -> Iterator[None]:
+def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
     """`config.name` set to `value` until the block ends; nothing where there is no config."""
     if config is None or not hasattr(config, name):
         yield

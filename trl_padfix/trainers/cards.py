@@ -1,12 +1,11 @@
-"""What a model card says of the padding that was removed."""
+"""Padding removal in the model card."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import trl_padfix
-
 from ..core.handle import PaddingRemoval
+from ..core.version import __version__
 
 
 __all__ = ["card_tags", "describe_in_card"]
@@ -33,7 +32,7 @@ def describe_in_card(path: Path, handle: PaddingRemoval | None) -> None:
     mode = " and ".join(_modes(handle)) or "padded"
     if handle is not None:
         mode += f", attention `{handle.decoder.config._attn_implementation}`"
-    line = f"- trl_padfix: {trl_padfix.__version__} ({mode})\n"
+    line = f"- trl_padfix: {__version__} ({mode})\n"
     text = path.read_text()
     before, heading, after = text.partition(VERSIONS)
     path.write_text(f"{before}{heading}{line}{after}" if heading else f"{text}\n{VERSIONS}{line}")

@@ -1,17 +1,20 @@
-"""What a trainer is given, checked before a model is loaded or data is tokenized."""
+"""Checks of the arguments of a trainer, before a model is loaded or data is tokenized."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from typing import Any
 
-import pyarrow.compute
+import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
 from .collators import check_padding_side
-from .vision_collators import check_images
+from .columns import first_misplaced_image, list_lengths
+from .config import check_prefix_sharing
+from .vision_collators import misplaced, misplaced_images
 
 
 __all__ = [
@@ -21,10 +24,12 @@ __all__ = [
     "check_vision",
     "column_names",
     "explain_missing_flash_attention",
+    "length_dependent_rope",
     "refuse_images",
     "require_columns",
     "require_eos",
     "require_rows",
+    "splitting_parallelism",
 ]
 
 
@@ -53,8 +58,7 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
-    if getattr(config, "prefix_sharing", False) and not config.padding_free:
-        raise ValueError("`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row.")
+    check_prefix_sharing(config)
     if getattr(config, "padding_free", False) and config.torch_compile:
         raise PaddingRemovalError(
             "`torch_compile=True` compiles a model for the shapes of its batches, and packed batches have another one "
@@ -137,6 +141,37 @@ def check_model(model: Any, removes_padding: bool) -> None:
         )
 
 
+def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
+    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
+    parallelism = accelerator.parallelism_config
+    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
+
+
+def length_dependent_rope(model: torch.nn.Module, max_length: int | None) -> str | None:
+    """
+    The kind of a rotary embedding whose frequencies depend on the longest row of a forward.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model.
+        max_length (`int`, *optional*):
+            Longest row of the data. Up to the length that the model was first trained with nothing depends on it.
+
+    Returns:
+        `str`, *optional*: `"dynamic"` or `"longrope"`; `None` if there is none, or if no row is long enough.
+    """
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
+                given = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", {})
+                limit = given.get("original_max_position_embeddings", limit)
+                if max_length is None or max_length > limit:
+                    return kind
+    return None
+
+
 def refuse_images(dataset: Any) -> None:
     """
     Raises:
@@ -163,14 +198,29 @@ def check_vision(dataset: Any, processor: Any, dataset_name: str) -> None:
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
     if not texts:
         return
-    pictures = dataset.select_columns(images[-1:]).with_format("arrow").iter(1000)
-    for batch, (table, words) in enumerate(zip(pictures, dataset.select_columns(texts).iter(1000), strict=True)):
-        column = table[images[-1]]
-        counts = column.is_valid() if images[-1] == "image" else pyarrow.compute.list_value_length(column)
-        rows = [dict(zip(words, row, strict=True)) for row in zip(*words.values(), strict=True)]
-        for row, count in zip(rows, counts.to_pylist(), strict=True):
-            row["images"] = [None] * int(count or 0)
-        check_images(rows, processor, f"the {dataset_name} dataset", first=1000 * batch)
+    placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+    try:
+        if len(texts) > 1:
+            raise TypeError(f"columns {texts}")
+        found = first_misplaced_image(dataset, images[-1], texts[0], placeholder)
+    except TypeError:  # a form of messages that Arrow does not look into
+        found = _first_misplaced_of_rows(dataset, images[-1], texts, processor)
+    if found is not None:
+        raise ValueError(misplaced(found, f"the {dataset_name} dataset"))
+
+
+def _first_misplaced_of_rows(
+    dataset: Dataset, image: str, texts: list[str], processor: Any
+) -> tuple[int, int, int] | None:
+    """[`first_misplaced_image`], row by row."""
+    given = list_lengths(dataset, image) if image == "images" else None
+    rows: Iterable[Any] = dataset.select_columns(texts)
+    for i, row in enumerate(rows):
+        example = dict(row)
+        example["images"] = [None] * (int(given[i]) if given is not None else 1)
+        for _, images, placeholders in misplaced_images([example], processor):
+            return i, images, placeholders
+    return None
 
 
 def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
 import trl.trainer.sft_trainer as trl_sft
 
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
@@ -24,21 +28,69 @@ def check_padding_side(padding_side: str | None, optional: bool = False) -> None
         raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
 
 
-def check_pair(example: dict[str, Any], where: str) -> None:
+@dataclass
+class SidedCollator:
     """
-    Raises:
-        ValueError: If a completion of a tokenized pair is empty.
+    What the collators of this package add to TRL's; a mixin, in front of TRL's class.
+
+    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has looked
+    at its data before the first step, and does not stop for what a stream brings later: with `for_trainer` such rows
+    are counted, warned about, and weigh what they weigh in TRL's trainer.
     """
-    for side in ("chosen", "rejected"):
-        if len(example[f"{side}_ids"]) == 0:
-            raise ValueError(
-                f"The {side} completion of {where} has no token: its log-probability would be 0 whatever the model "
-                "does, and the pair would teach nothing true. Drop the pair, or end completions with an EOS token."
-            )
+
+    padding_side: str = "right"
+    for_trainer: bool = False
+    odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side)
+
+    def refuse_or_count(self, rows: list[int], error: str, treatment: str) -> None:
+        """
+        Raises:
+            ValueError: With the text `error` if there are `rows`, where no trainer uses the collator.
+        """
+        if not rows:
+            return
+        if not self.for_trainer:
+            raise ValueError(error)
+        before = self.odd_rows[treatment]
+        self.odd_rows[treatment] += len(rows)
+        if before == 0 or len(str(before)) < len(str(self.odd_rows[treatment])):  # the 1st, 10th, 100th, ...
+            logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
+
+    def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
+        empty = batch["attention_mask"].sum(1) == 0
+        if not empty.any():
+            return batch
+        if batch["attention_mask"].shape[1] == 0:
+            values = {"input_ids": self.pad_token_id, "labels": -100}  # type: ignore[attr-defined]
+            batch = {k: v.new_full((len(v), 1), values.get(k, 0)) if v.dim() == 2 else v for k, v in batch.items()}
+        # An empty list is a tensor of floats, and so is a batch that begins with one.
+        batch = {k: v.long() if k in ("input_ids", "attention_mask", "labels") else v for k, v in batch.items()}
+        batch["attention_mask"][empty, 0] = 1
+        return batch
+
+    def on_side(self, batch: dict[str, Any], every: str, remedy: str = "") -> dict[str, Any]:
+        """A right-padded batch of prompts and completions on the wanted side."""
+        if self.padding_side == "right":
+            return batch
+        moved = pad_left(batch)
+        rows = rows_without_prompt(moved)
+        self.refuse_or_count(
+            rows,
+            f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
+            f"left padding would score it from padding. Give {every} a prompt (a BOS token is enough),{remedy} or pad "
+            "right.",
+            "rows begin with a completion token, which nothing predicts; their batches are padded right, where TRL "
+            "does not score it. Give every row a prompt (a BOS token is enough)",
+        )
+        return batch if rows else moved
 
 
 @dataclass
-class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
+class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference):
     """
     TRL's collator for preference pairs, padding on the side you choose.
 
@@ -53,6 +105,9 @@ class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
@@ -75,23 +130,16 @@ class DataCollatorForPreference(trl_dpo.DataCollatorForPreference):
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        for i, example in enumerate(examples):
-            check_pair(example, f"pair {i} of the batch")
-        batch = super().torch_call(examples)
-        if self.padding_side == "left":
-            batch = pad_left(batch)
-            check_prompts(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
-        return batch
+        for side in ("chosen", "rejected"):
+            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
+            self.refuse_or_count(rows, empty_completion(side, f"pair {rows[0]} of the batch") if rows else "", EMPTY)
+        batch = self.without_empty_rows(super().torch_call(examples))
+        return self.on_side(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
 
 
 @dataclass
-class DataCollatorForReward(trl_reward.DataCollatorForPreference):
+class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference):
     """
     TRL's collator for pairs of whole sequences, as a reward model scores them, padding on the side you choose.
 
@@ -102,6 +150,9 @@ class DataCollatorForReward(trl_reward.DataCollatorForPreference):
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, and for a pair with an empty sequence.
@@ -119,25 +170,19 @@ class DataCollatorForReward(trl_reward.DataCollatorForPreference):
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        for i, example in enumerate(examples):
-            for side in ("chosen", "rejected"):
-                if len(example[f"{side}_ids"]) == 0:
-                    raise ValueError(
-                        f"The {side} sequence of pair {i} of the batch has no token, so there is nothing to take a "
-                        "reward from. Drop the pair."
-                    )
-        batch = super().torch_call(examples)
+        for side in ("chosen", "rejected"):
+            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
+            where = f"pair {rows[0]} of the batch" if rows else ""
+            self.refuse_or_count(
+                rows, empty_sequence(side, where), "sequences have no token; they are scored as one pad token"
+            )
+        batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
 
 
 @dataclass
-class DataCollatorForLanguageModeling(trl_sft.DataCollatorForLanguageModeling):
+class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLanguageModeling):
     """
     TRL's collator for language modelling, padding on the side you choose.
 
@@ -154,6 +199,9 @@ class DataCollatorForLanguageModeling(trl_sft.DataCollatorForLanguageModeling):
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
+            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -177,41 +225,72 @@ class DataCollatorForLanguageModeling(trl_sft.DataCollatorForLanguageModeling):
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        for i, example in enumerate(examples):
-            if len(example["input_ids"]) == 0:
-                raise ValueError(f"Row {i} of the batch has no token, so there is nothing to train on. Drop it.")
+        rows = [i for i, example in enumerate(examples) if len(example["input_ids"]) == 0]
+        self.refuse_or_count(
+            rows,
+            f"Row {rows[0] if rows else ''} of the batch has no token, so there is nothing to train on. Drop it.",
+            "rows have no token; they teach nothing. Drop them",
+        )
         if "seq_lengths" in examples[0] and not self.padding_free:
             return replace(self, padding_free=True).torch_call(examples)
         batch = super().torch_call(examples)
-        if self.padding_side == "left" and not self.padding_free:
-            return pad_left(batch)
+        if self.padding_free:
+            return batch
+        batch = self.without_empty_rows(batch)
+        if self.padding_side == "left":
+            return pad_left(batch, keep_first_labels=self.for_trainer)
         return batch
 
 
-def check_prompts(batch: dict[str, Any], every: str, remedy: str) -> None:
-    """Refuse left-padded rows whose first real token is scored."""
+EMPTY = (
+    "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
+    "with an EOS token"
+)
+"""Warning about empty completions in a trainer."""
+
+
+def empty_completion(side: str, where: str) -> str:
+    return (
+        f"The {side} completion of {where} has no token: its log-probability would be 0 whatever the model does, and "
+        "the pair would teach nothing true. Drop the pair, or end completions with an EOS token."
+    )
+
+
+def empty_sequence(side: str, where: str) -> str:
+    return f"The {side} sequence of {where} has no token, so there is nothing to take a reward from. Drop the pair."
+
+
+def rows_without_prompt(batch: dict[str, Any]) -> list[int]:
+    """Left-padded rows whose first real token is scored."""
     first = batch["attention_mask"].argmax(1)
     unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
-    if unseen.any():
-        raise ValueError(
-            f"Rows {unseen.nonzero().flatten().tolist()} of the batch begin with a completion token: no prompt token "
-            f"is left to predict it from, and left padding would score it from padding. Give {every} a prompt (a BOS "
-            f"token is enough),{remedy} or pad right."
-        )
+    return unseen.nonzero().flatten().tolist()
 
 
-def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
+def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:
     """Move the padding of right-padded `(B, L)` tensors to the left; a row's first token loses its label, if any."""
     mask = batch["attention_mask"]
-    column = torch.arange(mask.shape[1]) - (mask.shape[1] - mask.sum(1, keepdim=True))
-    column = column % mask.shape[1]
-    batch = {k: v.gather(1, column) if v.shape == mask.shape else v for k, v in batch.items()}
-    if "labels" in batch:  # there is nothing to predict it from
-        batch["labels"][:, 1:].masked_fill_(batch["attention_mask"].diff(dim=1) == 1, -100)
-    return batch
+    batch = _rolled(batch, mask.shape[1] - mask.sum(1, keepdim=True))
+    return batch if keep_first_labels else drop_first_labels(batch)
+
+
+def pad_right(batch: dict[str, Any]) -> dict[str, Any]:
+    """Move the padding of left-padded `(B, L)` tensors to the right."""
+    return _rolled(batch, -batch["attention_mask"].argmax(1, keepdim=True))
+
+
+def drop_first_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """A left-padded batch in which the first tokens of rows have no label: there is nothing to predict them from."""
+    if "labels" not in batch:
+        return batch
+    begins = torch.zeros_like(batch["labels"], dtype=torch.bool)
+    begins[:, 1:] = batch["attention_mask"].diff(dim=1) == 1
+    return {**batch, "labels": batch["labels"].masked_fill(begins, -100)}
+
+
+def _rolled(batch: dict[str, Any], by: torch.Tensor) -> dict[str, Any]:
+    """Each row of the `(B, L)` tensors of a batch rolled by its own number of columns, `(B, 1)`."""
+    shape = batch["attention_mask"].shape
+    column = (torch.arange(shape[1], device=by.device) - by) % shape[1]
+    return {k: v.gather(1, column) if getattr(v, "shape", None) == shape else v for k, v in batch.items()}

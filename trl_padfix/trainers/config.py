@@ -57,8 +57,8 @@ class AttentionConfig:
     """
     `attn_implementation`; a mixin, in front of the others.
 
-    No field, but an argument and an attribute: TRL's scripts parse their configuration together with TRL's
-    `ModelConfig`, which has the flag `--attn_implementation`, and a parser takes a flag only once.
+    Not a dataclass field, because TRL's `ModelConfig` owns the flag `--attn_implementation`: TRL's scripts parse both
+    with one parser, which takes a flag only once.
     """
 
     attn_implementation: InitVar[Implementation | None] = None
@@ -73,7 +73,7 @@ class AttentionConfig:
 
 @dataclass
 class ReferenceAttentionConfig(AttentionConfig):
-    """The same, for trainers with a reference model."""
+    """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
 
     ref_attn_implementation: dict[str, Any] | str | None = field(
         default=None,
@@ -117,17 +117,25 @@ class PackingConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.prefix_sharing and not self.padding_free:
-            raise ValueError(
-                "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
-                "it there is none. Set both, or neither."
-            )
+        check_prefix_sharing(self)
         super().__post_init__()  # type: ignore[misc]
+
+
+def check_prefix_sharing(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `prefix_sharing` is set without `padding_free`.
+    """
+    if getattr(config, "prefix_sharing", False) and not config.padding_free:
+        raise ValueError(
+            "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
+            "it there is none. Set both, or neither."
+        )
 
 
 @dataclass
 class PaddingConfig(PackingConfig):
-    """The same, for trainers with a collator."""
+    """[`PackingConfig`] and `padding_side`, for trainers with a collator."""
 
     padding_side: str | None = field(
         default=None,
@@ -180,8 +188,21 @@ class GeneratingConfig:
 
 
 @dataclass
-class BudgetConfig(PaddingConfig):
-    """The same, for trainers that split the batch of an optimizer step by tokens."""
+class ExactEvalConfig(PaddingConfig):
+    """[`PaddingConfig`] and `exact_eval_means`, for trainers that can average over all items of an evaluation."""
+
+    exact_eval_means: bool = field(
+        default=False,
+        metadata={
+            "help": "Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT), "
+            "whatever the batch size. By default they are TRL's means over batches."
+        },
+    )
+
+
+@dataclass
+class BudgetConfig(ExactEvalConfig):
+    """[`ExactEvalConfig`] and `max_tokens_per_batch`, for trainers that split a step by tokens."""
 
     max_tokens_per_batch: int | None = field(
         default=None,
@@ -194,7 +215,9 @@ class BudgetConfig(PaddingConfig):
     )
 
     def __post_init__(self) -> None:
-        check_budget(self)
+        check_token_budget(self)
+        # A row weighs what it weighs in TRL's micro-batches, of which the last one of an epoch may have fewer rows.
+        self._rows_per_micro_batch = self.per_device_train_batch_size
         if self.max_tokens_per_batch is not None:
             # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
             self.per_device_train_batch_size *= self.gradient_accumulation_steps
@@ -202,7 +225,7 @@ class BudgetConfig(PaddingConfig):
         super().__post_init__()
 
 
-def check_budget(config: Any) -> None:
+def check_token_budget(config: Any) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens, is less than one row may have, or is set without
@@ -259,8 +282,9 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
             Rows of each evaluation set to generate from, the first ones; by default all.
         max_tokens_per_batch (`int`, *optional*):
             Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
-            then multiplied with `gradient_accumulation_steps`, which becomes 1: the budget says in how many forwards
-            the pairs of an optimizer step are computed.
+            then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
+        exact_eval_means (`bool`, *optional*, defaults to `False`):
+            Whether an evaluation averages over all its pairs (or tokens). By default over batches, as TRL does.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -280,12 +304,29 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, attn_implementation:
             As in [`DPOConfig`].
+        pool_last_token (`bool`, *optional*, defaults to `False`):
+            With `padding_free`: whether the score of a row is that of the last token of its attention mask. By default
+            it is the score of the padded computation: that of the last token which is not the pad token, another one
+            where a row ends in the pad token itself (`pad_token == eos_token`).
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+        ValueError: For another `padding_side`, for `prefix_sharing` and for `pool_last_token` without `padding_free`.
     """
+
+    pool_last_token: bool = field(
+        default=False,
+        metadata={
+            "help": "With `padding_free`: score the last token of each row's attention mask. By default the token "
+            "that the padded computation scores: another one where a row ends in the pad token."
+        },
+    )
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        if self.pool_last_token and not self.padding_free:
+            raise ValueError("`pool_last_token=True` needs `padding_free=True`: a padded model pools by token ids.")
+        super().__post_init__(attn_implementation)
 
 
 @dataclass
@@ -346,7 +387,7 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
-        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
+        exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.SFTConfig`].

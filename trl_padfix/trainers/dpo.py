@@ -13,8 +13,10 @@ from datasets import Dataset
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns, require_eos, require_rows
-from .collators import DataCollatorForPreference, check_pair
+from .collators import DataCollatorForPreference, empty_completion
+from .columns import count_equal, empty_lists
 from .eval_generation import GeneratingMixin
+from .metrics import ExactEvalMixin
 from .token_budget import BudgetMixin, PairMeasure
 from .vision_collators import DataCollatorForVisionPreference
 
@@ -24,7 +26,9 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemovalMixin, trl.DPOTrainer):
+class DPOTrainer(
+    AttentionChoiceMixin, GeneratingMixin, BudgetMixin, ExactEvalMixin, PaddingRemovalMixin, trl.DPOTrainer
+):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
@@ -34,8 +38,8 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
-    rows) beside TRL's metrics. The metrics of an evaluation are means over all its pairs (or tokens), whatever the
-    batch size; TRL's are means over batches.
+    rows) beside TRL's metrics. With `exact_eval_means=True` the metrics of an evaluation are means over all its pairs
+    (or tokens), whatever the batch size; by default they are TRL's means over batches.
 
     With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called
     with what [`~transformers.Seq2SeqTrainer`] hands over: `predictions` are the generated tokens, padded with the pad
@@ -73,27 +77,22 @@ class DPOTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
 
     _rows_per_item = 2
 
-    def _not_a_mean_over_rows(self) -> str | None:
+    def _reason_not_to_split(self) -> str | None:
         for loss in set(self.loss_types) & {"aot", "aot_unpaired", "sft"}:
             return f"The loss {loss!r} compares the pairs of a forward, or weighs them by their tokens"
-        return super()._not_a_mean_over_rows()
+        return super()._reason_not_to_split()
 
     def _measure(self) -> PairMeasure:
         sharing = bool(getattr(self.args, "prefix_sharing", False))
         return PairMeasure(self.args.max_length, self.args.truncation_mode, sharing)
 
-    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor:
+    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
 
-    def _metric_sizes(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
         both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
         return both | {"logits/chosen": chosen, "logits/rejected": rejected}
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL computes these inside its `__init__`, before ours has attached.
-        self._set_up_padding()
-        return super()._precompute_ref_logps(*args, **kwargs)
 
 
 def _report_pairs(prepared: Dataset, given: int, max_length: int | None, name: str) -> None:
@@ -103,12 +102,10 @@ def _report_pairs(prepared: Dataset, given: int, max_length: int | None, name: s
             f"No pair of the {name} dataset is left: all {given} prompts fill `max_length={max_length}` by "
             "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
         )
-    equal, index = 0, 0
-    for batch in prepared.select_columns(["chosen_ids", "rejected_ids"]).iter(1000):
-        for pair in (dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)):
-            check_pair(pair, f"pair {index} of the {name} dataset")
-            equal += pair["chosen_ids"] == pair["rejected_ids"]
-            index += 1
+    for side in ("chosen", "rejected"):
+        if len(rows := empty_lists(prepared, f"{side}_ids")):
+            raise ValueError(empty_completion(side, f"pair {rows[0]} of the {name} dataset"))
+    equal = count_equal(prepared, "chosen_ids", "rejected_ids")
     if equal:
         logger.warning(
             f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from ..core.generation import check_budget, check_generation_settings, evaluating, generate
+from .checks import splitting_parallelism
 from .prompts import Prompt, prompt_of, require_prompts
 from .samples import Sample, show, write
 
@@ -31,15 +32,19 @@ __all__ = ["GeneratingMixin"]
 class GeneratingMixin:
     """Generation in the evaluation of a TRL trainer; stands in front of [`PaddingRemovalMixin`]."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._evaluated: Any = None  # the dataset of the evaluation that is running
-        super().__init__(*args, **kwargs)
-        try:
-            if self._generates:
-                self._check_prompts()
-        except BaseException:
-            self.restore_padding()
-            raise
+    _evaluated: Any = None
+    """The dataset of the evaluation that is running."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            try:
+                if self._generates:
+                    self._check_prompts()
+            except BaseException:
+                self.restore_padding()
+                raise
 
     @property
     def _generates(self) -> bool:
@@ -50,17 +55,16 @@ class GeneratingMixin:
         if getattr(config, "predict_with_generate", False):
             check_generation_settings(config)
             _check_datasets(given.get("eval_dataset"))
-            _check_company(config, given)
+            _check_incompatible(config, given)
 
     def _check_prompts(self) -> None:
-        """Errors that the prepared data tell, and that are better raised now than at the first evaluation."""
-        parallelism = self.accelerator.parallelism_config
-        for size in ("tp_size", "cp_size", "sp_size"):
-            if parallelism is not None and (getattr(parallelism, size, 1) or 1) > 1:
-                raise NotImplementedError(
-                    f"`predict_with_generate=True` gives every process prompts of its own, and `{size}` lets several "
-                    "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
-                )
+        """Raise what is wrong with the prompts before the first step, not at the first evaluation."""
+        size = splitting_parallelism(self.accelerator, "tp_size", "cp_size", "sp_size")
+        if size is not None:
+            raise NotImplementedError(
+                f"`predict_with_generate=True` gives every process prompts of its own, and `{size}` lets several "
+                "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
+            )
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
         for name, dataset in datasets.items():
             require_prompts(dataset, name)
@@ -98,7 +102,7 @@ class GeneratingMixin:
         require_prompts(dataset, metric_key_prefix)
         # `compute_metrics` is given what is generated, so the loss needs no logits.
         output = loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        self._meters["eval"].pause()
+        self._token_counters["eval"].pause()
         samples, predicted = self._generate_from(dataset)
         if self.compute_metrics is not None:
             for name, value in denumpify_detensorize(self.compute_metrics(predicted)).items():
@@ -143,7 +147,7 @@ class GeneratingMixin:
         return len(dataset) if wanted is None else min(wanted, len(dataset))
 
     def _batches(self, dataset: Any, indices: Sequence[int]) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
-        """Prompts of the rows at `indices`, and what the tokenizer or processor makes of them, batch after batch."""
+        """Prompts of the rows at `indices` and their tokens (and images), in evaluation batches."""
         processing, size = self.processing_class, self.args.per_device_eval_batch_size
         template = getattr(self, "chat_template", None)
         for start in range(0, len(indices), size):
@@ -207,8 +211,8 @@ def _check_datasets(datasets: Any) -> None:
             raise ValueError("An evaluation dataset is empty, and `predict_with_generate=True` needs its prompts.")
 
 
-def _check_company(config: Any, given: dict[str, Any]) -> None:
-    """Refuse what would be in the way of generation, or would have no effect beside it."""
+def _check_incompatible(config: Any, given: dict[str, Any]) -> None:
+    """Refuse settings that contradict generation, or that it would ignore."""
     packing = getattr(config, "eval_packing", None)
     packing = getattr(config, "packing", False) if packing is None else packing
     reasons = {

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
+from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .collators import check_padding_side, check_prompts, pad_left
+from .collators import EMPTY, SidedCollator
+from .columns import empty_lists
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
 
 
 @dataclass
-class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreference):
+class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUnpairedPreference):
     """
     TRL's collator for unpaired preferences, padding on the side you choose.
 
@@ -32,6 +34,9 @@ class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreferenc
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`, also of the mismatched completions of the KL term.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
 
     Raises:
         ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt
@@ -54,28 +59,25 @@ class DataCollatorForUnpairedPreference(trl_kto.DataCollatorForUnpairedPreferenc
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        for i, example in enumerate(examples):
-            if len(example["completion_ids"]) == 0:
-                raise ValueError(
-                    f"The completion of example {i} of the batch has no token: its log-probability would be 0 "
-                    "whatever the model does. Drop the example, or end completions with an EOS token."
-                )
+        rows = [i for i, example in enumerate(examples) if len(example["completion_ids"]) == 0]
+        self.refuse_or_count(rows, _empty(f"example {rows[0]} of the batch") if rows else "", EMPTY)
         batch = super().torch_call(examples)
-        if self.padding_side == "left":
-            for prefix in ("", "KL_"):
-                names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
-                if names[0] in batch:
-                    # The two batches may have one shape, so each is moved by its own mask.
-                    moved = pad_left({name.removeprefix(prefix): batch[name] for name in names})
-                    check_prompts(moved, "every example", "")
-                    batch |= {f"{prefix}{name}": value for name, value in moved.items()}
+        for prefix in ("", "KL_"):
+            # The two batches may have one shape, so each is moved by its own mask.
+            names = [name for name in ("input_ids", "attention_mask", "completion_mask") if prefix + name in batch]
+            if names:
+                moved = self.without_empty_rows({name: batch[prefix + name] for name in names})
+                moved = self.on_side(moved, "every example")
+                batch |= {prefix + name: value for name, value in moved.items()}
         return batch
+
+
+def _empty(where: str) -> str:
+    return (
+        f"The completion of {where} has no token: its log-probability would be 0 whatever the model does. Drop the "
+        "example, or end completions with an EOS token."
+    )
 
 
 class KTOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.KTOTrainer):
@@ -110,12 +112,10 @@ class KTOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.KTOTrainer):
             [{"prompt", "completion", "label"}, {"chosen", "rejected"}],
             "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`",
         )
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL computes these inside its `__init__`, before ours has attached.
-        self._set_up_padding()
-        return super()._precompute_ref_logps(*args, **kwargs)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(prepared, Dataset) and len(rows := empty_lists(prepared, "completion_ids")):
+            raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))
+        return prepared
 
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super()._padded_batches(inputs)

@@ -10,13 +10,18 @@ import contextlib
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
+from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import column_names, require_columns
+from .columns import blank_texts
 
 
 __all__ = ["OnlineMixin"]
+
+logger = get_logger(__name__)
 
 
 class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
@@ -30,13 +35,39 @@ class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
         if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
             require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
 
-    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        tokenized = super()._tokenize_prompts(prompts)
-        empty = [i for i, ids in enumerate(tokenized[0]) if len(ids) == 0]
+    def _set_up_padding(self) -> None:
+        super()._set_up_padding()
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
+            self._check_prompts_of(dataset, name)
+
+    def _check_prompts_of(self, dataset: Any, name: str) -> None:
+        """
+        Raises:
+            ValueError: If texts of the dataset are no token, of those with nothing but white space.
+        """
+        if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
+            return
+        rows = blank_texts(dataset, "prompt")
+        texts = dataset.select(rows)["prompt"] if len(rows) else []
+        empty = [
+            int(row)
+            for row, text in zip(rows, texts, strict=True)
+            if not self.processing_class(text=text)["input_ids"]
+        ]
         if empty:
             raise ValueError(
-                f"Prompts {empty} of the batch have no token: the first token of their completions would be sampled "
-                "and scored from padding. Drop them, or give every prompt at least a BOS token."
+                f"Prompts {empty[:5]} of the {name} dataset have no token ({len(empty)} in all): the first token of "
+                "their completions would be sampled and scored from padding. Drop them, or give every prompt at least "
+                "a BOS token."
+            )
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        tokenized = super()._tokenize_prompts(prompts)
+        if empty := sum(len(ids) == 0 for ids in tokenized[0]):
+            logger.warning(
+                f"{empty} prompts of the batch have no token: the first token of their completions is sampled and "
+                "scored from padding, as TRL does it. Drop them, or give every prompt at least a BOS token."
             )
         return tokenized
 
@@ -48,7 +79,7 @@ class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._meters["train" if self.model.training else "eval"].start()
+        self._token_counters["train" if self.model.training else "eval"].start()
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is not before and self._may_group():
@@ -79,23 +110,6 @@ class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return [{"input_ids": ids, "attention_mask": mask}]
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._handles:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        # TRL makes the tensors of the forward anew, so a layout that was found here would not be found again there:
-        # the forward's own counts are taken instead.
-        stats = self._handles[0].stats
-        before = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens)
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        after = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens)
-        mode = "train" if self.model.training else "eval"
-        self._add_tokens(mode, [b - a for a, b in zip(before, after, strict=True)])
-        return loss
-
-    def _count_tokens(self, mode: str, inputs: dict[str, Any]) -> None:
-        if not self._handles:
-            super()._count_tokens(mode, inputs)
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:

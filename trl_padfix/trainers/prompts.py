@@ -1,4 +1,4 @@
-"""Prompts of an evaluation set, and what the data has in place of what a model would answer."""
+"""Prompts and reference answers of an evaluation set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Prompt", "prompt_of", "require_prompts"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to continue: a text as the model is to see it, with its images, and the continuation that the data has."""
+    """A prompt as the model sees it, with its images, and the reference answer of the data."""
 
     text: str
     reference: str

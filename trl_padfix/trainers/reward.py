@@ -6,11 +6,13 @@ from typing import Any
 
 import trl
 import trl.trainer.reward_trainer as trl_reward
+from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns
-from .collators import DataCollatorForReward
+from .collators import DataCollatorForReward, empty_sequence
+from .columns import empty_lists, rows_of_only
 
 
 __all__ = ["RewardTrainer"]
@@ -22,7 +24,8 @@ class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer
 
     Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, with
     `prefix_sharing=True` the prompt of a pair once; batches are padded on the tokenizer's side, or on `padding_side`.
-    Rewards, losses, metrics and gradients are those of the padded computation.
+    Rewards, losses, metrics and gradients are those of the padded computation, but that `pool_last_token=True` scores
+    the last token of each row also where it is the pad token.
 
     Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
     [`DPOTrainer`] does.
@@ -57,8 +60,33 @@ class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer
             [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}],
             "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
         )
-        return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if isinstance(prepared, Dataset):
+            for side in ("chosen", "rejected"):
+                if len(rows := empty_lists(prepared, f"{side}_ids")):
+                    raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))
+        return prepared
 
-    def _called_by_loss(self, model: Any) -> Any:
+    def _set_up_padding(self) -> None:
+        super()._set_up_padding()
+        side = getattr(self.data_collator, "padding_side", "right")
+        if side == "right" or not self._handles or self._handles[0].pool_last_token:
+            return
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
+            for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
+                rows = rows_of_only(dataset, column, self.model.config.get_text_config().pad_token_id)
+                if len(rows):
+                    raise ValueError(
+                        f"`{column}` of pair {rows[0]} of the {name} dataset is nothing but pad tokens: padded "
+                        "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
+                        "its own, set `pool_last_token=True`, or pad right."
+                    )
+
+    def _packing_options(self) -> dict[str, Any]:
+        wanted = getattr(self.args, "pool_last_token", False)
+        return super()._packing_options() | ({"pool_last_token": True} if wanted else {})
+
+    def _wrap_model_for_loss(self, model: Any) -> Any:
         # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
         return lambda margin=None, **inputs: model(**inputs)

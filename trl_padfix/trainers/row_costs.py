@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["RowCosts", "arrange", "assign", "pair_costs", "split", "text_costs"]
+__all__ = ["RowCosts", "StepPlan", "arrange", "assign", "pair_costs", "split", "text_costs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def pair_costs(
         prompt, chosen, rejected (`Sequence[int]` of length `n`):
             Tokens of each part of each pair.
         prompts (`Sequence[int]` of length `n`, *optional*):
-            Which prompt each pair has, where prompts are computed once. By default they are not.
+            A number for the prompt of each pair, equal for equal prompts, where prompts are computed once.
         max_length (`int`, *optional*):
             Longest row.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
@@ -207,8 +207,7 @@ def arrange(order: Sequence[int] | np.ndarray, costs: RowCosts, per_process: int
     """
     Rearrange the rows of an epoch so that the processes of each global batch have even work.
 
-    Global batches keep their rows, but that rows of one group come up together. A last batch that is not full stays
-    as it is.
+    Rows change places only within their global batch. A last batch that is not full is left as it is.
 
     Args:
         order (`Sequence[int]`):
@@ -233,17 +232,96 @@ def arrange(order: Sequence[int] | np.ndarray, costs: RowCosts, per_process: int
 
     ```
     """
-    order = np.asarray(order)
-    groups = _numbered(costs.group[order])
-    # A group comes where its first row came; numbers are given out in that order.
-    order = order[np.argsort(groups, kind="stable")]
-    size = per_process * processes
+    order, size = np.asarray(order), per_process * processes
     for begin in range(0, len(order), size):
         batch = order[begin : begin + size]
         if processes == 1 or len(batch) < size:
             yield from batch.tolist()
         else:
             yield from (int(batch[i]) for part in assign(costs[batch], processes) for i in part)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """
+    How TRL divides an epoch into optimizer steps: micro-batches, dealt out to the processes in turn.
+
+    Attributes:
+        rows (`int`): Rows of the dataset.
+        micro_batch (`int`): Rows of a micro-batch.
+        accumulated (`int`): Micro-batches of each process in an optimizer step.
+        processes (`int`): How many processes.
+        drop_last (`bool`): Whether micro-batches that not every process has, or that are not full, are left out.
+
+    Example: 13 rows in micro-batches of two, accumulated four times. The last step has five rows, the last one alone.
+
+    ```python
+    >>> from trl_padfix.trainers.row_costs import StepPlan
+
+    >>> plan = StepPlan(rows=13, micro_batch=2, accumulated=4)
+    >>> plan.per_process, plan.last, plan.weights(plan.last).tolist()
+    (8, 5, [0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.3333333333333333])
+
+    ```
+    """
+
+    rows: int
+    micro_batch: int
+    accumulated: int = 1
+    processes: int = 1
+    drop_last: bool = False
+
+    @property
+    def per_process(self) -> int:
+        """Rows of each process in a full step."""
+        return self.micro_batch * self.accumulated
+
+    @property
+    def remainder(self) -> int:
+        """Rows of the dataset in a last step that is not full, over all processes."""
+        rest = self.rows % (self.per_process * self.processes)
+        return (
+            rest // (self.micro_batch * self.processes) * self.micro_batch * self.processes if self.drop_last else rest
+        )
+
+    @property
+    def last(self) -> int:
+        """Rows of each process in a last step that is not full; 0 if all steps are full."""
+        if self.processes == 1:
+            return self.remainder
+        # Several processes have equally many full micro-batches: accelerate repeats the first rows of the epoch.
+        return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
+
+    def weights(self, rows: int) -> np.ndarray:
+        """Weight of each row of a process in a step: TRL averages the means of its micro-batches."""
+        micro_batches = np.arange(rows) // self.micro_batch
+        return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
+
+    def arrange(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+        """
+        The rows of an epoch, each process's share of a step behind one another, with even work.
+
+        With several processes the last step is filled up to the size of a full one; of its rows only the first `last`
+        of each process count.
+        """
+        order = np.asarray(order)
+        whole = len(order) - len(order) % (self.per_process * self.processes)
+        yield from arrange(order[:whole], costs, self.per_process, self.processes)
+        rest = order[whole : whole + self.remainder]
+        if self.processes == 1 or not len(rest):
+            yield from rest.tolist()
+            return
+        missing = self.last * self.processes - len(rest)
+        first = order[: self.micro_batch * self.processes]
+        rest = np.concatenate([rest, np.resize(first, missing)])
+        for part in assign(costs[rest], self.processes):
+            yield from rest[part].tolist() + [int(rest[0])] * (self.per_process - self.last)
+
+    def __len__(self) -> int:
+        """Rows that [`StepPlan.arrange`] gives out."""
+        size = self.per_process * self.processes
+        whole = self.rows // size * size
+        return whole + (self.remainder if self.processes == 1 else size * bool(self.last))
 
 
 def _numbered(group: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Where generated texts go: a file in the output directory, a table in the log and in the trackers."""
+"""Writes generated texts to the output directory, and shows them in the log and in the trackers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, what the model made of it, and what the data has in its place."""
+    """A prompt, the answer of the model, and the reference answer of the data."""
 
     prompt: str
     prediction: str

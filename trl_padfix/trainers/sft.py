@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -18,8 +18,10 @@ from ..core.remove import remove_padding
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import require_columns, require_eos, require_rows
-from .collators import DataCollatorForLanguageModeling
+from .collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
+from .columns import untrained_rows
 from .eval_generation import GeneratingMixin
+from .metrics import ExactEvalMixin
 from .token_budget import BudgetMixin, TextMeasure
 from .vision_collators import DataCollatorForVisionLanguageModeling
 
@@ -29,7 +31,9 @@ __all__ = ["SFTTrainer"]
 logger = get_logger(__name__)
 
 
-class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemovalMixin, trl.SFTTrainer):
+class SFTTrainer(
+    AttentionChoiceMixin, GeneratingMixin, BudgetMixin, ExactEvalMixin, PaddingRemovalMixin, trl.SFTTrainer
+):
     """
     TRL's [`~trl.SFTTrainer`] without padding.
 
@@ -41,8 +45,8 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
     the padded computation.
 
     Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
-    [`DPOTrainer`] does. The metrics of an evaluation are means over all its trained tokens, whatever the batch size;
-    TRL's are means over batches.
+    [`DPOTrainer`] does. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained
+    tokens, whatever the batch size; by default they are TRL's means over batches.
 
     With `predict_with_generate=True` every evaluation also continues the prompts, as in [`DPOTrainer`]; the references
     are the completions, or the last messages of the assistant.
@@ -63,9 +67,11 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with packing_with_any_attention():
-            super().__init__(*args, **kwargs)
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with packing_with_any_attention():
+                super().__init__(*args, **kwargs)
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -113,16 +119,38 @@ class SFTTrainer(AttentionChoiceMixin, GeneratingMixin, BudgetMixin, PaddingRemo
             names = ("input_ids", "position_ids", "cu_seq_lens_q")
         return [{name: inputs[name] for name in names if name in inputs}]
 
-    def _not_a_mean_over_rows(self) -> str | None:
+    def _reason_not_to_split(self) -> str | None:
         if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
             return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        return super()._not_a_mean_over_rows()
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            return f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward"
+        return super()._reason_not_to_split()
 
     def _measure(self) -> TextMeasure:
         return TextMeasure(self.args.max_length)
 
-    def _batch_size_of(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        return (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else None
+    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        return (self._scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None
+
+    @property
+    def _labels_begin_rows(self) -> bool:
+        """Whether left-padded batches still have the labels of first tokens, which TRL counts but never scores."""
+        collator = self.data_collator
+        return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
+
+    def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch as the loss is to see it."""
+        return drop_first_labels(batch) if self._labels_begin_rows and "attention_mask" in batch else batch
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, self._scored(inputs), *args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        # transformers counts the labels of right-padded rows, for most models without the first column.
+        if self._labels_begin_rows:
+            batches = self._counted_batches(batch_samples)
+            batch_samples = [pad_right(m) if "attention_mask" in m else m for m in batches]
+        return super()._get_num_items_in_batch(batch_samples, device)
 
 
 def _check_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> None:
@@ -149,10 +177,7 @@ def _report_rows(prepared: Dataset, given: int, packing: bool, max_length: int |
     """Stop where nothing is left to train on; say how many rows teach nothing or were left out."""
     if "labels" not in prepared.column_names:
         return
-    untrained = 0
-    if not packing:
-        for batch in prepared.select_columns(["labels"]).iter(1000):
-            untrained += sum(all(label == -100 for label in labels[1:]) for labels in batch["labels"])
+    untrained = 0 if packing else untrained_rows(prepared)
     left_out = 0 if packing else given - len(prepared)
     if untrained == len(prepared) and not packing:
         raise ValueError(

@@ -3,8 +3,8 @@ Training batches by token budget.
 
 A batch of the data loader is one optimizer step. The sampler deals its rows out to the processes with even work, the
 collator splits those of a process into micro-batches, and `training_step` runs them one after another: counts of steps
-and epochs, shuffling and resuming stay Trainer's. Losses and metrics are the means over all rows, however they were
-split.
+and epochs, shuffling and resuming stay Trainer's. A step has the rows that it has without a budget, and each row
+weighs in the loss what it weighs in TRL's mean over micro-batches, however the rows were split.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
@@ -25,56 +23,24 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
-from .base import _field
-from .config import check_budget
-from .metrics import gathering_nothing
-from .row_costs import RowCosts, arrange, pair_costs, split, text_costs
+from .base import field_set
+from .checks import length_dependent_rope, splitting_parallelism
+from .config import check_token_budget
+from .metrics import without_gathering
+from .row_costs import RowCosts, StepPlan, split
+from .row_measures import PairMeasure, TextMeasure
 
 
-__all__ = ["BudgetCollator", "BudgetMixin", "BudgetSampler", "PairMeasure", "TextMeasure"]
+__all__ = ["BudgetCollator", "BudgetMixin", "BudgetSampler"]
 
 logger = get_logger(__name__)
 
-MICRO_BATCHES = "micro_batches"
-"""Key of a batch that is a list of micro-batches."""
+MICRO_BATCHES, ROWS = "micro_batches", "rows"
+"""Keys of a batch that is a list of micro-batches, and of the places that their rows had in the batch."""
 
 
-@dataclass(frozen=True)
-class PairMeasure:
-    """What tokenized preference pairs cost, as examples or as a dataset."""
-
-    max_length: int | None = None
-    truncation_mode: str = "keep_start"
-    sharing: bool = False
-
-    def examples(self, examples: list[dict[str, Any]]) -> RowCosts:
-        lengths = [[len(e[name]) for e in examples] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-        return self._costs(lengths, _numbers(tuple(e["prompt_ids"]) for e in examples))
-
-    def dataset(self, dataset: Dataset) -> RowCosts:
-        lengths = [_lengths(dataset, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-        return self._costs(lengths, _numbers(_contents(dataset, "prompt_ids")) if self.sharing else None)
-
-    def _costs(self, lengths: list[Any], prompts: list[int] | None) -> RowCosts:
-        return pair_costs(
-            *lengths,
-            prompts=prompts if self.sharing else None,
-            max_length=self.max_length,
-            truncation_mode=self.truncation_mode,
-        )
-
-
-@dataclass(frozen=True)
-class TextMeasure:
-    """What tokenized texts cost, as examples or as a dataset."""
-
-    max_length: int | None = None
-
-    def examples(self, examples: list[dict[str, Any]]) -> RowCosts:
-        return text_costs([len(e["input_ids"]) for e in examples], max_length=self.max_length)
-
-    def dataset(self, dataset: Dataset) -> RowCosts:
-        return text_costs(_lengths(dataset, "input_ids"), max_length=self.max_length)
+Piece = tuple[dict[str, Any], list[int]]
+"""A micro-batch, and the places of its rows in the batch of the data loader."""
 
 
 @dataclass
@@ -89,15 +55,21 @@ class BudgetCollator:
             What examples cost.
         budget (`int`):
             Most tokens of a micro-batch.
+        plan ([`StepPlan`]):
+            The micro-batches of TRL, by which rows weigh.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
     measure: PairMeasure | TextMeasure
     budget: int
+    plan: StepPlan
 
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        parts = split(self.measure.examples(examples), self.budget)
-        return {MICRO_BATCHES: [self.collator([examples[i] for i in rows]) for rows in parts]}
+        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples))
+        # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
+        alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
+        parts = [rows[part].tolist() for rows in alike for part in split(costs[rows], self.budget)]
+        return {MICRO_BATCHES: [self.collator([examples[i] for i in rows]) for rows in parts], ROWS: parts}
 
 
 class BudgetSampler(Sampler[int]):
@@ -109,39 +81,37 @@ class BudgetSampler(Sampler[int]):
             Order of the rows; the same on all processes.
         costs ([`RowCosts`]):
             Tokens of all rows.
-        per_process (`int`):
-            Rows of one process in a global batch.
-        processes (`int`):
-            How many processes.
+        plan ([`StepPlan`]):
+            The optimizer steps of an epoch.
         epoch (`Callable`):
             The epoch that an iteration is for. It is asked, since a dataloader that skips batches at several processes
             does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
     """
 
-    def __init__(
-        self, order: Sampler[int], costs: RowCosts, per_process: int, processes: int, epoch: Callable[[], int]
-    ):
-        self.order, self.costs, self.per_process, self.processes = order, costs, per_process, processes
-        self.epoch = epoch
+    def __init__(self, order: Sampler[int], costs: RowCosts, plan: StepPlan, epoch: Callable[[], int]):
+        self.order, self.costs, self.plan, self.epoch = order, costs, plan, epoch
 
     def __len__(self) -> int:
-        return len(self.costs)
+        return len(self.plan)
 
     def __iter__(self) -> Iterator[int]:
         if isinstance(self.order, SeedableRandomSampler):
             self.order.set_epoch(self.epoch())
-        return arrange(list(self.order), self.costs, self.per_process, self.processes)
+        return self.plan.arrange(list(self.order), self.costs)
 
 
 class BudgetMixin:
     """Micro-batches of `max_tokens_per_batch` for a TRL trainer; stands in front of `PaddingRemovalMixin`."""
 
     _weight: float | None = None
-    """What the loss of the running micro-batch counts for, where it is a mean over its rows."""
+    """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
+
+    _plan: StepPlan | None = None
+    """The steps of the epochs that are running."""
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
-        check_budget(config)
+        check_token_budget(config)
         if getattr(config, "max_tokens_per_batch", None) is None:
             return
         if config.gradient_accumulation_steps > 1:
@@ -155,6 +125,11 @@ class BudgetMixin:
                 "`max_tokens_per_batch` deals equally many rows to every process: leave `split_batches` and "
                 "`even_batches` out of `accelerator_config`."
             )
+        if config.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"`neftune_noise_alpha={config.neftune_noise_alpha}` adds noise whose size depends on the length of a "
+                "padded batch, and `max_tokens_per_batch` makes other batches. Leave one of them out."
+            )
         if not isinstance(given.get("train_dataset"), Dataset | None):
             raise ValueError(
                 f"`max_tokens_per_batch` plans an epoch by the lengths of all its rows, and the training dataset is a "
@@ -166,25 +141,26 @@ class BudgetMixin:
         super()._set_up_padding()
         if getattr(self.args, "max_tokens_per_batch", None) is None:
             return
-        if reason := self._not_a_mean_over_rows():
+        if reason := self._reason_not_to_split():
             raise ValueError(
                 f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
 
-    def _not_a_mean_over_rows(self) -> str | None:
-        """What of the loss depends on which rows are in one forward, if anything does."""
+    def _reason_not_to_split(self) -> str | None:
+        """Why the loss of a batch depends on which rows are in one forward, if it does."""
         if getattr(self, "_is_vision_dataset", False):
             return "The dataset has images, which are not split with their rows"
         if getattr(self, "aux_loss_enabled", False):
             return "The load-balancing loss of the experts (`router_aux_loss_coef`) is taken over a whole forward"
-        parallelism = self.accelerator.parallelism_config
-        if parallelism is not None and (getattr(parallelism, "tp_size", 1) or 1) > 1:
+        if splitting_parallelism(self.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
+        if kind := length_dependent_rope(self.model, self.args.max_length):
+            return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
     def _measure(self) -> PairMeasure | TextMeasure:
-        """What the rows of this trainer's data cost."""
+        """Token costs of the rows of this trainer's data."""
         raise NotImplementedError
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -210,18 +186,44 @@ class BudgetMixin:
                 f"`max_tokens_per_batch={self.args.max_tokens_per_batch}`, the longest {costs.each.max()}: each is a "
                 "micro-batch of its own, and needs the memory of its size. Raise the budget, or lower `max_length`."
             )
-        per_process, processes = self._train_batch_size, self.accelerator.num_processes
-        return BudgetSampler(sampler, costs, per_process, processes, epoch=lambda: int(self.state.epoch or 0))
+        return BudgetSampler(sampler, costs, self._plan or self._step_plan(), epoch=lambda: int(self.state.epoch or 0))
+
+    def _step_plan(self) -> StepPlan:
+        micro_batch = self.args._rows_per_micro_batch
+        return StepPlan(
+            len(self.train_dataset),
+            micro_batch,
+            self._train_batch_size // micro_batch,
+            self.accelerator.num_processes,
+            self.args.dataloader_drop_last,
+        )
 
     def get_train_dataloader(self) -> Any:
-        if getattr(self.args, "max_tokens_per_batch", None) is None:
+        budget = getattr(self.args, "max_tokens_per_batch", None)
+        if budget is None:
             return super().get_train_dataloader()
-        collator = BudgetCollator(self.data_collator, self._measure(), self.args.max_tokens_per_batch)
-        with _field(self, "data_collator", collator):
+        self._plan = self._step_plan()
+        collator = BudgetCollator(self.data_collator, self._measure(), budget, self._plan)
+        # The plan has left out what is to be dropped, which is less than a batch of the data loader.
+        with field_set(self, "data_collator", collator), field_set(self.args, "dataloader_drop_last", False):
             return super().get_train_dataloader()
 
+    def _counted_rows(self, batch: dict[str, Any]) -> list[Piece]:
+        """Micro-batches and the places of their rows, without the rows that only fill up a last batch."""
+        pieces = list(zip(batch[MICRO_BATCHES], batch[ROWS], strict=True))
+        last = self._plan.last
+        if self._plan.processes == 1 or not last or not self.accelerator.gradient_state.end_of_dataloader:
+            return pieces
+        kept = [(m, rows, [i for i, row in enumerate(rows) if row < last]) for m, rows in pieces]
+        return [(_selected(m, keep, len(rows)), [rows[i] for i in keep]) for m, rows, keep in kept if keep]
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        return super()._get_num_items_in_batch([m for batch in batch_samples for m in _pieces(batch)], device)
+        return super()._get_num_items_in_batch(self._counted_batches(batch_samples), device)
+
+    def _counted_batches(self, batch_samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The micro-batches of batches of the data loader."""
+        counted = [[m for m, _ in self._counted_rows(b)] if MICRO_BATCHES in b else [b] for b in batch_samples]
+        return [m for micro_batches in counted for m in micro_batches]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return sum(super(BudgetMixin, self).floating_point_ops(m) for m in _pieces(inputs))
@@ -233,20 +235,19 @@ class BudgetMixin:
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if MICRO_BATCHES not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        batches = inputs[MICRO_BATCHES]
-        sizes = torch.stack([self._batch_size_of(batch) for batch in batches])
-        mean_size, most = sizes.sum().float(), len(batches)
+        pieces = self._counted_rows(inputs)
+        most = len(pieces)
         if self.accelerator.num_processes > 1:
-            ours = torch.stack([mean_size, mean_size.new_tensor(most)]).unsqueeze(0)
-            everyone = self.accelerator.gather(ours)
-            mean_size, most = everyone[:, 0].mean(), int(everyone[:, 1].max())
-        batches = _halved(batches, most, self._rows_per_item)
+            most = int(self.accelerator.gather(torch.tensor([most], device=self.args.device)).max())
+        pieces = _halved(pieces, most)
+        weights = self._plan.weights(sum(len(rows) for _, rows in pieces))
+        weights = [float(weights[rows].sum()) for _, rows in pieces]
         loss = torch.zeros((), device=self.args.device)
-        with self._metrics_over_all(batches):
-            for i, batch in enumerate(batches):
+        with self._metrics_of_step([batch for batch, _ in pieces], weights, num_items_in_batch is not None):
+            for i, (batch, _) in enumerate(pieces):
                 if num_items_in_batch is None:
-                    self._weight = self._batch_size_of(batch) / mean_size
-                with self._gradients_synchronised(model, i == len(batches) - 1):
+                    self._weight = weights[i]
+                with self._gradients_synchronised(model, i == len(pieces) - 1):
                     loss = loss + super().training_step(model, batch, num_items_in_batch)
         return loss
 
@@ -271,31 +272,36 @@ class BudgetMixin:
             state._set_sync_gradients(saved)
 
     @contextlib.contextmanager
-    def _metrics_over_all(self, batches: Sequence[dict[str, Any]]) -> Iterator[None]:
+    def _metrics_of_step(
+        self, batches: Sequence[dict[str, Any]], weights: list[float], counts_tokens: bool
+    ) -> Iterator[None]:
         """
-        Let TRL log the means over all micro-batches of a step, on all processes, as if they were one batch.
+        Let TRL log the means over all micro-batches of a step and all processes.
 
         It gathers its metrics forward by forward, equally many rows from every process; here each process keeps its
-        own, and one reduction at the end of the step adds them up by weight.
+        own, and one reduction at the end of the step adds them up: means over rows by the weights of the rows, means
+        over tokens by the numbers of tokens.
         """
         metrics, tokens = self._metrics["train"], self._total_train_tokens
         try:
             self._metrics["train"] = collected = defaultdict(list)
-            with gathering_nothing(self.accelerator):
+            with without_gathering(self.accelerator):
                 yield
         finally:
             self._metrics["train"], self._weight = metrics, None
-        sizes: dict[str, list[torch.Tensor]] = defaultdict(list)
-        for batch in batches:
-            for name, size in {"": self._batch_size_of(batch), **self._metric_sizes(batch)}.items():
+        sizes: dict[str, list[Any]] = defaultdict(list)
+        for batch, weight in zip(batches, weights, strict=True):
+            rest = self._loss_items(batch) if counts_tokens else weight
+            for name, size in {"": rest, **self._metric_items(batch)}.items():
                 sizes[name].append(size)
         collected.pop("num_tokens", None)
         names = sorted(name for name, values in collected.items() if len(values) == len(batches))
         device = self.args.device
-        weights = torch.stack([torch.stack(sizes[n if n in sizes else ""]) for n in names]).double().to(device)
+        items = [[float(size) for size in sizes[n if n in sizes else ""]] for n in names]
+        weighted_by = torch.tensor(items, dtype=torch.float64, device=device)
         values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device)
         seen = values.new_tensor([self._total_train_tokens - tokens])
-        totals = torch.cat([(values * weights).sum(1), weights.sum(1), seen])
+        totals = torch.cat([(values * weighted_by).sum(1), weighted_by.sum(1), seen])
         if self.accelerator.num_processes > 1:
             totals = self.accelerator.reduce(totals)
         *totals, seen = totals.tolist()
@@ -309,34 +315,19 @@ def _pieces(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return batch.get(MICRO_BATCHES, [batch])
 
 
-def _halved(batches: list[dict[str, Any]], count: int, rows_per_item: int) -> list[dict[str, Any]]:
+def _selected(batch: dict[str, Any], items: list[int], count: int) -> dict[str, Any]:
+    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
+    return {name: torch.cat([rows[items] for rows in value.split(count)]) for name, value in batch.items()}
+
+
+def _halved(pieces: list[Piece], count: int) -> list[Piece]:
     """`count` micro-batches, as many as the process with the most of them has: the largest are cut in two."""
-    batches = list(batches)
-    while len(batches) < count:
-        at = max(range(len(batches)), key=lambda i: len(batches[i]["input_ids"]))
-        items = len(batches[at]["input_ids"]) // rows_per_item
-        cut = slice(items // 2), slice(items // 2, None)
-        # Some columns have a row for each item, others `rows_per_item` times as many.
-        batches[at : at + 1] = [
-            {k: torch.cat([rows[half] for rows in v.split(items)]) for k, v in batches[at].items()} for half in cut
+    pieces = list(pieces)
+    while len(pieces) < count:
+        at = max(range(len(pieces)), key=lambda i: len(pieces[i][1]))
+        batch, rows = pieces[at]
+        items, middle = list(range(len(rows))), len(rows) // 2
+        pieces[at : at + 1] = [
+            (_selected(batch, part, len(rows)), [rows[i] for i in part]) for part in (items[:middle], items[middle:])
         ]
-    return batches
-
-
-def _numbers(keys: Any) -> list[int]:
-    """Equal keys by one number."""
-    known: dict[Any, int] = {}
-    return [known.setdefault(key, len(known)) for key in keys]
-
-
-def _lengths(dataset: Dataset, column: str) -> np.ndarray:
-    tables = dataset.select_columns([column]).with_format("arrow").iter(10_000)
-    return np.concatenate([pc.list_value_length(table[column]).to_numpy() for table in tables])
-
-
-def _contents(dataset: Dataset, column: str) -> Iterator[bytes]:
-    """The token ids of each row, as something to compare."""
-    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
-        for chunk in table[column].chunks:
-            offsets, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy()
-            yield from (ids[a:b].tobytes() for a, b in pairwise(offsets))
+    return pieces

@@ -9,14 +9,14 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from .collators import check_padding_side, check_prompts, pad_left
+from .collators import SidedCollator, pad_left
 
 
 __all__ = ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"]
 
 
 @dataclass
-class DataCollatorForVisionPreference(trl_dpo.DataCollatorForVisionPreference):
+class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisionPreference):
     """
     TRL's collator for preference pairs with images, padding on the side you choose.
 
@@ -27,6 +27,9 @@ class DataCollatorForVisionPreference(trl_dpo.DataCollatorForVisionPreference):
             Longest sequence; of longer ones the end is cut off.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`: of ids, masks and token types alike.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
+            being errors. Trainers, which have checked their data before the first step, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -60,30 +63,25 @@ class DataCollatorForVisionPreference(trl_dpo.DataCollatorForVisionPreference):
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = _copied(examples)
-        check_images(examples, self.processor, "the batch")
+        _check_batch(self, examples)
         batch = _collated(super(), self, examples)
         empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
-        if len(empty):
-            raise ValueError(
-                f"Pairs {sorted(set(empty.tolist()))} of the batch have a completion without a token (within "
-                f"`max_length={self.max_length}`): its log-probability would be 0 whatever the model does. Drop them, "
-                "or raise `max_length`."
-            )
-        if self.padding_side == "left":
-            batch = pad_left(batch)
-            check_prompts(batch, "every pair", "")
-        return batch
+        rows = sorted(set(empty.tolist()))
+        within = f"without a token (within `max_length={self.max_length}`)"
+        self.refuse_or_count(
+            rows,
+            f"Pairs {rows} of the batch have a completion {within}: its log-probability would be 0 whatever the model "
+            "does. Drop them, or raise `max_length`.",
+            f"pairs have a completion {within}, whose log-probability is 0 whatever the model does. Drop them, or "
+            "raise `max_length`",
+        )
+        return self.on_side(batch, "every pair")
 
 
 @dataclass
-class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguageModeling):
+class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorForVisionLanguageModeling):
     """
     TRL's collator for language modelling with images, padding on the side you choose.
 
@@ -96,6 +94,9 @@ class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguag
             Longest sequence; of longer ones the end is cut off.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`: of ids, masks, labels and token types alike.
+        for_trainer (`bool`, *optional*, defaults to `False`):
+            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
+            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
         **kwargs:
             The other fields of TRL's.
 
@@ -125,24 +126,32 @@ class DataCollatorForVisionLanguageModeling(trl_sft.DataCollatorForVisionLanguag
     ```
     """
 
-    padding_side: str = "right"
-
-    def __post_init__(self) -> None:
-        check_padding_side(self.padding_side)
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = _copied(examples)
-        check_images(examples, self.processor, "the batch")
+        _check_batch(self, examples)
         batch = _collated(super(), self, examples)
-        return pad_left(batch) if self.padding_side == "left" else batch
+        return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
-def check_images(examples: list[dict[str, Any]], processor: Any, where: str, first: int = 0) -> None:
-    """
-    Raises:
-        ValueError: If an example has other images than its text has placeholders for.
-    """
-    for i, example in enumerate(examples, first):
+def _check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
+    found = misplaced_images(examples, collator.processor)
+    rows, error = [i for i, *_ in found], misplaced(found[0], "the batch") if found else ""
+    collator.refuse_or_count(rows, error, "rows have other images than placeholders; they are left to the model")
+
+
+def misplaced(found: tuple[int, int, int], where: str) -> str:
+    """Error text for an example found by [`misplaced_images`]."""
+    row, given, wanted = found
+    return (
+        f"Example {row} of {where} has {given} images and {wanted} placeholders for them. Give each placeholder in "
+        "its text one image, in their order."
+    )
+
+
+def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
+    """Number, images and placeholders of each example that has other images than its text has placeholders for."""
+    found = []
+    for i, example in enumerate(examples):
         given = len(example["images"])
         value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
         if isinstance(value, str):
@@ -157,10 +166,8 @@ def check_images(examples: list[dict[str, Any]], processor: Any, where: str, fir
         else:
             continue
         if wanted != given:
-            raise ValueError(
-                f"Example {i} of {where} has {given} images and {wanted} placeholders for them. Give each placeholder "
-                "in its text one image, in their order."
-            )
+            found.append((i, given, wanted))
+    return found
 
 
 def _copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,8 +183,8 @@ def _copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _collated(parent: Any, collator: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """What TRL's collator makes of the examples, with the end cut off only where no image is."""
-    if collator.max_length is None or collator.pad_to_multiple_of is not None:
+    """The batch of TRL's collator; used by itself, ours refuses a `max_length` that cuts images off."""
+    if collator.max_length is None or collator.pad_to_multiple_of is not None or collator.for_trainer:
         return parent.torch_call(examples)
     limit, collator.max_length = collator.max_length, None
     try:

@@ -135,10 +135,13 @@ def test_reward_model_scores_the_first_eos_where_pad_is_eos(sharing):
         return model.score(model.model(row, attention_mask=ones)[0])[:, -1]
 
     expected = alone(score_of_the_last_token, sequences, mask)
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
         found = model(sequences, attention_mask=mask).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
-    # Around the exception, transformers scores the token before the EOS: it takes the EOS for padding.
+    # Around the exception, transformers scores the token before the EOS: it takes the EOS for padding. So does the
+    # model without padding, unless it is asked for the last token.
     around = model(sequences, attention_mask=mask, use_cache=False).logits
+    with remove_padding(model, prefix_sharing=sharing):
+        torch.testing.assert_close(model(sequences, attention_mask=mask).logits, around, atol=1e-5, rtol=1e-5)
     assert ((around - expected).abs() > 0.05).flatten().tolist() == [True, True, False]

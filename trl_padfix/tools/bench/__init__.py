@@ -21,8 +21,8 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ... import __version__
 from ...core.layout import padding_free_layout, prefix_sharing_layout
+from ...core.version import __version__
 from ...trainers.row_costs import split
 from ...trainers.token_budget import PairMeasure, TextMeasure
 from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths

@@ -1,0 +1,157 @@
+"""What a packed forward remembers belongs to that forward: threads, models and configs do not see each other's."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+
+import pytest
+import torch
+import transformers
+from kit.models import CONFIGS, batch, build
+
+from trl_padfix import remove_padding
+from trl_padfix.core import calls, handle, views
+
+
+TOLERANCE = 1e-5
+
+
+def models_of(sharing: str) -> list[transformers.PreTrainedModel]:
+    """The model that each of two threads calls."""
+    if sharing == "one model":
+        return [build("qwen2")] * 2
+    if sharing == "two models":
+        return [build("qwen2"), build("mistral", seed=1)]
+    config = CONFIGS["qwen2"]()
+    torch.manual_seed(0)
+    pair = [transformers.Qwen2ForCausalLM(config).eval() for _ in range(2)]
+    assert pair[0].config is pair[1].config
+    return pair
+
+
+def wrong_calls(models: list[transformers.PreTrainedModel], times: int) -> tuple[int, list[BaseException]]:
+    """Calls of two threads at once that give other logits than a padded call, and what they raise."""
+    wrong, errors, begin = [], [], threading.Barrier(2)
+    work = []
+    for model, side in zip(models, ("left", "right"), strict=True):
+        ids, mask = batch(side)
+        rows = slice(0, 3) if side == "left" else slice(2, 7)
+        ids, mask = ids[rows], mask[rows]
+        with torch.no_grad():
+            work.append((model, ids, mask, model(ids, attention_mask=mask, use_cache=False).logits))
+
+    def run(model, ids, mask, expected) -> None:
+        begin.wait()
+        for _ in range(times):
+            try:
+                with torch.no_grad():
+                    found = model(ids, attention_mask=mask).logits
+                if (found - expected)[mask.bool()].abs().max() > TOLERANCE:
+                    wrong.append(1)
+            except Exception as error:
+                errors.append(error)
+
+    with contextlib.ExitStack() as stack:
+        for model in dict.fromkeys(models):
+            stack.enter_context(remove_padding(model, prefix_sharing=True))
+        threads = [threading.Thread(target=run, args=given) for given in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(wrong), errors
+
+
+@pytest.fixture
+def _eager_switching():
+    """Threads that take turns within a forward, and not after many."""
+    saved = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(saved)
+
+
+@pytest.mark.usefixtures("_eager_switching")
+@pytest.mark.parametrize("times", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sharing", ["one model", "two models", "a shared config"])
+def test_two_threads_give_the_numbers_of_one(sharing, times):
+    models = models_of(sharing)
+    configs = [dict(vars(model.config)) for model in models]
+    search = transformers.masking_utils.find_packed_sequence_indices
+
+    assert wrong_calls(models, times) == (0, [])
+
+    for model, config in zip(models, configs, strict=True):
+        assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert dict(vars(model.config)) == config
+    assert transformers.masking_utils.find_packed_sequence_indices is search
+
+
+@pytest.mark.usefixtures("_eager_switching")
+@pytest.mark.parametrize("sharing", ["one model", "a shared config"])
+def test_a_config_that_is_written_to_is_seen_by_other_threads(sharing, monkeypatch):
+    """The negative control: what this package did before, an implementation swapped in the config for the forward."""
+    models, bound = models_of(sharing), views.bound_to_view
+
+    def swapping(module, forward, **held):
+        called = bound(module, forward, **held)
+
+        def call(*args, **kwargs):
+            config = module.config
+            saved = config._attn_implementation_internal
+            config._attn_implementation_internal = views.PACKED
+            try:
+                return called(*args, **kwargs)
+            finally:
+                config._attn_implementation_internal = saved
+
+        return call
+
+    monkeypatch.setattr(handle, "bound_to_view", swapping)
+    found = [wrong_calls(models, 60) for _ in range(3)]
+    assert any(wrong or errors for wrong, errors in found)
+    for model in models:
+        model.config._attn_implementation_internal = "sdpa"
+
+
+def test_a_thread_that_switches_removal_off_switches_it_off_for_itself():
+    model = build("qwen2")
+    ids, mask = batch("right")
+    inside, done = threading.Event(), threading.Event()
+    with remove_padding(model) as attached:
+
+        def padded() -> None:
+            with attached.disabled():
+                inside.set()
+                done.wait()
+
+        thread = threading.Thread(target=padded)
+        thread.start()
+        inside.wait()
+        with torch.no_grad():
+            model(ids, attention_mask=mask)
+        assert attached.stats.packed_tokens == mask.sum()
+        done.set()
+        thread.join()
+
+
+def test_a_call_within_a_packed_forward_is_a_forward_of_its_own():
+    model = build("qwen2")
+    ids, mask = batch("mixed")
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+    seen = []
+
+    def again(module, args) -> None:
+        if not seen:
+            seen.append(None)
+            seen[0] = model(ids[:2], attention_mask=mask[:2]).logits
+
+    with remove_padding(model, prefix_sharing=True), torch.no_grad():
+        model.model.layers[1].register_forward_pre_hook(again)
+        found = model(ids, attention_mask=mask).logits
+        assert calls.packed_call() is None
+    for got, rows in ((found, slice(None)), (seen[0], slice(0, 2))):
+        assert (got - expected[rows])[mask[rows].bool()].abs().max() < TOLERANCE

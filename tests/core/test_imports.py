@@ -1,0 +1,93 @@
+"""Which module imports which: downwards only, and in no circle. Files stay short, and tests mirror them."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+LAYERS = ("core", "trainers", "tools", "cli")
+FILES = {layer: sorted((ROOT / "trl_padfix" / layer).rglob("*.py")) for layer in LAYERS}
+TESTS = {layer: sorted((ROOT / "tests" / layer).glob("test_*.py")) for layer in LAYERS}
+NO_SOURCE = {  # tests of what no single module does
+    "core": {"families", "gpu", "imports", "reference_flash_attn", "reward_models", "stacks", "upstream", "vision"}
+    | {"packed_rows", "vision_families"},
+    "trainers": {"import_alone", "new_trainer", "odd_rows", "overrides", "stacks_dpo", "trackers", "vision"},
+    "tools": {"bench_online"},
+    "cli": set(),
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_by(path: Path) -> set[str]:
+    """Modules and names that a file imports anywhere: in functions and under `TYPE_CHECKING` too."""
+    package, found = path.relative_to(ROOT).parts[:-1], set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            source = ".".join((*base, *filter(None, [node.module])))
+            found |= {source} | {f"{source}.{alias.name}" for alias in node.names}
+    return found
+
+
+def begins_with(names: set[str], *packages: str) -> set[str]:
+    return {name for name in names if name.startswith(tuple(f"{p}." for p in packages)) or name in packages}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_nothing_imports_upwards(layer):
+    above = [f"trl_padfix.{other}" for other in LAYERS[LAYERS.index(layer) + 1 :]] + ["trl"] * (layer == "core")
+    found = {module_name(file): begins_with(imported_by(file), *above) for file in FILES[layer]}
+    assert {name: imports for name, imports in found.items() if imports} == {}
+
+
+def test_core_leaves_trl_out():
+    modules = [module_name(file) for file in FILES["core"]]
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"
+    code += "print([m for m in sys.modules if m.partition('.')[0] == 'trl'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_circle(layer):
+    names = {module_name(file): file for file in FILES[layer]}
+    assert len(names) > 5
+    # Raises `CycleError` with the circle. A package is imported along with its modules, which is no circle.
+    graph = {name: imported_by(file) & names.keys() - {name} for name, file in names.items()}
+    list(
+        TopologicalSorter(
+            {n: {m for m in found if not n.startswith(f"{m}.")} for n, found in graph.items()}
+        ).static_order()
+    )
+
+
+def test_files_of_core_are_short():
+    lengths = {file.name: len(file.read_text().splitlines()) for file in FILES["core"]}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_test_imports_a_test():
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if "kit" not in path.parts]
+    kit = list((ROOT / "tests/kit").glob("*.py"))
+    found = {
+        path.name: {n for n in imported_by(path) if "test_" in n or n.startswith("tests")} for path in tests + kit
+    }
+    assert {name: imports for name, imports in found.items() if imports} == {}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_test_file_mirrors_a_source_file(layer):
+    sources = {file.stem for file in FILES[layer]} | {file.parent.name for file in FILES[layer]}
+    tests = {file.stem.removeprefix("test_") for file in TESTS[layer]}
+    assert tests - sources - NO_SOURCE[layer] == set()
+    assert NO_SOURCE[layer] - tests == set()

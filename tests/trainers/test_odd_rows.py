@@ -1,0 +1,227 @@
+"""
+Rows that are not as they should be do not stop a run after its first step.
+
+What the data of a trainer holds is looked at before the first step; what only turns up later (in streams, once images
+are processed) is counted, warned about, and weighs what it weighs in TRL's trainer.
+"""
+
+import logging
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer
+from kit.vision_runs import build_pairs, build_processor, build_vlm
+from transformers import PrinterCallback
+
+import trl_padfix
+from trl_padfix.trainers.collators import SidedCollator
+
+
+MODES = {
+    "padded": {},
+    "padded, left": {"padding_side": "left"},
+    "padding-free, left": {"padding_free": True, "padding_side": "left"},
+    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
+}
+
+
+def train(library, kind, folder, data, config, **given) -> tuple[object, torch.Tensor]:
+    settings = SETTINGS | {"max_steps": 3, "per_device_train_batch_size": 4, "output_dir": str(folder)} | config
+    given = {
+        "model": build_model("reward" if kind == "Reward" else "causal"),
+        "processing_class": build_tokenizer(),
+    } | given
+    if kind in ("DPO", "KTO") and "ref_model" not in given:
+        given["ref_model"] = build_model(seed=1)
+    args = getattr(library, f"{kind}Config")(**settings)
+    trainer = getattr(library, f"{kind}Trainer")(args=args, train_dataset=data, **given)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return trainer, torch.tensor([[log["loss"], log["grad_norm"]] for log in logs], dtype=torch.float64)
+
+
+# Completions that `max_length` cuts off
+
+
+def longest_prompt(processor, data: Dataset) -> int:
+    batch = trl.trainer.dpo_trainer.DataCollatorForVisionPreference(processor)([dict(row) for row in data])
+    return int((batch["attention_mask"] - batch["completion_mask"]).sum(1).max())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(mode, tmp_path, caplog):
+    processor, data = build_processor("llava"), build_pairs(9, (1, 1, 0))
+    config = {"max_length": longest_prompt(processor, data), "per_device_train_batch_size": 3}
+    runs = {}
+    for library in (trl, trl_padfix):
+        given = {"model": build_vlm("llava", processor), "ref_model": build_vlm("llava", processor)}
+        given["processing_class"] = processor
+        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+            runs[library] = train(
+                library, "DPO", tmp_path, data, config | (MODES[mode] if library is trl_padfix else {}), **given
+            )
+    assert_same(runs[trl_padfix][1], runs[trl][1])
+    message = f"1 pairs have a completion without a token (within `max_length={config['max_length']}`)"
+    assert sum(message in text for text in caplog.messages) == 1
+    assert sum(runs[trl_padfix][0].data_collator.odd_rows.values()) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["DPO", "SFT"])
+def test_a_vision_run_with_max_length_is_trls(kind, mode, tmp_path):
+    """As TRL's own `test_train_vlm_with_max_length`: the end of completions is cut, images are whole."""
+    processor, data = build_processor("llava"), build_pairs(9, (1,))
+    config = {"max_length": longest_prompt(processor, data) + 3, "per_device_train_batch_size": 2}
+    if kind == "SFT":
+        data = data.remove_columns("rejected").rename_column("chosen", "completion")
+    runs = {}
+    for library in (trl, trl_padfix):
+        given = {"model": build_vlm("llava", processor), "processing_class": processor}
+        given |= {"ref_model": build_vlm("llava", processor)} if kind == "DPO" else {}
+        more = MODES[mode] if library is trl_padfix else {}
+        runs[library] = train(library, kind, tmp_path, data, config | more, **given)[1]
+    assert_same(runs[trl_padfix], runs[trl])
+    assert runs[trl].abs().min() > 1e-3
+
+
+# Rows without a prompt, and without a token
+
+
+def rows_of(kind: str, empty: bool) -> list[dict]:
+    """Tokenized rows, some of which have no prompt left, or nothing at all."""
+    ids = [[2 + (7 * i + j) % 36 for j in range(2 + i % 5)] for i in range(12)]
+    if kind == "SFT":
+        return [
+            {"input_ids": [] if empty and i % 4 == 1 else row, "labels": [] if empty and i % 4 == 1 else row}
+            for i, row in enumerate(ids)
+        ]
+    prompts = [[] if i % 4 == 1 else row for i, row in enumerate(ids)]
+    empties = {i for i in range(12) if empty and i % 4 in (1, 2)}
+    rows = []
+    for i, (prompt, row) in enumerate(zip(prompts, ids, strict=True)):
+        chosen = [] if i in empties else row[::-1]
+        if kind == "KTO":
+            rows.append({"prompt_ids": prompt, "completion_ids": chosen, "label": i % 2 == 0})
+        else:
+            rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": row[:2]})
+    return rows
+
+
+def prepared(monkeypatch, kind):
+    """Trainers that take tokenized rows as they are, as those of a stream are."""
+    for library in (trl, trl_padfix):
+        monkeypatch.setattr(
+            getattr(library, f"{kind}Trainer"), "_prepare_dataset", lambda self, dataset, *_, **__: dataset
+        )
+
+
+CONFIGS = {
+    "DPO": {"max_length": 6, "truncation_mode": "keep_end"},
+    "KTO": {"loss_type": "apo_zero_unpaired"},
+    "SFT": {},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_rows_without_a_prompt_weigh_as_in_trl(kind, mode, tmp_path, monkeypatch, caplog):
+    prepared(monkeypatch, kind)
+    data = Dataset.from_list(rows_of(kind, empty=False))
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        ours = train(trl_padfix, kind, tmp_path, data, CONFIGS[kind] | MODES[mode])
+    theirs = train(trl, kind, tmp_path, data, CONFIGS[kind])
+    assert_same(ours[1], theirs[1])
+    assert any("rows begin with a completion token" in text for text in caplog.messages) == ("left" in mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "SFT"])
+def test_rows_without_a_token_do_not_stop_a_stream(kind, mode, tmp_path, monkeypatch, caplog):
+    prepared(monkeypatch, kind)
+    data = Dataset.from_list(rows_of(kind, empty=True))
+    config = {} if kind == "SFT" else CONFIGS[kind]
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        ours = train(trl_padfix, kind, tmp_path, data.to_iterable_dataset(), config | MODES[mode])
+    assert ours[1].isfinite().all()
+    assert any("have no token" in text for text in caplog.messages)
+    # An empty row teaches nothing: whatever stands in its place in the batch is of no account.
+    without_empty_rows = SidedCollator.without_empty_rows
+
+    def other_token(collator, batch):
+        batch = without_empty_rows(collator, batch)
+        empty = batch["input_ids"].eq(collator.pad_token_id).all(1)
+        seen.append(int(empty.sum()))
+        return batch | {"input_ids": batch["input_ids"].masked_fill(empty[:, None], 7)}
+
+    seen = []
+    monkeypatch.setattr(SidedCollator, "without_empty_rows", other_token)
+    other = train(trl_padfix, kind, tmp_path, data.to_iterable_dataset(), config | MODES[mode])
+    assert_same(other[1], ours[1])
+    assert sum(seen) > 0
+
+
+def test_a_batch_of_empty_rows_alone_is_a_batch(tmp_path):
+    collator = trl_padfix.DataCollatorForLanguageModeling(pad_token_id=0, for_trainer=True, padding_side="left")
+    batch = collator([{"input_ids": [], "labels": []}] * 2)
+    assert {name: value.tolist() for name, value in batch.items()} == {
+        "input_ids": [[0], [0]], "attention_mask": [[1], [1]], "labels": [[-100], [-100]],
+    }  # fmt: skip
+
+
+def test_warnings_come_at_the_first_row_and_at_every_power_of_ten(caplog):
+    collator = trl_padfix.DataCollatorForPreference(pad_token_id=0, for_trainer=True)
+    pair = {"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [2]}
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        for _ in range(12):
+            collator([pair])
+    assert [text.split(" completions")[0] for text in caplog.messages] == ["So far 1", "So far 10"]
+
+
+# What is found before the first step
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward"])
+def test_an_empty_completion_of_a_dataset_is_found_before_the_first_step(kind, tmp_path, monkeypatch):
+    rows = rows_of("KTO" if kind == "KTO" else "DPO", empty=True)
+    monkeypatch.setattr(getattr(trl, f"{kind}Trainer"), "_prepare_dataset", lambda self, dataset, *_, **__: dataset)
+    columns = {"DPO": ("chosen", "rejected"), "KTO": ("prompt", "completion"), "Reward": ()}[kind]
+    data = Dataset.from_list([row | dict.fromkeys(columns, "w3") for row in rows])
+    with pytest.raises(ValueError, match=r"(pair|example) 1 of the train dataset has no token"):
+        train(trl_padfix, kind, tmp_path, data, {"max_steps": 1})
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tmp_path):
+    given = {"train": build_prompts(8), "eval": build_prompts(4)}
+    given[where] = given[where].map(lambda row, i: {"prompt": " " if i == 3 else row["prompt"]}, with_indices=True)
+    policy = save_policy(tmp_path / "policy")
+    with pytest.raises(
+        ValueError, match=rf"Prompts \[3\] of the {where} dataset have no token \(1 in all\).*BOS token"
+    ):
+        getattr(trl_padfix, f"{kind}Trainer")(
+            model=load_policy(policy),
+            reward_funcs=reward_words,
+            args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path), **ONLINE_SETTINGS),
+            train_dataset=given["train"],
+            eval_dataset=given["eval"],
+            processing_class=build_tokenizer(),
+        )
+
+
+def test_prompts_without_a_token_in_a_stream_are_warned_about(tmp_path, caplog):
+    policy = save_policy(tmp_path / "policy")
+    trainer = trl_padfix.GRPOTrainer(
+        model=load_policy(policy),
+        reward_funcs=reward_words,
+        args=trl_padfix.GRPOConfig(str(tmp_path), **ONLINE_SETTINGS),
+        train_dataset=build_prompts(8).to_iterable_dataset(),
+        processing_class=build_tokenizer(),
+    )
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer._tokenize_prompts(["w3 w4", ""])
+    assert any("1 prompts of the batch have no token" in text for text in caplog.messages)
