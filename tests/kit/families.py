@@ -27,7 +27,7 @@ _SIZES: list[tuple[int, str]] = [
     (
         32,
         "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim "
-        "emb_dim hidden_size_global adapter_in_dim adapter_input_size",
+        "emb_dim hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size",
     ),
     (
         48,
@@ -125,6 +125,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 2, "num_hidden_layers": 16},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"index_topk_blocks": 2},
@@ -137,6 +138,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
+    "recurrent_gemma": {"num_hidden_layers": 3},  # two recurrent layers, one of attention
     "reformer": {
         "is_decoder": True,
         "attn_layers": ["local", "lsh"],
@@ -163,9 +165,37 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, scale_attn_by_inverse_layer_idx": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gemma3_text, use_bidirectional_attention": ("gemma3_text", {"use_bidirectional_attention": True}),
     "bert, is_decoder=False": ("bert", {"is_decoder": False}),
+    "qwen4_exp_text, n-gram embeddings": (
+        "qwen4_exp_text",
+        {
+            "eos_token_id": 2,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 32,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 50,
+            "make_ngram_vocab_size_divisible_by": 4,
+        },
+    ),
+    "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention", "full_attention"]}),
     "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["attention", "attention"]}),
 }
 """Settings that change what a layer does: name, model type, and fields of its config."""
+
+
+NOT_BUILT: dict[str, str] = {
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "It drafts tokens for another model, whose keys and values all its layers read.",
+    ),
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"),
+        "Four rows of its batch are the codebooks of one sound, so its rows are no sequences of their own.",
+    ),
+    "reformer": (
+        "It hashes tokens at random, so two forwards of one row differ, and it has gradients in training mode only."
+    ),
+}
+"""Types of which no model is built, and why."""
 
 
 class NotBuiltError(Exception):
@@ -185,16 +215,28 @@ def build(family: str, attn_implementation: str | None = None) -> PreTrainedMode
         NotBuiltError: If it cannot be built offline; with the reason.
     """
     model_type, given = VARIANTS.get(family, (family, {}))
+    if model_type in NOT_BUILT:
+        raise NotBuiltError(NOT_BUILT[model_type])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = tiny_config(CONFIG_MAPPING[model_type], {**OVERRIDES.get(model_type, {}), **given})
+            if model_type == "gemma3n":
+                _replace_tower(config)
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     except Exception as error:
         raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     _redraw(model)
     return model.float().eval()
+
+
+def _replace_tower(config: PretrainedConfig) -> None:
+    """Give a model another vision tower, since its own needs timm; rows of text never reach one."""
+    own, tower = config.vision_config, tiny_config(CONFIG_MAPPING["siglip_vision_model"], {})
+    for name in ("rms_norm_eps", "vocab_offset", "vocab_size"):
+        setattr(tower, name, getattr(own, name))
+    config.__dict__["vision_config"] = tower  # past the check of its type
 
 
 def tiny_config(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from kit.families import NotBuiltError
-from kit.family_outcomes import MODES, SIDES, TOLERANCE, gradient_difference, gradients_of, weighted
+from kit.family_outcomes import MODES, SIDES, TOLERANCE, gradient_difference, gradients_of, stable_topk, weighted
 from kit.vision_families import Batch, Row, VisionModel, build_vision, collate
 from transformers import PreTrainedModel
 
@@ -70,17 +70,19 @@ def vision_outcomes(family: str) -> dict[str, Any]:
     except PaddingRemovalError as refused:
         outcome = {"outcome": "refused", "reason": str(refused)}
         return result | {kind: dict.fromkeys(MODES, outcome) for kind in KINDS}
-    for kind, rows in KINDS.items():
-        if kind == "images" and vision.image is None:
-            result[kind] = {"not_run": "none of the ways in which images are tried"}
-            continue
-        try:
-            reference = alone(vision, rows)
-        except Exception as error:
-            result[kind] = {"not_run": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
-            continue
-        result[kind] = {mode: _outcome(vision, rows, reference, sharing) for mode, sharing in MODES.items()}
-    return result
+    with stable_topk():
+        return result | {kind: _outcomes(vision, kind, rows) for kind, rows in KINDS.items()}
+
+
+def _outcomes(vision: VisionModel, kind: str, rows: list[Row]) -> dict[str, Any]:
+    """Outcomes of one kind of batch in both modes."""
+    if kind == "images" and vision.image is None:
+        return {"not_run": "none of the ways in which images are tried"}
+    try:
+        reference = alone(vision, rows)
+    except Exception as error:
+        return {"not_run": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+    return {mode: _outcome(vision, rows, reference, sharing) for mode, sharing in MODES.items()}
 
 
 def _outcome(vision: VisionModel, rows: list[Row], reference: Any, sharing: bool) -> dict[str, Any]:

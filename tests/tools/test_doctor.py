@@ -10,7 +10,7 @@ import torch
 import transformers
 import trl
 from kit.models import CONFIGS
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import XLNetConfig, XLNetLMHeadModel
 from typer.testing import CliRunner
 
 import trl_padfix
@@ -40,9 +40,9 @@ def qwen2(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def mamba(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("mamba")
-    MambaConfig(num_hidden_layers=2, architectures=["MambaForCausalLM"]).save_pretrained(path)
+def xlnet(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("xlnet")
+    XLNetConfig(n_layer=2, architectures=["XLNetLMHeadModel"]).save_pretrained(path)
     return str(path)
 
 
@@ -137,14 +137,14 @@ def test_a_model_is_judged_by_its_configuration_alone(qwen2):
     assert "padding_side: this transformers has no such check" in result.output
 
 
-def test_a_model_that_is_refused_names_the_rule(mamba):
-    result = doctor("--model", mamba)
+def test_a_model_that_is_refused_names_the_rule(xlnet):
+    result = doctor("--model", xlnet)
     assert result.exit_code == 1
-    refused = "refused: layer `layers.0` (MambaBlock) has no attention that goes through transformers' attention"
+    refused = "refused: no module that attends or otherwise mixes tokens was found in the layers of XLNetModel"
     assert refused in words(result.output)
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
-        remove_padding(MambaForCausalLM(MambaConfig(num_hidden_layers=1, vocab_size=40, hidden_size=16)))
-    assert diagnose(mamba).model.refusal in str(error.value)
+        remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
+    assert diagnose(xlnet).model.refusal in str(error.value)
 
 
 def test_a_transformers_that_checks_the_padding_side_is_told_by_its_source(qwen2, monkeypatch):

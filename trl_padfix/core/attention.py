@@ -31,6 +31,7 @@ from .calls import LAYOUT, PackedCall
 from .compat import register_mask_function
 from .errors import PaddingRemovalError
 from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, in_attention_dtype, torch_varlen_applies
+from .layers import layer_call
 from .masks import PackedMask, describe_mask
 from .views import PACKED, viewed_module
 
@@ -123,12 +124,18 @@ def packed_attention(
         PaddingRemovalError: If the module hands over something that the layout does not account for.
     """
     module = viewed_module(module)  # so that the model's own functions find its own implementation
-    call: PackedCall | None = kwargs.pop(LAYOUT, None)
+    call: PackedCall | None = kwargs.pop(LAYOUT, None) or _call_of_layer()
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
         raise PaddingRemovalError(
             f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
             "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
+        )
+    if query.shape[2] != call.layout.packed_tokens or key.shape[2] != call.layout.packed_tokens:
+        raise PaddingRemovalError(
+            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
+            f"{call.layout.packed_tokens} tokens: they are not one for each token. Padding cannot be removed from "
+            "this model; train it with `padding_free=False`."
         )
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
@@ -148,6 +155,12 @@ def packed_attention(
     if call.implementation == "sdpa" and torch_varlen_applies(query, value, call.layout, kwargs):
         return attend_torch_varlen(*states), None
     return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager"), None
+
+
+def _call_of_layer() -> PackedCall | None:
+    """The packed forward of the layer that is running, for layers that do not hand keyword arguments down."""
+    frame = layer_call()
+    return None if frame is None else frame.call
 
 
 def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ travels in the keyword arguments of the layers, where gradient checkpointing kee
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,10 +28,12 @@ __all__ = [
     "LAYOUT",
     "ModelCall",
     "PackedCall",
+    "RowsCall",
     "bind",
     "model_call",
     "pack_arguments",
     "packed_call",
+    "rows_call",
     "running",
     "unpack_output",
     "visual_mask",
@@ -58,6 +60,8 @@ class ModelCall:
             What the module around the decoder was called with, if there is one: ids and mask of a multimodal model.
         scored (`torch.Tensor` of shape `(n,)`, *optional*):
             Places in the flattened batch whose hidden states the LM head asks for; the decoder returns no others.
+        given (`dict`):
+            Mask, positions and bounds that the model was called with: some do not hand them to their decoder.
         pools_last (`bool`):
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
@@ -67,6 +71,7 @@ class ModelCall:
     decoder: nn.Module
     arguments: dict[str, Any] = field(default_factory=dict)
     scored: torch.Tensor | None = None
+    given: dict[str, Any] = field(default_factory=dict)
     pools_last: bool = False
     layout: Layout | None = None
 
@@ -84,6 +89,8 @@ class PackedCall:
         decoder (`torch.nn.Module`): The decoder that is called.
         position_ids (`torch.Tensor`): Positions of the packed tokens, as the decoder is given them.
         last_position (`int` or `torch.Tensor`, *optional*): Largest position of the padded call, padding included.
+        dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
+        made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
     layout: Layout
@@ -91,10 +98,35 @@ class PackedCall:
     decoder: nn.Module
     position_ids: torch.Tensor
     last_position: int | torch.Tensor = 0
+    dry_run: Callable[..., Any] = lambda rows: []
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, build: Callable[[], Any]) -> Any:
+        """What `build` makes for this forward: made at the first call with `key`, and kept for the recomputation."""
+        if key not in self.made:  # two threads of a backward may both build it: it comes out the same
+            self.made[key] = build()
+        return self.made[key]
+
+
+@dataclass(frozen=True, eq=False)
+class RowsCall:
+    """
+    A forward of a decoder over whole rows with its layers left out, to see how it calls them; see `dry_run.py`.
+
+    Attributes:
+        decoder (`torch.nn.Module`): The decoder that is called.
+        position_ids (`torch.Tensor`): Positions of the tokens of these rows, as the decoder is given them.
+        last_position (`int` or `torch.Tensor`): Largest position of the padded call, padding included.
+    """
+
+    decoder: nn.Module
+    position_ids: torch.Tensor
+    last_position: int | torch.Tensor = 0
 
 
 _model_call: ContextVar[ModelCall | None] = ContextVar("trl_padfix_model_call", default=None)
 _packed_call: ContextVar[PackedCall | None] = ContextVar("trl_padfix_packed_call", default=None)
+_rows_call: ContextVar[RowsCall | None] = ContextVar("trl_padfix_rows_call", default=None)
 
 
 def model_call(decoder: nn.Module) -> ModelCall | None:
@@ -109,14 +141,26 @@ def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     return call if call is not None and (decoder is None or call.decoder is decoder) else None
 
 
+def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
+    """The forward over rows that is running, if one is, and if it is that of `decoder`."""
+    call = _rows_call.get()
+    return call if call is not None and (decoder is None or call.decoder is decoder) else None
+
+
 @contextmanager
-def running(call: ModelCall | PackedCall | None) -> Iterator[None]:
-    """`call` is running until the block ends; with `None` neither a model nor a packed forward is."""
-    tokens = []
-    if call is None or isinstance(call, ModelCall):
-        tokens.append((_model_call, _model_call.set(call)))
-    if call is None or isinstance(call, PackedCall):
-        tokens.append((_packed_call, _packed_call.set(call)))
+def running(call: ModelCall | PackedCall | RowsCall | None) -> Iterator[None]:
+    """`call` is running until the block ends; with `None` no call of a model, packed or over rows, is."""
+    tokens: list[tuple[Any, Any]] = []
+    variables: tuple[tuple[Any, type], ...] = (
+        (_model_call, ModelCall),
+        (_packed_call, PackedCall),
+        (_rows_call, RowsCall),
+    )
+    for variable, kind in variables:
+        if call is None or isinstance(call, kind):
+            tokens.append((variable, variable.set(call)))
+        elif isinstance(call, RowsCall):
+            tokens.append((variable, variable.set(None)))
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .batches import layout_of
-from .calls import ModelCall, PackedCall, packed_call
+from .calls import ModelCall, PackedCall, packed_call, rows_call
 from .compat import resume_packed_search, spare_packed_search
 from .errors import PaddingRemovalError
 from .layout import Layout
@@ -150,7 +150,11 @@ class PaddingRemoval(Attachment):
             Whether padded calls are packed; rows that arrive packed are kept apart either way.
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
+        mixers ([`Mixers`]):
+            The modules of the decoder that mix tokens, and how each of them runs.
     """
+
+    mixers: Any = None
 
     def __init__(
         self,
@@ -207,7 +211,7 @@ class PaddingRemoval(Attachment):
             call,
             prefix_sharing=self.prefix_sharing,
             packs_padded=self.packs_padded,
-            takes_positions=takes_positions(self.decoder),
+            takes_positions=_is_given_positions(self.decoder),
             model_call=model_call,
         )
 
@@ -297,7 +301,13 @@ class ForwardPatch:
             self.module.forward = self.below
 
 
+def _is_given_positions(decoder: nn.Module) -> bool:
+    """Whether the positions of a call reach a decoder, even if it does not look at them (Mamba)."""
+    kinds = [p.kind for p in inspect.signature(decoder.forward).parameters.values()]
+    return takes_positions(decoder) or inspect.Parameter.VAR_KEYWORD in kinds
+
+
 def _are_packed(position_ids: torch.Tensor) -> bool:
-    """Whether `position_ids` are those of the packed forward that is running."""
-    call = packed_call()
+    """Whether `position_ids` are those of the packed forward that is running, or of a forward over its rows."""
+    call = packed_call() or rows_call()
     return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()

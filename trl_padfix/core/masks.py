@@ -36,6 +36,13 @@ class PackedMask:
         # Some layers cut their mask to the keys at hand; without a cache these are all keys.
         return self
 
+    def to(self, *args: Any, **kwargs: Any) -> PackedMask:
+        return self  # MPT casts its mask
+
+    @property
+    def ndim(self) -> int:
+        return 0  # Falcon adds ALiBi to a mask of four dimensions
+
 
 def describe_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:
     """A mask function of transformers' interface: windows and chunks both come as `local_size`."""

@@ -9,6 +9,7 @@ attention modules to packed attention, [`PositionPatch`] numbers tokens for deco
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,29 +24,60 @@ from .calls import (
     model_call,
     pack_arguments,
     packed_call,
+    rows_call,
     running,
     unpack_output,
 )
 from .compat import older_attributes
+from .dry_run import DryRun
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch, PaddingRemoval
 from .images import with_plain_mask
+from .layers import takes_any_argument
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
 from .views import attends_otherwise
+from .whole_rows import needs_whole_rows, over_whole_rows
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "ViewPatch"]
 
 
+_TOLD = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+"""Arguments of a decoder by which it knows its rows, or goes on with rows that it knows."""
+
+
 class DecoderPatch(ForwardPatch):
-    """Packs at the decoder's door, unpacks at its exit."""
+    """
+    Packs at the decoder's door, unpacks at its exit.
+
+    Args:
+        module (`torch.nn.Module`):
+            The decoder.
+        attachment ([`PaddingRemoval`]):
+            The handle.
+        layers (`dict[str, torch.nn.Module]`, *optional*):
+            Its layers by name.
+        refuse (`Callable`, *optional*):
+            Says why a layout cannot be packed, if it cannot.
+    """
 
     runs_on_view = True
 
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+    def __init__(
+        self,
+        module: nn.Module,
+        attachment: PaddingRemoval,
+        *,
+        layers: dict[str, nn.Module] | None = None,
+        refuse: Callable[[Layout], str | None] | None = None,
+    ):
         super().__init__(module, attachment)
+        self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
+        self.takes_whole_rows = bool(needs_whole_rows(module))
+        self.takes_any = takes_any_argument(module)
+        self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +94,9 @@ class DecoderPatch(ForwardPatch):
         try:
             if asked is not None and asked.arguments:
                 call = with_plain_mask(call, asked.arguments, self.module)
+            elif asked is not None and all(call.get(k) is None for k in _TOLD):
+                # Mamba does not hand positions to its decoder, RWKV not even the mask.
+                call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
             layout = self.attachment.layout_of(call, asked)
             if layout is None:
                 return self.wrapped(*args, **kwargs)
@@ -74,7 +109,7 @@ class DecoderPatch(ForwardPatch):
         self.attachment.stats.add(layout)
         call["use_cache"] = False
         if layout.is_trivial:
-            return unpack_output(self.wrapped(**call), layout, asked)
+            return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
             raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
@@ -85,14 +120,17 @@ class DecoderPatch(ForwardPatch):
                 "Leave it off, here and in the config, or remove the handle for this call (`with "
                 "handle.disabled(): ...`)."
             )
+        if self.refuse is not None and (reason := self.refuse(layout)):
+            raise PaddingRemovalError(reason)
+        if self.takes_whole_rows:
+            return unpack_output(over_whole_rows(self.wrapped, self._accepted(call), layout), layout, asked)
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
-        packed[LAYOUT] = current = PackedCall(
-            layout,
-            config._attn_implementation,
-            self.module,
-            packed["position_ids"],
-            self._last_position(call, layout),
-        )
+        positions, last = packed["position_ids"], self._last_position(call, layout)
+        packed = self._accepted(packed)
+        dry_run = DryRun(self.module, self.layers, packed, last)
+        current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run)
+        if self.takes_any:
+            packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
         with running(current):
             output = forward(**packed)
@@ -100,6 +138,10 @@ class DecoderPatch(ForwardPatch):
         if asked is not None and not asked.pools_last and asked.scored is None:
             asked.layout = layout
         return unpack_output(output, layout, asked)
+
+    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the decoder takes: what its model was given it may not."""
+        return call if self.takes_any else {k: v for k, v in call.items() if k in self.parameters}
 
     def _last_position(self, call: dict[str, Any], layout: Layout) -> int | torch.Tensor:
         """The largest position of the padded call, where the decoder looks at it."""
@@ -149,7 +191,7 @@ class RopePatch(ForwardPatch):
     serves_recomputation = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder)
+        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
         arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
         if call is None or positions is None:

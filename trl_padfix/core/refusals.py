@@ -11,11 +11,14 @@ import inspect
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import counts_columns, refuse_implementation, uses_attention_interface
-from .positions import position_embeddings, takes_positions
+from .attention import refuse_implementation
+from .layout import Layout
+from .mixers import PACKED, Mixers
+from .positions import position_embeddings
+from .whole_rows import needs_whole_rows
 
 
-__all__ = ["refusal"]
+__all__ = ["refusal", "refuse_holes"]
 
 
 def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> str | None:
@@ -42,62 +45,39 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
-    attentions = {m for m in decoder.modules() if uses_attention_interface(m)}
-    for name, blocks in decoder.named_modules():
-        if isinstance(blocks, nn.ModuleList) and _are_layers(blocks, attentions):
-            for i, block in enumerate(blocks):
-                if reason := _layer_refusal(block, attentions):
-                    return f"layer `{name}.{i}` ({type(block).__name__}) {reason}"
-    unknown = set(getattr(config, "layer_types", None) or []) - {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-    }
-    if unknown:
-        return f"its layers of type {sorted(unknown)} mix tokens in a way that a packed batch does not keep apart"
+    for table in position_embeddings(decoder):
+        if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
+            return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
+    if needs_whole_rows(decoder):
+        return None
+    mixers = Mixers.of(decoder)
+    if not mixers.mixers:
+        return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
+    for mixer in mixers.mixers:
+        if not _is_causal(mixer.module):
+            return (
+                f"layer `{mixer.name}` ({type(mixer.module).__name__}) attends in both directions or to another "
+                "sequence, and a packed batch is attended causally"
+            )
     # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
-    if not takes_positions(decoder) and not position_embeddings(decoder):
-        return f"`{type(decoder).__name__}.forward` takes no `position_ids`, so packed tokens have no place"
     return refuse_implementation(str(config._attn_implementation))
 
 
-def _are_layers(blocks: nn.ModuleList, attentions: set[nn.Module]) -> bool:
-    """Whether `blocks` are the layers of a decoder: some attend, or where none does, each has parts of its own."""
-    if attentions:
-        return any(attentions & set(block.modules()) for block in blocks)
-    return len(blocks) > 0 and all(any(True for _ in block.children()) for block in blocks)
+def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
+    """Why a batch cannot be packed whose rows have masked tokens between real ones; `None` if it can, or has none."""
+    others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
+    if not others or layout.spans == layout.key_lengths:
+        return None
+    return (
+        f"A row of the batch has masked tokens between real ones, and `{others[0].name}` "
+        f"({type(others[0].module).__name__}: {others[0].why}) runs through what is masked there when it is padded, "
+        "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
+        "handle.disabled():`."
+    )
 
 
-def _layer_refusal(block: nn.Module, attentions: set[nn.Module]) -> str | None:
-    own = [m for m in block.modules() if m in attentions]
-    convolution = next((m for m in block.modules() if isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1), None)
-    if not own:
-        return f"has no attention that goes through transformers' attention interface: {_own_way(block, convolution)}"
-    if convolution is not None:
-        return f"has a convolution over the sequence (`{type(convolution).__name__}`), which would mix packed rows"
-    if any(hasattr(module, "indexer") for module in block.modules()):
-        return "selects the keys of a token with an indexer, among those of all packed rows"
-    # Cross-attention is not run, unless a call brings the states of an encoder; that call is refused.
-    if all(getattr(m, "is_cross_attention", False) or not getattr(m, "is_causal", True) for m in own):
-        return "attends in both directions or to another sequence, and a packed batch is attended causally"
-    for module in own:
-        if counts_columns(module) and getattr(module, "attn_temperature_tuning", True):
-            return (
-                f"numbers its tokens by their place in the packed row (`{type(module).__name__}`, for the temperature "
-                "of its attention); set `attn_temperature_tuning=False` if the model was trained without it"
-            )
-    return None
-
-
-def _own_way(block: nn.Module, convolution: nn.Module | None) -> str:
-    """How a layer without interface attention mixes tokens, as far as its parts tell."""
-    forwards = [inspect.signature(module.forward).parameters for module in block.modules()]
-    if any({"alibi", "position_bias"} & parameters.keys() for parameters in forwards):
-        return "it writes its attention out, with a bias built from the places in the padded batch (ALiBi or its kin)"
-    if convolution is not None:
-        return "it mixes tokens with a convolution over the sequence, and packed rows with them"
-    if any("attention_mask" in parameters for parameters in forwards):
-        return "it writes its attention out, and cannot be told where packed rows begin"
-    return "it mixes tokens in a recurrence or in another way of its own, and cannot be told where packed rows begin"
+def _is_causal(module: nn.Module) -> bool:
+    parts = [m for m in module.modules() if not getattr(m, "is_cross_attention", False)]
+    return all(getattr(m, "is_causal", True) for m in parts)

@@ -12,20 +12,23 @@ layer with the layout of its own forward.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import names_attention, register_packed_attention
+from .attention import register_packed_attention
 from .devices import refuse_devices
 from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .handle import Attachment, ForwardPatch, PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch, ViewPatch
+from .mixers import Mixers
+from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal
+from .refusals import refusal, refuse_holes
 from .towers import MultimodalPatch, TowerPatch, towers
+from .whole_rows import needs_whole_rows
 
 
 __all__ = ["attachment_of", "attachments_of", "number_padded_rows", "remove_padding"]
@@ -93,8 +96,14 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
             "`padding_free=False` in a trainer's configuration."
         )
+    if prefix_sharing and (why := needs_whole_rows(decoder)):
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
+            "share. Attach with `prefix_sharing=False`: padding is removed all the same."
+        )
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
+    handle.mixers = Mixers.of(decoder)
     register_packed_attention()
     return handle.attach(_patches(pretrained, handle))
 
@@ -102,8 +111,9 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
 def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
-    yield DecoderPatch(decoder, handle)
-    yield from (ViewPatch(m, handle) for m in decoder.modules() if m is not decoder and names_attention(m))
+    mixers = handle.mixers
+    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_holes, mixers=mixers))
+    yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))
     if multimodal is not None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 
-__all__ = ["PACKED", "attends_otherwise", "bound_to_view", "is_view", "other_attention", "viewed_module"]
+__all__ = ["PACKED", "attends_otherwise", "bound_to_view", "is_view", "other_attention", "view_of", "viewed_module"]
 
 PACKED = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
@@ -72,11 +72,17 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
     body = {name: held(name) for name in names}
     body |= {"__slots__": ("padfix_held", "padfix_module"), "__module__": cls.__module__}
-    return type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
+    made: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
+    if "forward" in vars(made) and "forward" not in names:
+        # A layer that can be checkpointed wraps the forward of every subclass, and only the outermost checkpoints.
+        del made.forward
+    return made
 
 
-def _view(module: Any, held: dict[str, Any]) -> Any:
-    held = {"config": ConfigView(module.config, _attention.get()), **held}
+def view_of(module: Any, held: dict[str, Any]) -> Any:
+    """`module` with the attributes in `held` of another value; its state is the very same."""
+    if hasattr(module, "config"):
+        held = {"config": ConfigView(module.config, _attention.get()), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
     for name, value in (("__dict__", module.__dict__), ("padfix_held", held), ("padfix_module", module)):
@@ -100,7 +106,7 @@ def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callabl
 
     Args:
         module (`torch.nn.Module`):
-            The module; it has a `config`.
+            The module; if it has a `config`, the view's names packed attention, unless another one is held.
         forward (`Callable`, *optional*):
             What stands in `module.__dict__["forward"]`; without it the forward of the class.
         **held:
@@ -112,12 +118,12 @@ def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callabl
     if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
         held |= dict.fromkeys(replaced)
-        view = _view(module, held)
+        view = view_of(module, held)
         view.padfix_held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
         if not any(a is module for a in forward.args):
             return None
         return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)
-    view = _view(module, held)
+    view = view_of(module, held)
     if forward is None:
         return type(module).forward.__get__(view)
     if isinstance(forward, MethodType) and forward.__self__ is module:

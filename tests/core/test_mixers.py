@@ -1,0 +1,462 @@
+"""
+Decoders whose layers one packed row cannot serve: each module that mixes tokens runs packed, forked or on rows.
+
+The reference is each row computed alone, as in `test_families.py`; here rows are also longer than the chunks of scans,
+layers are checkpointed, handles removed before backward, and threads share a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import sys
+import threading
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit import family_outcomes
+from kit.families import build
+from kit.family_outcomes import (
+    LEAK,
+    TOLERANCE,
+    alone,
+    batched,
+    gradient_difference,
+    gradients_of,
+    leaking_layouts,
+    padded,
+    rows,
+    stable_topk,
+    weighted,
+)
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from trl_padfix import (
+    PaddingRemovalError,
+    check_parity,
+    packed_layout,
+    padding_free_layout,
+    prefix_sharing_layout,
+    remove_padding,
+)
+from trl_padfix.core.forks import Tree
+from trl_padfix.core.rows import BEYOND, RowBlocks, grouped_by_length
+
+
+SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+
+KINDS = {
+    "qwen3_5_text": {"forked": 1, "packed": 1},  # gated delta rule
+    "mamba2": {"forked": 2},  # state-space scan with a state that carries gradients
+    "jamba": {"forked": 1, "packed": 1},  # and one without
+    "lfm2": {"forked": 1, "packed": 1},  # short convolution
+    "bloom": {"rows": 2},  # ALiBi
+    "glm_moe_dsa": {"rows": 2},  # indexer, whose choice the next layer uses too
+    "stablelm": {"packed": 2},  # layers that do not hand keyword arguments down
+    "zamba2": {"forked": 3, "packed": 2},  # layers in layers, checkpointed twice
+}
+OTHERS = (
+    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "kimi_linear", "olmo_hybrid", "mamba", "lfm3"),
+    *("lfm2_moe", "gptj", "falcon", "nemotron", "llama4_text", "deepseek_v4", "inkling_text", "zaya", "minimax"),
+    *("recurrent_gemma", "qwen4_exp_text", "qwen4_exp_text, n-gram embeddings", "rwkv", "megatron-bert"),
+    *("deepseek_v32", "xlstm"),
+)
+FAMILIES = pytest.mark.parametrize("family", [*KINDS, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+WAYS = pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant", "removed"])
+
+
+@pytest.fixture(autouse=True)
+def _stable_choices():
+    with stable_topk():
+        yield
+
+
+def long_rows() -> list[torch.Tensor]:
+    """Ragged rows longer than the chunks of every scan (64 tokens), with shared prefixes that end within a chunk."""
+    ids = torch.randint(3, 60, (5, 150), generator=torch.Generator().manual_seed(0))
+    ids[1, :100], ids[2, :30], ids[3, :129] = ids[0, :100], ids[0, :30], ids[0, :129]
+    return [row[:n] for row, n in zip(ids, (150, 137, 70, 140, 3), strict=True)]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@functools.cache
+@torch.enable_grad()
+def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return alone(without_dropout(build(family)))
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def assert_exact(logps, gradients, expected) -> None:
+    assert largest(logps.detach(), expected[0]) <= TOLERANCE
+    assert gradient_difference(gradients, expected[1]) <= TOLERANCE
+
+
+# Rows
+
+
+def test_rows_of_like_length_are_one_block():
+    assert grouped_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
+    for group in grouped_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
+        members = [lengths[i] for i in group]
+        assert max(members) * len(members) <= BEYOND * sum(members)
+
+
+def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
+    layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
+    blocks = RowBlocks.of(layout, one_block=True)
+    assert [b.tolist() for b in blocks.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
+    assert [b.tolist() for b in blocks.beyond] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
+    assert blocks.take.tolist() == [0, 1, 2, 3, 6]
+    tokens = torch.arange(5.0).view(1, 5, 1)
+    assert torch.equal(blocks.scatter([blocks.gather(tokens, 0)]), tokens)
+
+
+def test_blocks_of_rows_put_every_token_back():
+    layout = padding_free_layout(torch.ones(3, 20).tril(10)[:, :].long())
+    tokens = torch.randn(1, layout.packed_tokens, 2)
+    blocks = RowBlocks.of(layout)
+    assert torch.equal(blocks.scatter([blocks.gather(tokens, i) for i in range(len(blocks.tokens))]), tokens)
+
+
+# The tree
+
+
+def test_a_node_ends_where_rows_part():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
+    layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
+    tree = Tree(layout)
+    assert [level.tokens.tolist() for level in tree.levels] == [[0], [1, 5], [4, 2, 3]]
+    assert [None if (p := level.parents) is None else p.tolist() for level in tree.levels] == [None, [0, 0], [1, 1]]
+    assert [level.cu_seqlens.tolist() for level in tree.levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
+
+
+def test_a_segment_is_led_by_the_tokens_before_it_on_its_path():
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
+    index, own = Tree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
+    assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
+    assert own.tolist() == [2, 3, 4, 5, 8]
+
+
+@SHARING
+def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing):
+    ids, mask = padded("right")
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(0))
+
+    def step(parts, initial, with_states, bounds=None):
+        """A sum; in a block all that is beyond the ends of nodes is zero."""
+        (x,) = parts
+        if bounds is not None:
+            pieces = x[0].split(bounds.diff().tolist())
+            before = [0.0] * len(pieces) if initial is None else initial
+            sums = [piece.cumsum(0) + b for piece, b in zip(pieces, before, strict=True)]
+            return torch.cat(sums)[None], torch.stack([s[-1] for s in sums])
+        sums = x.cumsum(1) + (0.0 if initial is None else initial[:, None])
+        return sums, sums[:, -1]
+
+    keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index
+    paths = [x[0, path].cumsum(0) for path in keys.split(layout.key_lengths)]
+    expected = torch.cat([path[-own:] for path, own in zip(paths, layout.query_lengths, strict=True)])
+    tree = Tree(layout)
+    assert torch.allclose(tree.over_blocks(step, [x])[0], expected, atol=1e-5)
+    assert torch.allclose(tree.over_levels(step, [x])[0], expected, atol=1e-5)
+
+
+# Whole models
+
+
+@pytest.mark.parametrize(("family", "ways"), KINDS.items())
+def test_each_mixer_runs_in_its_way(family, ways):
+    with remove_padding(build(family)) as handle:
+        assert handle.mixers.counts() == ways
+
+
+@WAYS
+@SHARING
+@FAMILIES
+def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, how):
+    model, expected = without_dropout(build(family)).train(), reference(family)
+    if how != "plain":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": how == "reentrant"})
+    if how == "reentrant":
+        model.enable_input_require_grads()
+    handle = remove_padding(model, prefix_sharing=sharing)
+    logps = batched(model, "left")
+    if how == "removed":
+        handle.remove()
+    gradients = gradients_of(model, weighted(logps))
+    handle.remove()
+    assert_exact(logps, gradients, expected)
+    del logps
+    gc.collect()
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+
+
+@SHARING
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v4", "kimi_linear"])
+def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypatch):
+    monkeypatch.setattr(family_outcomes, "rows", long_rows)
+    model = build(family)
+    expected = alone(model)
+    with remove_padding(model, prefix_sharing=sharing):
+        logps = batched(model, "right")
+        gradients = gradients_of(model, weighted(logps))
+    # Where a row is cut into chunks moves the delta rule of these large weights by 4e-4 (chunks of 32 instead of 64).
+    assert largest(logps.detach(), expected[0]) <= 1e-3
+    assert gradient_difference(gradients, expected[1]) <= 1e-3
+    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
+        assert largest(batched(model, "right"), expected[0]) >= LEAK
+
+
+@SHARING
+@pytest.mark.parametrize("family", KINDS)
+def test_a_leak_would_be_seen(family, sharing):
+    model = build(family)
+    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
+        assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_a_state_that_does_not_fork_would_be_seen(family, monkeypatch):
+    build_tree = Tree.__init__
+
+    def without_parents(self, layout):
+        build_tree(self, layout)
+        self.levels = [
+            replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
+            for level in self.levels
+        ]
+
+    monkeypatch.setattr(Tree, "__init__", without_parents)
+    model = build(family)
+    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
+        assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
+
+
+@SHARING
+@FAMILIES
+def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
+    if family in ("bloom", "rwkv", "megatron-bert"):
+        pytest.skip("its decoder is not given positions, by which packed rows are told")
+    model, sequences = build(family), rows()
+    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        logits = model(torch.cat(sequences)[None], position_ids=positions, use_cache=False).logits[0].float()
+        assert handle.stats.packed_tokens == family_outcomes.TOKENS[sharing]
+    parts = zip(logits.split([len(row) for row in sequences]), sequences, strict=True)
+    logps = torch.cat([part[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] for part, row in parts])
+    assert_exact(logps, gradients_of(model, weighted(logps)), reference(family))
+
+
+@SHARING
+@pytest.mark.parametrize("family", [f for f in KINDS if f != "mamba2"])  # whose linear layers PEFT refuses
+def test_adapters_get_the_gradients_of_rows_computed_alone(family, sharing):
+    settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = get_peft_model(without_dropout(build(family)), settings).eval()
+    expected = alone(model)
+    with remove_padding(model, prefix_sharing=sharing):
+        logps = batched(model, "left")
+        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
+
+
+@SHARING
+@pytest.mark.parametrize("family", KINDS)
+def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sharing):
+    model, (ids, mask) = build(family), padded("right")
+    call = {"input_ids": ids, "attention_mask": mask, "use_cache": False, "output_hidden_states": True}
+    with torch.no_grad():
+        expected = model(**call).hidden_states
+        with remove_padding(model, prefix_sharing=sharing):
+            found = model(**call).hidden_states
+    assert len(found) == len(expected) > 2
+    real = mask.bool()
+    for state, own in zip(found, expected, strict=True):
+        assert largest(state[real], own[real]) <= 1e-4 * max(1.0, own[real].abs().max().item())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "mamba2"])
+def test_two_threads_may_run_one_model(family):
+    model, found = build(family), {}
+    batches = [padded("left"), tuple(x[1:4] for x in padded("right"))]
+
+    def scores(ids, mask):
+        logits = model(ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+        return logits[mask.bool()]
+
+    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
+        expected = [scores(*batch) for batch in batches]
+        barrier = threading.Barrier(2)
+
+        def run(i: int) -> None:
+            barrier.wait()
+            with torch.no_grad():
+                found[i] = [scores(*batches[i]) for _ in range(10)]
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for i in range(2):
+        assert all(largest(s, expected[i]) <= 1e-5 for s in found[i])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
+def test_a_copy_of_the_model_is_attached_by_itself(family):
+    model = build(family)
+    with remove_padding(model, prefix_sharing=True):
+        twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert largest(batched(twin, "left"), reference(family)[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "lfm2"])
+def test_a_hole_in_a_row_is_refused_with_the_reason(family):
+    ids, mask = padded("right")
+    mask[0, 4] = 0
+    model = build(family)
+    with remove_padding(model) as handle:
+        with pytest.raises(PaddingRemovalError, match=r"masked tokens between real ones, and `.*runs through"):
+            model(ids, attention_mask=mask, use_cache=False)
+        with handle.disabled():
+            model(ids, attention_mask=mask, use_cache=False)
+
+
+@SHARING
+@pytest.mark.parametrize("family", KINDS)
+def test_the_parity_check_passes(family, sharing):
+    ids, mask = padded("right")
+    report = check_parity(build(family), {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
+    assert report.ok
+    assert report.packed_tokens < report.padded_tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "stablelm"])
+def test_generation_of_an_attached_model_is_that_of_the_model(family):
+    ids, mask = padded("left")
+    model, call = build(family), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=mask, **call)
+    with remove_padding(model):
+        assert torch.equal(model.generate(ids, attention_mask=mask, **call), expected)
+
+
+# Kernel packages: stand-ins of the same signatures, in plain torch
+
+
+def kernel(name: str, package: str, function: Any, torch_function: Any, monkeypatch) -> Any:
+    """A function of transformers that found `function` in an installed `package`."""
+    module = types.ModuleType(package)
+    setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, package, module)
+    return use_kernel_func_from_hub_with_fallback(name, package, "")(torch_function)
+
+
+@SHARING
+def test_a_delta_rule_kernel_is_given_bounds_and_states(sharing, monkeypatch):
+    own, calls = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
+
+    def chunk_gated_delta_rule(
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+    ):  # fmt: skip
+        """As fla's: `(1, T, ...)` with bounds, a state for each sequence, `(N, heads, k, v)`."""
+        assert q.shape[0] == 1
+        assert cu_seqlens.dtype == torch.int32
+        assert cu_seqlens[-1] == q.shape[1]
+        assert initial_state is None or len(initial_state) == len(cu_seqlens) - 1
+        calls.append((len(cu_seqlens) - 1, initial_state is not None, output_final_state))
+        outputs, states = [], []
+        parts = [x.split(cu_seqlens.diff().tolist(), 1) for x in (q, k, v, g, beta)]
+        for i, piece in enumerate(zip(*parts, strict=True)):
+            before = None if initial_state is None else initial_state[i : i + 1]
+            output, state = own(
+                *piece[:3], g=piece[3], beta=piece[4], initial_state=before, output_final_state=output_final_state,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )  # fmt: skip
+            outputs.append(output)
+            states.append(state)
+        return torch.cat(outputs, 1), torch.cat(states) if output_final_state else None
+
+    expected = reference("qwen3_5_text")  # without the kernel
+    fast = kernel("chunk_gated_delta_rule", "fla_stand_in", chunk_gated_delta_rule, own.__wrapped__, monkeypatch)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", fast)
+    model = build("qwen3_5_text")
+    with remove_padding(model, prefix_sharing=sharing):
+        logps = batched(model, "left")
+        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
+    # Shared: 3 tokens and a row of its own; 3 more and a rest; 1 more and a rest; the rest of the longest row.
+    tree = [(2, False, True), (2, True, True), (2, True, True), (1, True, False)]
+    assert calls == (tree if sharing else [(5, False, False)])
+
+
+@SHARING
+def test_a_state_space_kernel_is_given_places_or_states(sharing, monkeypatch):
+    own, calls = modeling_mamba2.mamba2_chunk_scan, []
+
+    def mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+        dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
+    ):  # fmt: skip
+        """As mamba-ssm's."""
+        calls.append((seq_idx is not None, initial_states is not None, return_final_states))
+        given = {"chunk_size": chunk_size, "D": D}
+        if seq_idx is None:
+            return own(x, dt, A, B, C, initial_states=initial_states, return_final_states=return_final_states, **given)
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == x.shape[:2]
+        lengths = seq_idx[0].bincount().tolist()
+        pieces = zip(*(v.split(lengths, 1) for v in (x, dt, B, C)), strict=True)
+        return torch.cat([own(x, dt, A, b, c, **given) for x, dt, b, c in pieces], 1)
+
+    expected = reference("mamba2")
+    fast = kernel(
+        "mamba_chunk_scan_combined", "mamba_stand_in", mamba_chunk_scan_combined, own.__wrapped__, monkeypatch
+    )
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", fast)
+    model = build("mamba2")
+    with remove_padding(model, prefix_sharing=sharing):
+        logps = batched(model, "left")
+        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
+    assert all(places == (not sharing) for places, _, _ in calls)
+    assert any(initial for _, initial, _ in calls) == sharing
+
+
+def test_no_function_of_transformers_is_replaced_for_other_models():
+    space = vars(modeling_qwen3_5)
+    before = dict(space)
+    model, other = build("qwen3_5_text"), build("qwen3_5_text")
+    seen: list[Any] = []
+    other.model.layers[0].linear_attn.register_forward_hook(lambda *a: seen.append(dict(space)))
+    with torch.no_grad(), remove_padding(model):
+        model.model.layers[0].linear_attn.norm.register_forward_hook(lambda *a: (other(rows()[0][None]), None)[1])
+        batched(model, "left")
+    assert seen
+    assert all(inside == before for inside in seen)
+
+
+def test_packed_rows_of_a_decoder_without_positions_are_told_by_what_its_model_is_given():
+    model, sequences = build("mamba2"), rows()
+    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
+    layout = packed_layout(positions)
+    with torch.no_grad(), remove_padding(model) as handle:
+        model(torch.cat(sequences)[None], position_ids=positions, use_cache=False)
+    assert handle.stats.packed_tokens == layout.packed_tokens
