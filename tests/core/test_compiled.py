@@ -16,6 +16,7 @@ import trl_padfix.core.compiled
 from trl_padfix import remove_padding
 from trl_padfix.core import operators
 from trl_padfix.core.compiled import compile_layers
+from trl_padfix.core.handle import ForwardPatch
 
 
 def build(layers: int = 2, **more) -> Qwen2ForCausalLM:
@@ -151,6 +152,18 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, ca
     assert all(reason in why for why in left.values())
     assert f"2 of 2 layers run uncompiled (layers.0 to layers.1): {reason}" in caplog.text
     assert graphs()[0] == 0
+
+
+def test_layers_with_patches_of_another_kind_are_left_as_they_are():
+    class RowsPatch(ForwardPatch):
+        def packed(self, *args, **kwargs):
+            return self.wrapped(*args, **kwargs)
+
+    model = build()
+    with remove_padding(model) as handle:
+        handle.attach([RowsPatch(model.model.layers[1].mlp, handle)])
+        left = compile_layers(handle, backend="aot_eager")
+    assert left == {"layers.1": "`Qwen2MLP` computes packed rows in a way of its own (RowsPatch)"}
 
 
 def test_removing_and_disabling_leave_a_model_uncompiled():

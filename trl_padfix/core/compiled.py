@@ -29,6 +29,7 @@ from .handle import ForwardPatch, PaddingRemoval
 from .kernels import in_attention_dtype, torch_varlen_is_complete
 from .masks import PackedMask, describe_mask
 from .operators import attend_segments, gather_keys
+from .patches import ViewPatch
 
 
 __all__ = ["LayerPatch", "compile_layers"]
@@ -220,6 +221,10 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
             return f"`{name}={getattr(config, name)}`: {what} has no operator that a compiler can be shown"
     if any(hasattr(module, "sinks") for module in layer.modules()):
         return "attention sinks have no operator that a compiler can be shown"
+    for module in layer.modules():
+        patch = vars(module).get("forward")
+        if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
+            return f"`{type(module).__name__}` computes packed rows in a way of its own ({type(patch).__name__})"
     attending = [m for m in layer.modules() if uses_attention_interface(m)]
     if any(not hasattr(m, "config") for m in attending):
         return "an attention module without a config cannot be told which attention to use"

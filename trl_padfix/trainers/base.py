@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 
-from ..core.compiled import compile_layers
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
@@ -105,9 +104,7 @@ class PaddingRemovalMixin:
                     super().__init__(*args, **kwargs)
                 self.padding_free = self._removes_padding
                 self._set_up_padding()
-                for handle in self._handles if getattr(self.args, "torch_compile", False) else ():
-                    backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
-                    compile_layers(handle, backend=backend or "inductor", mode=mode)
+                self._compile_layers()
                 self._check_images()
                 self._keep_padding_side()
             except BaseException as error:
@@ -115,6 +112,14 @@ class PaddingRemovalMixin:
                 if isinstance(error, ImportError):
                     explain_missing_flash_attention(error)
                 raise
+
+    def _compile_layers(self) -> None:
+        if self._handles and getattr(self.args, "torch_compile", False):
+            from ..core.compiled import compile_layers  # registers operators with torch
+
+            for handle in self._handles:
+                backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
+                compile_layers(handle, backend=backend or "inductor", mode=mode)
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
