@@ -10,7 +10,7 @@ import torch
 import transformers
 import trl
 from kit.models import CONFIGS
-from transformers import XLNetConfig, XLNetLMHeadModel
+from transformers import Lfm2Config, XLNetConfig, XLNetLMHeadModel
 from typer.testing import CliRunner
 
 import trl_padfix
@@ -145,6 +145,17 @@ def test_a_model_that_is_refused_names_the_rule(xlnet):
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
         remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
     assert diagnose(xlnet).model.refusal in str(error.value)
+
+
+def test_a_hybrid_is_told_layer_by_layer(tmp_path):
+    types = ["conv", "full_attention"]
+    Lfm2Config(num_hidden_layers=2, layer_types=types, architectures=["Lfm2ForCausalLM"]).save_pretrained(tmp_path)
+    result = doctor("--model", str(tmp_path))
+    assert result.exit_code == 0
+    assert "padding-free and prefix sharing: exact" in words(result.output)
+    assert "layers.0.conv (Lfm2ShortConv) forked: convolution over the sequence" in words(result.output)
+    assert "layers.1.self_attn (Lfm2Attention) packed" in words(result.output)
+    assert [mixer.how for mixer in diagnose(str(tmp_path)).model.mixers] == ["forked", "packed"]
 
 
 def test_a_transformers_that_checks_the_padding_side_is_told_by_its_source(qwen2, monkeypatch):

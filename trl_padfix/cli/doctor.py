@@ -81,7 +81,14 @@ def _show(found: Diagnosis) -> None:
     if (model := found.model) is not None:
         console.print(f"\n{model.name}: {model.family}, {model.architecture}")
         refused = f"refused: {escape(model.refusal)}" if model.refusal else "exact"
+        if any(mixer.how == "whole rows" for mixer in model.mixers):
+            refused = "exact, and prefix sharing refused: it is given whole rows"
         console.print(f"padding-free and prefix sharing: {refused}")
+        if any(mixer.how != "packed" for mixer in model.mixers):
+            console.print("how its layers run (all that computes each token by itself is packed):")
+            for mixer in model.mixers:
+                why = f": {mixer.why}" if mixer.why else ""
+                console.print(f"  {mixer.name} ({mixer.module}) {mixer.how}{why}", soft_wrap=True, highlight=False)
         console.print(
             "padding_side: this transformers raises its error for padded batches on FlashAttention 2; packed ones pass"
             if model.checks_padding_side

@@ -158,7 +158,8 @@ def running(call: ModelCall | PackedCall | RowsCall | None) -> Iterator[None]:
     )
     for variable, kind in variables:
         if call is None or isinstance(call, kind):
-            tokens.append((variable, variable.set(call)))
+            given: Any = call
+            tokens.append((variable, variable.set(given)))
         elif isinstance(call, RowsCall):
             tokens.append((variable, variable.set(None)))
     try:

@@ -152,8 +152,9 @@ def _argument(
     if isinstance(value, dict):
         return {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
     if type(value) in (list, tuple):
-        kind: Any = type(value)
-        return kind([_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in value])
+        values: Any = value
+        made_of = [_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in values]
+        return tuple(made_of) if isinstance(value, tuple) else made_of
     found = _counterpart(given, made, value)
     return _of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ..core import compat
 from ..core.backends import Backend, Machine, Workload, choose, judge, list_backends, model_class
 from ..core.find import find_decoder
+from ..core.mixers import Mixers
 from ..core.refusals import refusal
 from .reading import UnreadableError, reading, reason
 
@@ -54,6 +55,7 @@ class ModelReport:
         architecture (`str`): Class that it is loaded as.
         refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
         checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
+        mixers (`tuple` of [`MixerReport`]): The modules of its decoder that mix tokens, in their order.
     """
 
     name: str
@@ -61,6 +63,25 @@ class ModelReport:
     architecture: str
     refusal: str | None
     checks_padding_side: bool
+    mixers: tuple[MixerReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class MixerReport:
+    """
+    A module that mixes tokens.
+
+    Attributes:
+        name (`str`): Its name in the decoder.
+        module (`str`): Its class.
+        how (`str`): How it runs: `packed`, `forked`, `rows` or `whole rows`.
+        why (`str`): What it is that a packed row cannot serve; empty for packed ones.
+    """
+
+    name: str
+    module: str
+    how: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -177,12 +198,15 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
     except Exception as error:
         reason = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
         return ModelReport(name, config.model_type, cls.__name__, reason, False)
+    reason = refusal(model, model, find_decoder(model))
+    mixers = () if reason else Mixers.of(find_decoder(model)).mixers
     return ModelReport(
         name=name,
         family=config.model_type,
         architecture=type(model).__name__,
-        refusal=refusal(model, model, find_decoder(model)),
+        refusal=reason,
         checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
+        mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.how, m.why) for m in mixers),
     )
 
 
