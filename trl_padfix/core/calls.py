@@ -151,15 +151,14 @@ def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
 def running(call: ModelCall | PackedCall | RowsCall | None) -> Iterator[None]:
     """`call` is running until the block ends; with `None` no call of a model, packed or over rows, is."""
     tokens: list[tuple[Any, Any]] = []
-    variables: tuple[tuple[Any, type], ...] = (
+    variables: list[tuple[Any, type]] = [
         (_model_call, ModelCall),
         (_packed_call, PackedCall),
         (_rows_call, RowsCall),
-    )
+    ]
     for variable, kind in variables:
         if call is None or isinstance(call, kind):
-            given: Any = call
-            tokens.append((variable, variable.set(given)))
+            tokens.append((variable, variable.set(call)))
         elif isinstance(call, RowsCall):
             tokens.append((variable, variable.set(None)))
     try:
