@@ -16,7 +16,7 @@ TESTS = {layer: sorted((ROOT / "tests" / layer).glob("test_*.py")) for layer in 
 NO_SOURCE = {  # tests of what no single module does
     "core": {"families", "gpu", "imports", "reference_flash_attn", "reward_models", "stacks", "upstream", "vision"}
     | {"packed_rows", "vision_families"},
-    "trainers": {"import_alone", "new_trainer", "odd_rows", "overrides", "stacks_dpo", "trackers", "vision"},
+    "trainers": {"mixers", "import_alone", "new_trainer", "odd_rows", "overrides", "stacks_dpo", "trackers", "vision"},
     "tools": {"bench_online"},
     "cli": set(),
 }

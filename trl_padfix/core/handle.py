@@ -31,8 +31,6 @@ from .views import bound_to_view
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from .mixers import Mixers
-
 __all__ = ["Attachment", "ForwardPatch", "PaddingRemoval", "PaddingStats"]
 
 
@@ -156,7 +154,7 @@ class PaddingRemoval(Attachment):
             The modules of the decoder that mix tokens, and how each of them runs.
     """
 
-    mixers: Mixers
+    mixers: Any
 
     def __init__(
         self,
