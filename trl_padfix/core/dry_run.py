@@ -14,20 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .calls import LAYOUT, PackedCall, RowsCall, bind, running
+from .calls import LAYOUT, RowsCall, bind, running
 from .handle import ForwardPatch
 from .views import bound_to_view, view_of
 
 
-__all__ = ["LayerCalls", "calls_of_layers"]
+__all__ = ["DryRun", "LayerCalls"]
 
 LayerCalls = dict[int, dict[str, Any]]
 """Arguments of each layer by name, by the `id` of the layer."""
-
-
-def calls_of_layers(call: PackedCall, rows: Any, one_block: bool) -> list[LayerCalls]:
-    """How the decoder of a packed forward calls its layers when it computes the rows of each block by themselves."""
-    return call.once(("calls of layers", one_block), lambda: call.dry_run(rows))
 
 
 class DryRun:

@@ -7,7 +7,6 @@ decoder is to return; [`HeadPatch`] stands at the projection onto the vocabulary
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -42,8 +41,6 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            if call.get("use_cache") is None and call.get("past_key_values") is None and self._takes_use_cache:
-                call["use_cache"] = False  # before GIT asks its config
             with running(ModelCall(decoder, given=_told_of_rows(call))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
@@ -86,10 +83,6 @@ class LMHeadPatch(ForwardPatch):
         torch._assert_async(agree, "The labels of this batch are not those that its collator saw.")
         return known
 
-    @property
-    def _takes_use_cache(self) -> bool:
-        return "use_cache" in inspect.signature(self.wrapped).parameters
-
     def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can be asked for the states at some places of a call of the model only."""
         if self.attachment.multimodal is None:
@@ -110,8 +103,8 @@ class LMHeadPatch(ForwardPatch):
 
 
 def _told_of_rows(call: dict[str, Any]) -> dict[str, Any]:
-    """What the arguments of a model say of its rows."""
-    return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q")}
+    """What the arguments of a model say of its rows, and of a cache."""
+    return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")}
 
 
 class HeadPatch(ForwardPatch):

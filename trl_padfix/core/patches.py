@@ -97,6 +97,8 @@ class DecoderPatch(ForwardPatch):
             elif asked is not None and all(call.get(k) is None for k in _TOLD):
                 # Mamba does not hand positions to its decoder, RWKV not even the mask.
                 call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
+            if asked is not None and asked.given and asked.given.get("use_cache") is None:
+                call.pop("use_cache", None)  # nobody asked for a cache; GIT asks its config
             layout = self.attachment.layout_of(call, asked)
             if layout is None:
                 return self.wrapped(*args, **kwargs)

@@ -21,7 +21,6 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from .calls import LAYOUT, PackedCall, packed_call, running
-from .dry_run import calls_of_layers
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch
 from .layers import LayerCall, layer_call
@@ -105,6 +104,11 @@ def row_blocks(call: PackedCall, one_block: bool = False) -> RowBlocks:
     return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block=one_block))
 
 
+def _calls_of_layers(call: PackedCall, rows: RowBlocks, one_block: bool) -> list[dict[int, dict[str, Any]]]:
+    """How the decoder calls its layers for the rows of each block: arguments by name, by the `id` of the layer."""
+    return call.once(("calls of layers", one_block), lambda: call.dry_run(rows))
+
+
 class RowsPatch(ForwardPatch):
     """Hands a module that mixes tokens rows, and packs its output again."""
 
@@ -126,7 +130,7 @@ class RowsPatch(ForwardPatch):
             )
         rows = row_blocks(call, self.one_block)
         outputs = []
-        for block, made in enumerate(calls_of_layers(call, rows, self.one_block)):
+        for block, made in enumerate(_calls_of_layers(call, rows, self.one_block)):
             pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
             block_args = [pick(None, value) for value in args]
             block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
