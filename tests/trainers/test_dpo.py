@@ -786,11 +786,6 @@ def encoder_decoder(seed: int):
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
-def state_space(seed: int):
-    torch.manual_seed(seed)
-    return transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=40, hidden_size=32, num_hidden_layers=2))
-
-
 BAD_INPUT = {
     "no rejected": (
         {},
@@ -847,11 +842,6 @@ BAD_INPUT = {
         {"padding_free": True},
         lambda: {"model": encoder_decoder(0), "ref_model": encoder_decoder(1)},
         (PaddingRemovalError, "T5ForConditionalGeneration.*encoder-decoder.*padding_free=False"),
-    ),
-    "a state-space model": (
-        {"padding_free": True},
-        lambda: {"model": state_space(0), "ref_model": state_space(1)},
-        (PaddingRemovalError, "MambaForCausalLM.*attention interface.*padding_free=False"),
     ),
     "flex attention": (
         {"padding_free": True},
