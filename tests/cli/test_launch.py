@@ -100,6 +100,7 @@ def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
     assert os.environ["SEEN_BY_EVERY_PROCESS"] == "3"
 
 
+@pytest.mark.slow
 def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls, tmp_path):
     flags = ["--padding_free", "true", "--prefix_sharing", "--output_dir", str(tmp_path)]
     flags += ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]
@@ -168,6 +169,7 @@ run("dpo", sys.argv[2:])
 """A training whose files may not be larger than so many bytes, as on a disk that fills up."""
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
     size = (unbroken / "checkpoint-2" / "model.safetensors").stat().st_size

@@ -74,6 +74,7 @@ def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
     assert graphs() == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["checkpointing", "reentrant checkpointing", "LoRA", "a window"])
 def test_what_trains_uncompiled_trains_compiled(case):
     ids, mask = batches(6)[5]
@@ -103,6 +104,7 @@ def test_what_trains_uncompiled_trains_compiled(case):
     assert (1 <= found <= 2, breaks) == (True, 0)
 
 
+@pytest.mark.slow
 def test_evaluation_is_a_graph_of_its_own_and_both_come_back():
     model = build()
     ids, mask = batches(2)[1]

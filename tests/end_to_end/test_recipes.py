@@ -87,6 +87,7 @@ def test_a_stopped_recipe_goes_on(tiny_run):
     assert f"Resuming from {output / 'checkpoint-4'}" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_does_not_train_another_model_than_it_was_asked_for(tiny_run):
     output, _ = tiny_run
     result = launch("dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--tiny_model", "small")

@@ -91,6 +91,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_a_command_on_local_files_asks_for_no_network(command, material):
     code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"
@@ -99,6 +100,7 @@ def test_a_command_on_local_files_asks_for_no_network(command, material):
     assert "NETWORK" not in done.stderr
 
 
+@pytest.mark.slow
 def test_but_a_name_of_the_hub_does(material):
     command = ["stats", "nobody/at-all", "--tokenizer", "models/good"]
     code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"
@@ -116,6 +118,7 @@ def test_importing_asks_for_no_network(material):
     assert "NETWORK" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_training_on_local_files_asks_for_no_network(material, tmp_path):
     flags = ["--model_name_or_path", "models/good", "--dataset_name", "good_folder", "--output_dir", str(tmp_path)]
     flags += ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_length", "16"]
