@@ -52,14 +52,14 @@ def test_a_claim_that_does_not_hold_stops_a_notebook(monkeypatch):
     line = next(cell for cell in notebook.cells if "# the line" in cell.source)
     line.source = line.source.replace("handle = remove_padding(actor, prefix_sharing=True)", "handle = leaking(actor)")
     leak = (
-        "from trl_padfix import decoder\n"
+        "from trl_padfix.core import batches, remove\n"
         "def leaking(model):\n"
-        "    layout_of = decoder.padding_free_layout\n"
+        "    layout_of = batches.padding_free_layout\n"
         "    def leak(mask):\n"
         "        from dataclasses import replace\n"
         "        return replace(layout_of(mask.reshape(1, -1)), batch_shape=tuple(mask.shape))\n"
-        "    decoder.padding_free_layout = leak\n"
-        "    return decoder.remove_padding(model)\n"
+        "    batches.padding_free_layout = leak\n"
+        "    return remove.remove_padding(model)\n"
     )
     notebook.cells.insert(2, nbformat.v4.new_code_cell(leak))
     client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOKS)}})
