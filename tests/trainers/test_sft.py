@@ -576,6 +576,8 @@ def test_two_processes_normalise_as_trl_does_and_evaluate_as_one(packs, tmp_path
     script = tmp_path / "two.py"
     script.write_text(f"""
 import json
+import os
+import sys
 import torch
 import trl
 import trl_padfix
@@ -583,7 +585,7 @@ from kit.sft_runs import METRICS, TEMPLATE, build_rows
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 torch.set_num_threads(1)
 config = dict(max_length=48, packing=True) if {packs} else dict(max_length=26)
-for library, more in ((trl, {{}}), (trl_padfix, dict(padding_free=True))):
+for library, more in ((trl, {{}}), (trl_padfix, dict(padding_free=True, exact_eval_means=True))):
     args = SETTINGS | config | more | dict(
         output_dir={str(tmp_path)!r}, max_steps=5, per_device_train_batch_size=2, gradient_accumulation_steps=2,
         per_device_eval_batch_size=2,
@@ -604,6 +606,9 @@ for library, more in ((trl, {{}}), (trl_padfix, dict(padding_free=True))):
         stats = trainer._handles[0].stats
         assert 0 < stats.packed_tokens
         assert (stats.packed_tokens == stats.padded_tokens) is {packs}
+torch.distributed.barrier()
+sys.stdout.flush()
+os._exit(0)  # threads of gloo outlive the group, and may abort an interpreter that ends under them
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
