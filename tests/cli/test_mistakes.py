@@ -268,10 +268,12 @@ def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
 def test_figures_are_printed_before_a_file_that_cannot_be_written(option, material, tmp_path):
     target = tmp_path / ("figures.json" if option == "--json" else "figures.png")
     target.write_text("as it was")
+    arguments = ["stats", "good.jsonl", "--tokenizer", "models/good"]
+    assert trl_padfix_command(*arguments).exit_code == 0  # what `datasets` and the fonts cache is on the disk already
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # as a disk that fills up while the file is written
     try:
-        result = trl_padfix_command("stats", "good.jsonl", "--tokenizer", "models/good", option, str(target))
+        result = trl_padfix_command(*arguments, option, str(target))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 2, result.exception

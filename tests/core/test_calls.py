@@ -101,7 +101,7 @@ def test_a_config_that_is_written_to_is_seen_by_other_threads(sharing, monkeypat
         def call(*args, **kwargs):
             config = module.config
             saved = config._attn_implementation_internal
-            config._attn_implementation_internal = views.PACKED
+            config._attn_implementation_internal = views.PACKED_ATTENTION
             try:
                 return called(*args, **kwargs)
             finally:

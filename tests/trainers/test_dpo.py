@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, ParityError, check_parity, padding_free_layout
 from trl_padfix import prefix_sharing_layout as share_prefixes
-from trl_padfix.core.attention import PACKED
+from trl_padfix.core.views import PACKED_ATTENTION
 
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
@@ -695,7 +695,10 @@ def assert_intact(trainer: DPOTrainer) -> None:
     """Models that were trained attached compute as any other once they are detached."""
     trainer.restore_padding()
     # The names that stay registered in transformers, one more after a run with compiled layers; no model keeps one.
-    assert {name for name in ALL_ATTENTION_FUNCTIONS if "padfix" in name} <= {PACKED, f"{PACKED}_compiled"}
+    assert {name for name in ALL_ATTENTION_FUNCTIONS if "padfix" in name} <= {
+        PACKED_ATTENTION,
+        f"{PACKED_ATTENTION}_compiled",
+    }
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     for model in (trainer.model, trainer.ref_model):

@@ -41,8 +41,8 @@ def parity(
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
-    from ..tools.compare import compare, tokenize_rows
     from ..tools.data import load_recipe, load_rows
+    from ..tools.parity import compare, tokenize_rows
     from ..tools.reading import TRUSTING_NOTHING, load_model, load_tokenizer
 
     transformers.logging.disable_progress_bar()

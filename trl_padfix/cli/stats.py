@@ -45,6 +45,7 @@ def stats(
     from ..tools import tiny
     from ..tools.data import load_recipe, load_rows
     from ..tools.reading import load_tokenizer
+    from ..tools.stats_picture import plot as draw_picture
 
     try:
         sizes = [int(size) for size in world_size.split(",")]
@@ -132,7 +133,7 @@ def stats(
         }  # fmt: skip
         write_text("--json", json, json_module.dumps(found, indent=2))
     if plot is not None:
-        draw = partial(s.plot, kept, batch_size=batch_size, max_length=max_length, seed=seed)
+        draw = partial(draw_picture, kept, batch_size=batch_size, max_length=max_length, seed=seed)
         write_output("--plot", plot, draw)
 
 

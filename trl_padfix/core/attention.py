@@ -33,7 +33,7 @@ from .errors import PaddingRemovalError
 from .kernels import attend_by_segment, attend_torch_varlen, attend_varlen, in_attention_dtype, torch_varlen_applies
 from .layers import layer_call
 from .masks import PackedMask, describe_mask
-from .views import PACKED, viewed_module
+from .views import PACKED_ATTENTION, viewed_module
 
 
 __all__ = [
@@ -55,8 +55,8 @@ _UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_win
 
 def register_packed_attention() -> None:
     """Enter packed attention and its masks in transformers' registers, for good; registering again changes nothing."""
-    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
-    register_mask_function(PACKED, describe_mask)
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
+    register_mask_function(PACKED_ATTENTION, describe_mask)
 
 
 def uses_attention_interface(module: nn.Module) -> bool:

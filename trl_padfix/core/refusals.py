@@ -21,7 +21,9 @@ from .whole_rows import needs_whole_rows
 __all__ = ["refusal", "refuse_holes"]
 
 
-def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> str | None:
+def refusal(
+    wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module, mixers: Mixers | None = None
+) -> str | None:
     """
     Why a decoder cannot be packed with exact results.
 
@@ -32,6 +34,8 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             The model.
         decoder (`torch.nn.Module`):
             Its text decoder.
+        mixers ([`Mixers`], *optional*):
+            What mixes tokens in it, if that was found already.
 
     Returns:
         `str`, *optional*: the layer or setting, and the reason; `None` if nothing speaks against it.
@@ -50,7 +54,7 @@ def refusal(wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module) -> s
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
     if needs_whole_rows(decoder):
         return None
-    mixers = Mixers.of(decoder)
+    mixers = mixers or Mixers.of(decoder)
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:

@@ -90,7 +90,8 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
             "`trainer.restore_padding()`."
         )
-    reason = refusal(model, pretrained, decoder) or refuse_devices(decoder)
+    mixers = Mixers.of(decoder)
+    reason = refusal(model, pretrained, decoder, mixers) or refuse_devices(decoder)
     if reason is not None:
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
@@ -103,7 +104,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
         )
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
-    handle.mixers = Mixers.of(decoder)
+    handle.mixers = mixers
     register_packed_attention()
     return handle.attach(_patches(pretrained, handle))
 

@@ -19,18 +19,18 @@ from torch import nn
 from transformers import PretrainedConfig
 
 
-__all__ = ["PACKED", "attends_otherwise", "bound_to_view", "is_view", "other_attention", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "attends_otherwise", "bound_to_view", "other_attention", "view_of", "viewed_module"]
 
-PACKED = "trl_padfix"
+PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
 
-_attention: ContextVar[str] = ContextVar("trl_padfix_attention", default=PACKED)
+_attention: ContextVar[str] = ContextVar("trl_padfix_attention", default=PACKED_ATTENTION)
 
 
 @contextmanager
 def other_attention(name: str | None) -> Iterator[None]:
     """Padded forwards of attached decoders compute with the attention `name` until the block ends, in this thread."""
-    token = _attention.set(PACKED if name is None else name)
+    token = _attention.set(PACKED_ATTENTION if name is None else name)
     try:
         yield
     finally:
@@ -39,7 +39,7 @@ def other_attention(name: str | None) -> Iterator[None]:
 
 def attends_otherwise() -> bool:
     """Whether padded forwards are to compute with another attention than their config names."""
-    return _attention.get() != PACKED
+    return _attention.get() != PACKED_ATTENTION
 
 
 class ConfigView:
@@ -47,7 +47,7 @@ class ConfigView:
 
     __slots__ = ("_attn_implementation", "_attn_implementation_internal", "padfix_config")
 
-    def __init__(self, own: PretrainedConfig, attention: str = PACKED):
+    def __init__(self, own: PretrainedConfig, attention: str = PACKED_ATTENTION):
         object.__setattr__(self, "padfix_config", own)
         object.__setattr__(self, "_attn_implementation", attention)
         object.__setattr__(self, "_attn_implementation_internal", attention)
@@ -90,14 +90,9 @@ def view_of(module: Any, held: dict[str, Any]) -> Any:
     return view
 
 
-def is_view(module: nn.Module) -> bool:
-    """Whether a packed forward made `module` up."""
-    return hasattr(type(module), "padfix_module")
-
-
 def viewed_module(module: Any) -> Any:
     """The module that a view stands for, or the module itself."""
-    return module.padfix_module if is_view(module) else module
+    return module.padfix_module if hasattr(type(module), "padfix_module") else module
 
 
 def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:

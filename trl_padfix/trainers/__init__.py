@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-import trl_padfix
+from ..core import compat
 
 
 def __getattr__(name: str) -> Any:
     # Imported when asked for: not every TRL has all of them.
-    if not (name.endswith("Trainer") and name in trl_padfix.__all__):
+    module = name.removesuffix("Trainer").lower()
+    if not name.endswith("Trainer") or find_spec(f"{__name__}.{module}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(trl_padfix, name)
+    compat.require("transformers", name)
+    compat.require("trl", name)
+    return getattr(import_module(f".{module}", __name__), name)

@@ -7,7 +7,7 @@ from datasets import Dataset
 from kit.commands import trl_padfix_command
 from kit.trainer_runs import BROKEN
 
-from trl_padfix.tools.compare import compare, tokenize_rows
+from trl_padfix.tools.parity import compare, tokenize_rows
 from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
 

@@ -131,7 +131,7 @@ def compare(
 
     ```python
     >>> import torch
-    >>> from trl_padfix.tools.compare import compare
+    >>> from trl_padfix.tools.parity import compare
     >>> from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
     >>> def load(backend, dtype):
