@@ -307,7 +307,7 @@ def _is_given_positions(decoder: nn.Module) -> bool:
     return takes_positions(decoder) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _are_packed(position_ids: torch.Tensor) -> bool:
+def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:
     """Whether `position_ids` are those of the packed forward that is running, or of a forward over its rows."""
-    call = packed_call() or rows_call()
+    call = packed_call() or (rows_call() if or_rows else None)
     return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()
