@@ -372,6 +372,24 @@ class StepPlan:
         for part in assign(costs[rest], self.processes):
             yield from rest[part].tolist() + [int(rest[0])] * (self.per_process - self.last)
 
+    def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+        """
+        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+
+        Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
+        are in one of them. Those that run at one time have about equally many tokens.
+        """
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size or self.accumulated * self.processes == 1:
+                yield from step.tolist()
+                continue
+            of_step = costs[step]
+            parts = assign(of_step, self.accumulated * self.processes)
+            for part in sorted(parts, key=of_step.total, reverse=True):
+                yield from step[part].tolist()
+
     def __len__(self) -> int:
         """Rows that [`StepPlan.arrange`] gives out."""
         size = self.per_process * self.processes
