@@ -98,6 +98,12 @@ def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **c
     return trainer
 
 
+def make_grouped(folder: Any, **config: Any) -> Any:
+    """Four steps of DPO on pairs of which four begin alike."""
+    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching("dpo"), "max_steps": 4}
+    return make("dpo", folder, ours=True, **given | config)
+
+
 def main(folder: Path) -> None:
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
@@ -113,6 +119,12 @@ def main(folder: Path) -> None:
             trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
+    for budget in (None, BUDGET["dpo"]):
+        trainer = make_grouped(
+            folder / "grouped", **config | {"max_steps": 4, "save_strategy": "no"}, max_tokens_per_batch=budget
+        )
+        trainer.train()
+        logged.setdefault("grouped", []).append(trainer.state.log_history)
     if trainer.accelerator.is_main_process:
         found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
         (folder / "logged.json").write_text(json.dumps(found))

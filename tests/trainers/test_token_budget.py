@@ -355,6 +355,11 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
         assert_same(figures(whole), figures(expected))
         for history in resumed:
             assert_same(figures(history, COUNTED), figures(expected, COUNTED))
+    one = budget_runs.make_grouped(tmp_path, max_tokens_per_batch=None)
+    one.train()
+    steps = [[log for log in history if "loss" in log] for history in (one.state.log_history, *logged["grouped"])]
+    losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
+    assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -367,6 +372,26 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
     rows = 2 if name == "dpo" else 1
     assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
     assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+def test_a_process_with_too_few_rows_computes_one_without_a_weight():
+    batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
+    pieces = token_budget._halved([(batch, 0.75)], 4, rows_per_item=2)
+    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
+        ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
+    ]  # fmt: skip
+    assert [weight for _, weight in pieces] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+
+
+def test_an_empty_piece_changes_nothing(fixed, tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(
+        token_budget, "_halved", lambda pieces, count, rows: [*halved(pieces, count, rows), (pieces[0][0], 0.0)]
+    )
+    for name in TRAINERS:
+        trainer = make(name, tmp_path, ours=True, max_steps=3, parity_check=False)
+        trainer.train()
+        assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed(name, max_steps=3), COUNTED))
 
 
 # Input

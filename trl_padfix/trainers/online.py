@@ -10,6 +10,7 @@ import contextlib
 from typing import Any
 
 import torch
+import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 
@@ -34,6 +35,12 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
         check_token_budget(config)
+        scores = "_get_per_token_logps_and_entropies"
+        if getattr(config, "max_tokens_per_batch", None) is not None and not hasattr(super(), scores):
+            raise ValueError(
+                f"`max_tokens_per_batch` splits the forwards of `{scores}`, and TRL {trl.__version__} has no such "
+                "method. Update TRL, or leave the budget out."
+            )
         dataset = given.get("train_dataset")
         if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
             require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
