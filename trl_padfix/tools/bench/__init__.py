@@ -24,7 +24,7 @@ from datasets import Dataset
 from ...core.layout import padding_free_layout, prefix_sharing_layout
 from ...core.version import __version__
 from ...trainers.row_costs import split
-from ...trainers.token_budget import PairMeasure, TextMeasure
+from ...trainers.row_measures import PairMeasure, TextMeasure
 from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
 from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
 
