@@ -176,10 +176,11 @@ def _table(results: list[VariantResult], title: str) -> Table:
         padding=0,
         title=title,
         caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
-        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory",
+        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the "
+        "graph of a step keeps for its backward",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB"):
+    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -192,5 +193,6 @@ def _table(results: list[VariantResult], title: str) -> Table:
             f"{r.tokens_per_second:.0f}",
             f"{r.mfu:.0%}",
             "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
+            "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
         )
     return table

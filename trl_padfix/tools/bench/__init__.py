@@ -140,6 +140,7 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
                 peak_gib=_peak_gib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 loss=_weighted(found, "loss"),
                 grad_norm=statistics.mean(f["grad_norm"] for f in found),
+                kept_mib=_kept_mib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 step_seconds=[round(s, 4) for s in seconds],
                 **_waits(step, variant, plans[variant.name][settings.warmup], settings),
             )
@@ -243,6 +244,16 @@ def _peak_gib(
     largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
     with attached(step, variant):
         return step.peak_gib(_batch(step, variant, plan[largest]), variant)
+
+
+def _kept_mib(
+    step: Step, variant: Variant, plan: list[list[int]], found: list[dict[str, float]], settings: BenchSettings
+) -> float | None:
+    if not settings.memory or settings.device != "cpu":
+        return None
+    largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
+    with attached(step, variant):
+        return step.kept_mib(_batch(step, variant, plan[largest]), variant)
 
 
 def _waits(step: Step, variant: Variant, rows: list[int], settings: BenchSettings) -> dict[str, int]:

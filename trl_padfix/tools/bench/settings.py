@@ -126,6 +126,7 @@ class VariantResult:
         launches (`int`, *optional*): Kernels that a step without its optimizer launches; on CUDA only.
         synchronisations (`int`, *optional*): Times that the host waits for the device in it; on CUDA only.
         own_synchronisations (`int`, *optional*): Those of them that a line of this package causes.
+        kept_mib (`float`, *optional*): What the graph of its largest step keeps for the backward.
         loss (`float`): Mean over rows, for SFT over labelled tokens.
         grad_norm (`float`): Mean over steps.
     """
@@ -144,6 +145,7 @@ class VariantResult:
     loss: float
     grad_norm: float
     step_seconds: list[float] = field(repr=False)
+    kept_mib: float | None = None
     launches: int | None = None
     synchronisations: int | None = None
     own_synchronisations: int | None = None

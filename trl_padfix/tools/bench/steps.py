@@ -55,6 +55,8 @@ class Step:
             from transformers.integrations.liger import apply_liger_kernel  # `train()` calls it
 
             apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+        if settings.gradient_checkpointing:
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         if settings.dtype == "autocast":  # as `train()` does; the reference is prepared already
             trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
@@ -104,14 +106,19 @@ class Step:
         self.trainer.optimizer.zero_grad()
         return figures
 
-    def _forward_and_backward(self, batch: dict[str, Any], host: dict[str, Any], variant: Variant) -> torch.Tensor:
+    def _forward_and_backward(
+        self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
+    ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
         layout = None
         if variant.packed:
             carried = LayoutCollator(lambda _: host, variant.shares)([])
             _, layout = without_layout({**batch, **{k: v for k, v in carried.items() if k not in host}})
         with layouts_of_step(batch, layout, variant.shares):
-            return self.trainer.training_step(self.trainer.model, batch, None)
+            if backward:
+                return self.trainer.training_step(self.trainer.model, batch, None)
+            with self.trainer.compute_loss_context_manager():
+                return self.trainer.compute_loss(self.trainer.model, batch)
 
     def count_launches(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, int]:
         """Kernels that a step launches, and waits of the host in it, on CUDA; its optimizer is left out."""
@@ -126,6 +133,25 @@ class Step:
                 torch.cuda.set_sync_debug_mode("default")
         self.trainer.optimizer.zero_grad()
         return launches_and_waits([event.name() for event in profile.profiler.kineto_results.events()], said)
+
+    def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
+        """What the graph of a step keeps for its backward, each storage once; weights and the batch left out."""
+        host = {k: v.cpu() for k, v in batch.items()}
+        given = [*batch.values(), *(p for model in self.models for p in model.parameters())]
+        own = {tensor.untyped_storage().data_ptr() for tensor in given}
+        kept: dict[int, int] = {}
+        alive = []  # so that no address is used again
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                alive.append(storage)
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self._forward_and_backward(batch, host, variant, backward=False)
+        return sum(kept.values()) / 2**20
 
     def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
         """Peak memory of a step on CPU: models and optimizer, and the most that is held beside them at one time."""
