@@ -75,6 +75,14 @@ def test_nothing_is_gained_in_tokens_where_there_is_nothing_to_remove():
     assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
 
 
+def test_no_variant_keeps_more_than_the_one_before_it():
+    settings = dataclasses.replace(TINY, steps=1, warmup=0)
+    trl, padding_free, sharing = bench.run(build_pairs(), settings)
+    checkpointed = bench.run(build_pairs(), dataclasses.replace(settings, gradient_checkpointing=True))
+    assert 0 < sharing.kept_mib < padding_free.kept_mib < trl.kept_mib
+    assert checkpointed[2].kept_mib < checkpointed[1].kept_mib < checkpointed[0].kept_mib < trl.kept_mib / 2
+
+
 def test_other_batches_of_the_same_rows_give_the_same_loss_and_gradient():
     settings = dataclasses.replace(TINY, steps=4, variants=("trl", "trl_grouped", "padded"))
     trl, grouped, padded = bench.run(build_pairs(), settings)
