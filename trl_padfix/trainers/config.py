@@ -12,6 +12,7 @@ from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
 from .sharing import Sharing, check_prefix_sharing
+from .turns import check_turn_settings
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
@@ -385,8 +386,24 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
+        expand_turns (`bool`, *optional*, defaults to `False`):
+            Whether a conversation becomes one row for each turn of the assistant; see [`expand_turns`].
+
     Raises:
-        ValueError: As [`DPOConfig`].
+        ValueError: As [`DPOConfig`], and for `expand_turns` with `assistant_only_loss` or without
+            `completion_only_loss`.
     """
 
+    expand_turns: bool = field(
+        default=False,
+        metadata={
+            "help": "Make one row of each turn of the assistant in `messages`, as the chat template renders it then, "
+            "trained on that turn. For templates that drop earlier thinking, and for agents' rollouts."
+        },
+    )
+
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        check_turn_settings(self)
+        super().__post_init__(attn_implementation)
