@@ -11,6 +11,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
+from .bench_report import measure_report, print_table
 from .console import console, one_of, outputs, write_output, write_text
 from .mistakes import mistakes_of
 
@@ -23,15 +24,22 @@ __all__ = ["bench"]
 
 def bench(
     data: Annotated[
-        str, typer.Option(help="Local file of preference pairs, Hub id, 'equal', or 'lengths:PROMPT/COMPLETION'.")
-    ] = "Anthropic/hh-rlhf",
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Local file of preference pairs, Hub id, 'equal', or 'lengths:PROMPT/COMPLETION'. "
+            "[default: Anthropic/hh-rlhf; with --report random lengths]"
+        ),
+    ] = None,
     trainer: Annotated[
         str,
         typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions, without data."),
     ] = "dpo",
     variants: Annotated[
         str,
-        typer.Option(help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, token_budget; trl first."),
+        typer.Option(
+            help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, token_budget, padding_free_compiled, "
+            "prefix_sharing_compiled; trl first."
+        ),
     ] = "trl,padding_free,prefix_sharing",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
     generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
@@ -44,7 +52,10 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="cpu or cuda. [default: cpu; with --report cuda]"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
@@ -61,11 +72,33 @@ def bench(
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Also measure the packed variants with compiled layers.")
+    ] = False,
+    compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
+    liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
+    report: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="'gpu': check and measure a GPU within --budget, to --json. With --device cpu the same plan at toy "
+            "size, which says nothing about a GPU."
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.01, help="With --report: minutes in all.")] = 24,
+    table: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Print the file of a --report as a table in Markdown, and measure nothing."),
+    ] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
     plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
+    if table is not None:
+        return print_table(table)
+    if report is not None:
+        return measure_report(report, device or "cuda", data, budget, json or Path("gpu-report.json"), compile_backend)
+    data, device = data or "Anthropic/hh-rlhf", device or "cpu"
     import torch
 
     from ..core.attention import refuse_implementation
@@ -80,11 +113,11 @@ def bench(
         raise typer.BadParameter(reason, param_hint="--attn")
     try:
         settings = b.BenchSettings(
-            trainer=trainer, variants=tuple(variants.split(",")), pairs=pairs, generations=generations,
+            trainer=trainer, variants=_named(variants, compile), pairs=pairs, generations=generations,
             prompt_length=prompt_length, completion_length=completion_length, steps=steps, warmup=warmup, shape=shape,
             device=device, dtype=dtype, attn=attn, max_length=max_length, max_tokens_per_batch=max_tokens_per_batch,
             lora=lora, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, memory=memory,
-            peak_tflops=peak_tflops, seed=seed,
+            peak_tflops=peak_tflops, seed=seed, liger=liger, compile_backend=compile_backend,
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
@@ -92,6 +125,10 @@ def bench(
         raise typer.BadParameter(f"{peak_tflops} is no speed: give more than 0.", param_hint="--peak-tflops")
     if lora and find_spec("peft") is None:
         raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    if liger and device == "cpu":
+        raise typer.BadParameter("Liger's layers are Triton kernels, which run on GPUs only.", param_hint="--liger")
+    if liger and find_spec("liger_kernel") is None:
+        raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
     outputs(json=json, plot=plot)
     with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread)
@@ -104,14 +141,20 @@ def bench(
     console.print(_table(results, title))
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if profile:
-        for variant, table in b.profile(step, settings).items():
-            console.print(f"\n{variant}", table, sep="\n", markup=False, highlight=False, soft_wrap=True)
+        for variant, operations in b.profile(step, settings).items():
+            console.print(f"\n{variant}", operations, sep="\n", markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         write_text("--json", json, b.to_json(results, about))
     if plot is not None:
         from ..tools.report import plot_bench
 
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
+
+
+def _named(variants: str, compile: bool) -> tuple[str, ...]:
+    named = variants.split(",")
+    packed = [name for name in named if name in ("padding_free", "prefix_sharing")] if compile else []
+    return (*named, *(f"{name}_compiled" for name in packed))
 
 
 def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, str]:

@@ -13,7 +13,7 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -26,10 +26,14 @@ from ...core.version import __version__
 from ...trainers.row_costs import split
 from ...trainers.token_budget import PairMeasure, TextMeasure
 from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
+from .peak import Peak
+from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
 
 
 __all__ = [
+    "TOLERANCE",
+    "TRAINERS",
     "BenchSettings",
     "Variant",
     "VariantResult",
@@ -41,115 +45,6 @@ __all__ = [
     "run",
     "to_json",
 ]
-
-TRAINERS = ("dpo", "sft", "grpo")
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference of loss and gradient between variants."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """
-    A way to compute the same rows.
-
-    Attributes:
-        name (`str`): Its name.
-        ours (`bool`): Whether it is this package's, or TRL's.
-        packed (`bool`): Whether padding is removed.
-        shares (`bool`): Whether prefixes are shared.
-        batching (`str`): `"fixed"`, `"grouped"` (rows of like length together) or `"budget"` (by distinct tokens).
-    """
-
-    name: str
-    ours: bool = True
-    packed: bool = True
-    shares: bool = False
-    batching: str = "fixed"
-
-
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant("trl", ours=False, packed=False),
-        Variant("trl_grouped", ours=False, packed=False, batching="grouped"),
-        Variant("padded", packed=False),
-        Variant("padding_free"),
-        Variant("prefix_sharing", shares=True),
-        Variant("token_budget", shares=True, batching="budget"),
-    )
-}
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured; every field is an option of `trl-padfix bench`."""
-
-    trainer: str = "dpo"
-    variants: tuple[str, ...] = ("trl", "padding_free", "prefix_sharing")
-    pairs: int = 8
-    generations: int = 8
-    prompt_length: int = 512
-    completion_length: int = 64
-    steps: int = 10
-    warmup: int = 2
-    shape: str = "small"
-    device: str = "cpu"
-    dtype: str = "float32"
-    attn: str = "sdpa"
-    max_length: int = 1024
-    max_tokens_per_batch: int | None = None
-    lora: int = 0
-    gradient_checkpointing: bool = False
-    optimizer: bool = True
-    memory: bool = True
-    peak_tflops: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.variants if name not in VARIANTS]
-        if unknown or self.variants[:1] != ("trl",):
-            raise ValueError(
-                f"`variants` are names among {', '.join(VARIANTS)}, TRL's own first, got {', '.join(self.variants)}."
-            )
-        if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
-            raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
-
-
-@dataclass
-class VariantResult:
-    """
-    One variant over all counted rows.
-
-    Attributes:
-        seconds, low, high (`float`): Median, quickest and slowest step.
-        speedup (`float`):
-            Median over batches of TRL's step time over this one's; of a variant that batches otherwise, TRL's time for
-            all rows over this one's.
-        steps (`int`): Steps that all rows took.
-        tokens (`int`): Tokens that entered the decoder per forward, over all rows.
-        tokens_per_second (`float`): Real tokens of all rows over the time of all steps.
-        token_limit (`float`): Tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone.
-        mfu (`float`): Arithmetic that the distinct tokens need at the least ([`step_flops`]) over time and peak.
-        peak_gib (`float`, *optional*): Peak memory of its largest step.
-        loss (`float`): Mean over rows, for SFT over labelled tokens.
-        grad_norm (`float`): Mean over steps.
-    """
-
-    name: str
-    seconds: float
-    low: float
-    high: float
-    speedup: float
-    steps: int
-    tokens: int
-    tokens_per_second: float
-    token_limit: float
-    mfu: float
-    peak_gib: float | None
-    loss: float
-    grad_norm: float
-    step_seconds: list[float] = field(repr=False)
 
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
@@ -167,7 +62,7 @@ def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
         `list[VariantResult]`, TRL's padded step first.
 
     Raises:
-        RuntimeError: If losses or gradients of the variants differ.
+        WrongNumbersError: If losses or gradients of the variants differ.
     """
     return measure(prepare(data, settings), settings)
 
@@ -178,8 +73,23 @@ def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
     return build(data, settings, size * (settings.warmup + settings.steps))
 
 
-def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
-    """The figures of all variants; see [`run`]."""
+def measure(step: Step, settings: BenchSettings, deadline: float | None = None) -> list[VariantResult]:
+    """
+    The figures of all variants; see [`run`].
+
+    Args:
+        step ([`Step`]):
+            From [`prepare`].
+        settings ([`BenchSettings`]):
+            What to measure.
+        deadline (`float`, *optional*):
+            By `time.monotonic()`: after it no further batch is begun. For variants with the same batches only.
+
+    Raises:
+        WrongNumbersError: If losses or gradients of the variants differ.
+        ImpossibleFigureError: If a step seems to do more than the device can.
+        TimeoutError: If no counted batch was done before the deadline.
+    """
     variants = [VARIANTS[name] for name in settings.variants]
     size = 1 if settings.trainer == "grpo" else settings.pairs
     fixed = [list(range(i, i + size)) for i in range(0, len(step.rows), size)]
@@ -187,20 +97,27 @@ def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
     plans = {v.name: [[*w] for w in warmup] + _batches(step, v, counted, settings) for v in variants}
     figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
     longest = max(len(plan) for plan in plans.values())
+    peak = Peak(settings.device, computed_dtype(settings.dtype), settings.peak_tflops)
+    peak.measure(times=2)
     for i in range(longest):
+        if deadline is not None and time.monotonic() > deadline:
+            counted = counted[: max(0, i - settings.warmup)]
+            break
         # Each variant is first, second and so on equally often.
         shift = i % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             if i >= len(plans[variant.name]):
                 continue
             batch = _batch(step, variant, plans[variant.name][i])
-            with attached(step.models, variant):
-                found = step.run(batch)
+            with attached(step, variant):
+                found = step.run(batch, variant)
             if i >= settings.warmup:
                 figures[variant.name].append(found | _counts(step, variant, batch))
+        peak.measure()
+    if not counted:
+        raise TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
     needed = _needed_flops(step, counted)
-    peak = (settings.peak_tflops or _matmul_tflops(settings)) * 1e12
     baseline = figures[variants[0].name]
     padded = sum(f["tokens"] for f in baseline)
     results = []
@@ -219,11 +136,12 @@ def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
                 tokens=tokens,
                 tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
                 token_limit=padded / tokens,
-                mfu=needed / sum(seconds) / peak,
+                mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
                 peak_gib=_peak_gib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 loss=_weighted(found, "loss"),
                 grad_norm=statistics.mean(f["grad_norm"] for f in found),
                 step_seconds=[round(s, 4) for s in seconds],
+                **_waits(step, variant, plans[variant.name][settings.warmup], settings),
             )
         )
     return results
@@ -234,8 +152,8 @@ def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
     size = 1 if settings.trainer == "grpo" else settings.pairs
     tables = {}
     for name in settings.variants:
-        with attached(step.models, VARIANTS[name]):
-            tables[name] = step.profile(_batch(step, VARIANTS[name], list(range(size))))
+        with attached(step, VARIANTS[name]):
+            tables[name] = step.profile(_batch(step, VARIANTS[name], list(range(size))), VARIANTS[name])
     return tables
 
 
@@ -309,20 +227,6 @@ def _needed_flops(step: Step, counted: list[list[int]]) -> float:
     return total
 
 
-def _matmul_tflops(settings: BenchSettings) -> float:
-    """What a large matrix product reaches here: the peak that is there to be had."""
-    dtype, size = computed_dtype(settings.dtype), 8192 if settings.device == "cuda" else 2048
-    a = torch.randn(size, size, device=settings.device, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if settings.device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
-
-
 def _speedup(variant: Variant, baseline: list[dict[str, float]], found: list[dict[str, float]]) -> float:
     if variant.batching == "fixed":
         return statistics.median(t["seconds"] / f["seconds"] for t, f in zip(baseline, found, strict=True))
@@ -337,8 +241,16 @@ def _peak_gib(
     if settings.device == "cuda":
         return max(f["peak_gib"] for f in found)
     largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
-    with attached(step.models, variant):
-        return step.peak_gib(_batch(step, variant, plan[largest]))
+    with attached(step, variant):
+        return step.peak_gib(_batch(step, variant, plan[largest]), variant)
+
+
+def _waits(step: Step, variant: Variant, rows: list[int], settings: BenchSettings) -> dict[str, int]:
+    """Launches and waits of one step, on a device that counts them."""
+    if settings.device != "cuda":
+        return {}
+    with attached(step, variant):
+        return step.count_launches(_batch(step, variant, rows), variant)
 
 
 def _weighted(figures: list[dict[str, float]], quantity: str) -> float:
@@ -358,7 +270,7 @@ def _check_equal(figures: dict[str, list[dict[str, float]]], tolerance: float) -
             scale = baseline[0]["grad_norm"] if quantity == "grad_projection" else abs(theirs)
             difference = abs(ours - theirs) / scale
             if not difference <= tolerance:
-                raise RuntimeError(
+                raise WrongNumbersError(
                     f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and TRL's "
                     f"{theirs:.6g}, {difference:.1e} apart (at most {tolerance:.0e})."
                 )
