@@ -7,25 +7,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from trl_padfix.trainers.row_costs import RowCosts, StepPlan, arrange, assign, pair_costs, split, text_costs
+from trl_padfix.trainers.prefix_groups import prefix_order
+from trl_padfix.trainers.row_costs import StepPlan, arrange, assign, pair_costs, prefix_costs, split, text_costs
 
 
 @st.composite
-def drawn_costs(draw, most=24):
-    """Pairs of which some have one prompt; few lengths, so that many are equal."""
-    rows = draw(st.integers(1, most))
-    prompts = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
-    lengths = draw(st.lists(st.integers(1, 9), min_size=5, max_size=5))
-    own = draw(st.lists(st.integers(2, 12), min_size=rows, max_size=rows))
-    grouped = draw(st.booleans())
-    shared = np.array([lengths[p] for p in prompts]) if grouped else np.zeros(rows, dtype=np.int64)
-    return RowCosts(np.array(own), shared, np.array(prompts) if grouped else np.arange(rows))
+def drawn_rows(draw, most=24):
+    """Rows of few tokens, so that many begin alike."""
+    rows = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7), min_size=1, max_size=most))
+    return [np.array(row) for row in rows]
 
 
-def counted(costs, rows):
-    """Tokens of a batch, prompts once, row by row."""
-    prompts = {costs.group[r]: costs.shared[r] for r in rows}
-    return sum(costs.own[r] for r in rows) + sum(prompts.values())
+def costs_of(rows):
+    each = np.array([len(row) for row in rows])
+    return prefix_costs(each, each, *prefix_order(rows))
+
+
+def drawn_costs(most=24):
+    """Costs of such rows, or of rows that share nothing."""
+    apart = st.lists(st.integers(2, 12), min_size=1, max_size=most).map(text_costs)
+    return st.one_of(drawn_rows(most).map(costs_of), apart)
+
+
+def counted(rows, part):
+    """Tokens of a batch, common prefixes once, row by row."""
+    return len({tuple(rows[r][: i + 1]) for r in part for i in range(len(rows[r]))})
+
+
+@given(drawn_rows(), st.data())
+def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
+    costs = costs_of(rows)
+    distinct = st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True)
+    part = data.draw(distinct)
+    assert costs.total(part) == counted(rows, part)
+    within = data.draw(st.lists(st.integers(0, len(part) - 1), min_size=1, unique=True))
+    assert costs[part].total(within) == counted(rows, [part[i] for i in within])
+    everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
+    while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
+        everywhere -= 1
+    assert costs.in_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))
@@ -33,25 +53,25 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     parts = split(costs, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     for part in parts:
-        assert costs.total(part) == counted(costs, part)
         assert costs.total(part) <= budget or len(part) == 1
     sizes = [costs.total(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(drawn_costs(), st.integers(1, 60))
-def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(costs, budget):
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
+def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
+    costs = pair_costs([9] * len(prompts), [3] * len(prompts), [4] * len(prompts), prompts=prompts)
     parts = split(costs, budget)
-    for prompt in set(costs.group.tolist()):
-        rows = np.flatnonzero(costs.group == prompt)
+    for prompt in set(prompts):
+        rows = np.flatnonzero(np.array(prompts) == prompt)
         holding = [part for part in parts if set(part) & set(rows.tolist())]
-        assert len(holding) == 1 or costs.total(rows) > budget
+        assert len(holding) == 1 or len(set(prompts)) == 1 or costs.total(rows) > budget
 
 
 @given(drawn_costs(), st.integers(1, 60))
 def test_no_two_micro_batches_fit_into_one(costs, budget):
     sizes = sorted(costs.total(part) for part in split(costs, budget))
-    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.common.any()
 
 
 def test_a_split_is_even_where_the_budget_allows_it():
@@ -89,9 +109,9 @@ def test_processes_have_even_work(processes):
 
 
 def test_rows_of_one_prompt_go_to_one_process():
-    costs = RowCosts(np.full(8, 5), np.full(8, 9), np.array([0, 1, 0, 2, 1, 3, 0, 2]))
-    parts = assign(costs, 2)
-    assert sum(len(set(costs.group[part])) for part in parts) == 4
+    prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
+    parts = assign(pair_costs([9] * 8, [2] * 8, [3] * 8, prompts=prompts), 2)
+    assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
 @given(drawn_costs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))

@@ -265,7 +265,7 @@ def waiting(
     forwards = each[order].reshape(steps, accumulation, processes, batch_size).sum(3)
     tokens, fixed, split_up = forwards.sum(), processes * forwards.max(2).sum(), 0
     for step in order:
-        own = RowCosts(costs.own[step], costs.shared[step], np.arange(len(step)))
+        own = text_costs(costs.each[step])
         loads: list[int] = []
         for part in assign(own, processes):
             of_part = own[part]

@@ -89,7 +89,7 @@ class PaddingRemovalMixin:
             given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
             config = given.get("args")
             self._handles: list[PaddingRemoval] = []
-            self._numberings: list[Attachment] = []
+            self._attachments: list[Attachment] = []
             self._parity_pending = {"train", "eval"}
             self._token_counters = {"train": TokenCounter(), "eval": TokenCounter()}
             self._is_observing = False
@@ -134,7 +134,7 @@ class PaddingRemovalMixin:
         """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
         models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
         self._set_up_collator()
-        if self._handles or self._numberings:
+        if self._handles or self._attachments:
             return
         # A trainer before this one may have left its own on the models, as training in stages does.
         for attachment in (a for model in models for a in attachments_of(model) if a.is_trainers):
@@ -142,8 +142,8 @@ class PaddingRemovalMixin:
         if not self._removes_padding:
             is_ours = type(self.data_collator) in self._collators.values()
             if is_ours and self.data_collator.padding_side == "left":
-                self._numberings = [n for n in map(number_padded_rows, models) if n is not None]
-            for numbering in self._numberings:
+                self._attachments = [n for n in map(number_padded_rows, models) if n is not None]
+            for numbering in self._attachments:
                 numbering.is_trainers = True
             return
         self._check_launch()
@@ -234,10 +234,10 @@ class PaddingRemovalMixin:
 
         After training they stay attached, until this is called or another trainer of this package takes them over.
         """
-        for attachment in (*self._handles, *self._numberings):
+        for attachment in (*self._handles, *self._attachments):
             attachment.remove()
         self._undo_call_event.close()
-        self._handles, self._numberings, self._removes_padding = [], [], False
+        self._handles, self._attachments, self._removes_padding = [], [], False
 
     def get_train_dataloader(self) -> Any:
         # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.

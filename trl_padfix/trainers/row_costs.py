@@ -14,41 +14,72 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["RowCosts", "StepPlan", "arrange", "assign", "pair_costs", "split", "text_costs"]
+__all__ = ["RowCosts", "StepPlan", "arrange", "assign", "pair_costs", "prefix_costs", "split", "text_costs"]
+
+
+WORTH_JOINING = 0.1
+"""Share of a row that it must have in common with another one for them to be brought together."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowCosts:
     """
-    Tokens that rows put through the decoder: their own, and those that the rows of one group have in common.
+    Tokens that rows put through the decoder, and what they begin with in common, which is computed once.
 
     Attributes:
-        own (`np.ndarray` of shape `(n,)`): Tokens that are computed for each row.
-        shared (`np.ndarray` of shape `(n,)`): Tokens that are computed once for all rows of its group.
-        group (`np.ndarray` of shape `(n,)`): Rows with one number have one prompt.
+        each (`np.ndarray` of shape `(n,)`): Tokens of each row in a batch of its own.
+        order (`np.ndarray` of shape `(n,)`): The rows, those that begin alike next to one another.
+        common (`np.ndarray` of shape `(n,)`): Tokens that each row of `order` has in common with the one before it.
     """
 
-    own: np.ndarray
-    shared: np.ndarray
-    group: np.ndarray
+    each: np.ndarray
+    order: np.ndarray
+    common: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.each)
 
     def __getitem__(self, rows: Any) -> RowCosts:
-        return RowCosts(self.own[rows], self.shared[rows], self.group[rows])
+        """The costs of some rows, as often as they are named."""
+        rows = np.arange(len(self))[rows]
+        rank = np.empty(len(self), dtype=np.int64)
+        rank[self.order] = np.arange(len(self))
+        order = np.argsort(rank[rows], kind="stable")
+        return RowCosts(self.each[rows], order, self._between(rank[rows[order]]))
+
+    def _between(self, ranks: np.ndarray) -> np.ndarray:
+        """What each row of `ranks`, which ascend, has in common with the one before: the least of all on the way."""
+        common = np.zeros(len(ranks), dtype=np.int64)
+        if len(ranks) > 1:
+            found = np.minimum.reduceat(np.append(self.common, 0), ranks + 1)[:-1]
+            common[1:] = np.where(np.diff(ranks), found, 0)
+        return common
 
     @property
-    def each(self) -> np.ndarray:
-        """Tokens of each row in a batch of its own, `(n,)`."""
-        return self.own + self.shared
+    def in_all(self) -> int:
+        """Tokens that all rows begin with."""
+        return int(self.common[1:].min(initial=self.each.max(initial=0))) if len(self) > 1 else 0
+
+    def beyond(self, tokens: int) -> RowCosts:
+        """The costs without the first `tokens` of each row, which they have in common."""
+        return RowCosts(self.each - tokens, self.order, np.maximum(self.common - tokens, 0))
+
+    @property
+    def joined(self) -> np.ndarray:
+        """
+        Whether each row of `order` belongs to the one before it, `(n,)`: a good part of it is in common with it.
+
+        What all rows have in common counts for nothing, since it is in every batch.
+        """
+        costs = self.beyond(self.in_all)
+        each, common = costs.each[costs.order], costs.common
+        shorter = np.minimum(each, np.roll(each, 1))
+        return (common > 0) & (common >= WORTH_JOINING * shorter)
 
     def total(self, rows: Any = slice(None)) -> int:
         """Tokens of one batch of `rows`."""
-        groups = _numbered(self.group[rows])
-        shared = np.zeros(len(groups), dtype=np.int64)
-        np.maximum.at(shared, groups, self.shared[rows])
-        return int(self.own[rows].sum() + shared.sum())
+        costs = self[rows]
+        return int(costs.each.sum() - costs.common.sum())
 
 
 def pair_costs(
@@ -93,18 +124,38 @@ def pair_costs(
     limit = np.iinfo(np.int64).max if max_length is None else max_length
     real = np.minimum(rows, limit).sum(0)
     if prompts is None:
-        return RowCosts(real, np.zeros_like(real), np.arange(len(real)))
+        return RowCosts(real, np.arange(len(real)), np.zeros_like(real))
     in_common = np.minimum(prompt, limit)
     if truncation_mode == "keep_end":
         in_common = np.where((rows <= limit).all(0), in_common, 0)
-    return RowCosts(real - 2 * in_common, in_common, np.asarray(prompts))
+    order = np.argsort(np.asarray(prompts), kind="stable")
+    number = np.asarray(prompts)[order]
+    common = np.where(number == np.roll(number, 1), np.minimum(in_common[order], np.roll(in_common[order], 1)), 0)
+    common[:1] = 0
+    return RowCosts(real - in_common, order, common)
 
 
 def text_costs(tokens: Sequence[int] | np.ndarray, *, max_length: int | None = None) -> RowCosts:
     """Tokens of rows that have nothing in common."""
     tokens = np.asarray(tokens, dtype=np.int64)
-    own = tokens if max_length is None else np.minimum(tokens, max_length)
-    return RowCosts(own, np.zeros_like(own), np.arange(len(own)))
+    each = tokens if max_length is None else np.minimum(tokens, max_length)
+    return RowCosts(each, np.arange(len(each)), np.zeros_like(each))
+
+
+def prefix_costs(each: np.ndarray, keys: np.ndarray, order: np.ndarray, common: np.ndarray) -> RowCosts:
+    """
+    Tokens of rows that are sorted by what they begin with; see [`~trl_padfix.trainers.prefix_groups.prefix_order`].
+
+    Args:
+        each (`np.ndarray` of shape `(n,)`):
+            Tokens of each row in a batch of its own.
+        keys (`np.ndarray` of shape `(n,)`):
+            Tokens at the beginning of each row that may be shared with others, at most.
+        order, common (`np.ndarray` of shape `(n,)`):
+            The rows, sorted, and what each has in common with the one before it.
+    """
+    limit = np.minimum(keys[order], np.roll(keys[order], 1))
+    return RowCosts(each, order, np.minimum(common, limit))
 
 
 def split(costs: RowCosts, budget: int) -> list[list[int]]:
@@ -132,8 +183,13 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
 
     ```
     """
-    units = [piece for rows in _groups(costs) for piece in _pieces(costs, rows, budget)]
-    sizes = [costs.total(unit) for unit in units]
+    in_all = costs.in_all
+    costs, budget = costs.beyond(in_all), budget - in_all
+    units, sizes = [], []
+    for rows, size in _groups(costs):
+        pieces = [rows] if size <= budget else list(_pieces(costs, rows, budget))
+        units += pieces
+        sizes += [size] if size <= budget else [costs.total(piece) for piece in pieces]
     largest_first = sorted(range(len(units)), key=lambda u: -sizes[u])
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -188,10 +244,9 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     room = np.full(processes, len(costs) // processes)
     load = np.zeros(processes)
     parts: list[list[int]] = [[] for _ in range(processes)]
-    units = _groups(costs)
-    sizes = [costs.total(unit) for unit in units]
-    for u in sorted(range(len(units)), key=lambda u: -sizes[u]):
-        rows = units[u]
+    costs = costs.beyond(costs.in_all)
+    for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
+        whole = len(rows)
         while rows:
             # The lightest process with room for all; else the lightest with any.
             fits = room >= len(rows)
@@ -199,7 +254,7 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
             now, rows = rows[: room[at]], rows[room[at] :]
             parts[at] += now
             room[at] -= len(now)
-            load[at] += costs.total(now)
+            load[at] += size if len(now) == whole else costs.total(now)
     return [sorted(part) for part in parts]
 
 
@@ -317,6 +372,24 @@ class StepPlan:
         for part in assign(costs[rest], self.processes):
             yield from rest[part].tolist() + [int(rest[0])] * (self.per_process - self.last)
 
+    def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+        """
+        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+
+        Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
+        are in one of them. Those that run at one time have about equally many tokens.
+        """
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size or self.accumulated * self.processes == 1:
+                yield from step.tolist()
+                continue
+            of_step = costs[step]
+            parts = assign(of_step, self.accumulated * self.processes)
+            for part in sorted(parts, key=of_step.total, reverse=True):
+                yield from step[part].tolist()
+
     def __len__(self) -> int:
         """Rows that [`StepPlan.arrange`] gives out."""
         size = self.per_process * self.processes
@@ -324,25 +397,26 @@ class StepPlan:
         return whole + (self.remainder if self.processes == 1 else size * bool(self.last))
 
 
-def _numbered(group: np.ndarray) -> np.ndarray:
-    """Groups by number, 0 for that of the first row, and so on as they come."""
-    _, first, which = np.unique(group, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[which]
-
-
-def _groups(costs: RowCosts) -> list[list[int]]:
-    """The rows of each group."""
-    groups = _numbered(costs.group)
-    order = np.argsort(groups, kind="stable")
-    return [part.tolist() for part in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(part)]
+def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
+    """The rows of each group that is joined, and their tokens."""
+    if not len(costs):
+        return []
+    first = np.flatnonzero(~costs.joined)
+    tokens = costs.each[costs.order] - np.where(costs.joined, costs.common, 0)
+    parts = np.split(costs.order, first[1:])
+    return [(part.tolist(), int(size)) for part, size in zip(parts, np.add.reduceat(tokens, first), strict=True)]
 
 
 def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
     """The rows of one group, in as many pieces as the budget wants."""
+    inner = costs[rows]
     piece: list[int] = []
-    for row in rows:
-        if piece and costs.total([*piece, row]) > budget:
+    tokens = 0
+    for at, common in zip(inner.order.tolist(), inner.common.tolist(), strict=True):
+        each = int(inner.each[at])
+        if piece and tokens + each - common > budget:
             yield piece
-            piece = []
-        piece.append(row)
+            piece, tokens, common = [], 0, 0
+        piece.append(rows[at])
+        tokens += each - common
     yield piece

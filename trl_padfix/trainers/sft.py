@@ -23,7 +23,8 @@ from .collators import DataCollatorForLanguageModeling, drop_first_labels, pad_r
 from .columns import untrained_rows
 from .eval_generation import GeneratingMixin
 from .metrics import ExactEvalMixin
-from .token_budget import BudgetMixin, TextMeasure
+from .row_measures import TextMeasure
+from .token_budget import BudgetMixin
 from .turns import check_turn_settings, check_turns, expand_datasets
 from .vision_collators import DataCollatorForVisionLanguageModeling
 
@@ -139,8 +140,8 @@ class SFTTrainer(
             return f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward"
         return super()._reason_not_to_split()
 
-    def _measure(self) -> TextMeasure:
-        return TextMeasure(self.args.max_length)
+    def _row_measure(self) -> type[TextMeasure]:
+        return TextMeasure
 
     def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return (self._scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None
