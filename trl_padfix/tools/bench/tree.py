@@ -60,8 +60,8 @@ def parse_tree(data: str) -> Tree | None:
     sizes = [int(size) for size in match.groups()] if match else [0]
     if min(sizes) < 1 or sizes[-1] < 4:
         raise ValueError(
-            f"{data!r} gives no sizes: write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, such as `tree:4x8/600/80` for 4 rollouts "
-            "of 8 turns of about 80 tokens behind a system prompt of 600; a turn has 4 tokens or more."
+            f"{data!r} gives no sizes: write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, such as `tree:4x8/600/80` for 4 "
+            "rollouts of 8 turns of about 80 tokens behind a system prompt of 600; a turn has 4 tokens or more."
         )
     return Tree(*sizes)
 
