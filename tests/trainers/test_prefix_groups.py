@@ -1,5 +1,7 @@
 """Rows that begin alike come into one step: every row once, the same for all processes, in seconds."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_rows_are_sorted_as_lists_are(rows):
     assert lists == sorted(row.tolist() for row in rows)
     pairs = [
         next((i for i, (a, b) in enumerate(zip(*two, strict=False)) if a != b), min(map(len, two)))
-        for two in zip(lists, lists[1:], strict=False)
+        for two in pairwise(lists)
     ]
     assert common.tolist() == [0, *pairs]
     assert common_prefixes(rows[:-1], rows[1:]).shape == (len(rows) - 1,)
