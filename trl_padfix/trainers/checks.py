@@ -65,11 +65,16 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             "there is no prefix to share. Set `prefix_sharing=False`: `padding_free` alone keeps the noise of the "
             "padded batch."
         )
-    if getattr(config, "use_liger_kernel", False) and config.device.type == "cpu":
+    if getattr(config, "use_liger_kernel", False) and not runs_triton(config):
         raise ValueError(
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
+
+
+def runs_triton(config: Any) -> bool:
+    """Whether the device of a configuration runs Triton's kernels."""
+    return config.device.type != "cpu"
 
 
 def check_tokenizer(processing_class: Any) -> None:
