@@ -51,6 +51,9 @@ ALL_TRAINERS = TRAINERS | {
 BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 """Tokens for about two rows of the batch, and more than the longest one alone."""
 
+LOSSES = {"kto": {"loss_type": "apo_zero_unpaired"}}
+"""What several processes are compared with one by: TRL pairs completions for the KL term by the batch of a device."""
+
 LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
 """Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""
 
@@ -107,7 +110,7 @@ def main(folder: Path) -> None:
     logged = {}
     for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
-            trainer = make(name, folder / name, ours=True, **config)
+            trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
     if trainer.accelerator.is_main_process:

@@ -27,6 +27,8 @@ OURS = {
     "generation_kwargs": None,
     "eval_generation_samples": None,
     "max_tokens_per_batch": None,
+    "group_by_prefix": False,
+    "group_by_prefix_buffer": None,
     "exact_eval_means": False,
 }
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 from trl_padfix.trainers.prefix_groups import prefix_order
-from trl_padfix.trainers.row_costs import StepPlan, arrange, assign, pair_costs, prefix_costs, split, text_costs
+from trl_padfix.trainers.row_costs import StepPlan, assign, balance, pair_costs, prefix_costs, split, text_costs
 
 
 @st.composite
@@ -114,16 +114,44 @@ def test_rows_of_one_prompt_go_to_one_process():
     assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
-@given(drawn_costs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_an_arranged_epoch_keeps_rows_and_global_batches(costs, per_process, processes, draw):
-    order = list(range(len(costs)))
-    draw.shuffle(order)
-    arranged = list(arrange(order, costs, per_process, processes))
-    assert arranged == list(arrange(order, costs, per_process, processes))
-    size = per_process * processes
+@given(drawn_costs(), st.integers(1, 4))
+def test_balanced_processes_have_each_row_once(costs, processes):
+    processes = min(processes, len(costs))
+    parts = balance(costs, processes)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert len(parts) == processes
+    assert all(parts)
+
+
+@pytest.mark.parametrize("processes", [8, 64])
+def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
+    draw = np.random.default_rng(0)
+    rows = []
+    while len(rows) < 32 * processes:  # rollouts of tasks whose turns grow
+        task = draw.integers(0, 9999, 100 + int(draw.lognormal(4, 0.6)))
+        for _ in range(4):
+            row = task
+            for _ in range(draw.integers(4, 12)):
+                row = np.concatenate([row, draw.integers(0, 9999, 1 + int(draw.lognormal(4, 0.6)))])
+                rows.append(row)
+    costs = costs_of(rows[: 32 * processes])
+    waiting = {}
+    for deal in (balance, assign):
+        tokens = [costs.total(part) for part in deal(costs, processes)]
+        waiting[deal] = 1 - np.mean(tokens) / max(tokens)
+    assert waiting[balance] < 0.05 < waiting[assign]
+
+
+@given(drawn_costs(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulated, processes, draw):
+    order = draw.sample(range(len(costs)), len(costs))
+    plan = StepPlan(len(costs), micro_batch, accumulated, processes)
+    dealt = list(plan.in_micro_batches(order, costs))
+    assert dealt == list(plan.in_micro_batches(order, costs))
+    size = plan.per_process * processes
     for begin in range(0, len(order), size):
-        assert sorted(arranged[begin : begin + size]) == sorted(order[begin : begin + size])
-    assert sorted(arranged) == sorted(order)
+        assert sorted(dealt[begin : begin + size]) == sorted(order[begin : begin + size])
+    assert len(dealt) == len(order)
 
 
 def steps_of_trl(plan, order):
@@ -152,26 +180,29 @@ def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulated, processes, 
     order = list(range(rows))
     draw.shuffle(order)
     costs = text_costs([draw.randint(1, 9) for _ in order])
-    arranged = list(plan.arrange(order, costs))
-    assert len(arranged) == len(plan)
     expected = steps_of_trl(plan, order)
-    size = plan.per_process * processes
-    begins = range(0, len(arranged), size)
-    assert len(begins) == len(expected)
-    for begin, step in zip(begins, expected, strict=True):
-        given = arranged[begin : begin + size]
-        per_process = len(given) // processes
-        shares = [given[i * per_process : (i + 1) * per_process] for i in range(processes)]
-        is_last = begin + size >= len(arranged)
-        if is_last and plan.last:
-            shares = [share[: plan.last] for share in shares]
+    for equal in (False, True):
+        dealt = list(plan.shares(order, costs, equal=equal))
+        assert len(dealt) == len(plan) == len(expected) * processes
+        check_steps(plan, [dealt[i : i + processes] for i in range(0, len(dealt), processes)], expected, equal)
+
+
+def check_steps(plan, steps, expected, equal):
+    processes, micro_batch = plan.processes, plan.micro_batch
+    for dealt, step in zip(steps, expected, strict=True):
+        shares = [share for _, share in dealt]
+        assert {of_step for of_step, _ in dealt} == {sum(map(len, shares))}
         assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
+        assert all(shares)
+        if equal:
+            assert len({len(share) for share in shares}) == 1
         # The mean over micro-batches of means over rows, which all processes with several have alike.
-        weights = plan.weights(len(shares[0]))
-        assert weights.sum() == pytest.approx(1)
+        weights = [plan.weights(len(share), dealt[0][0]) for share in shares]
+        assert sum(w.sum() for w in weights) == pytest.approx(processes)
+        assert len({round(w, 9) for each in weights for w in each}) == 1 or processes == 1
         if processes == 1:
             expected_weights = {r: 1 / len(b) / len(step[0]) for b in step[0] for r in b}
-            assert dict(zip(shares[0], weights.tolist(), strict=True)) == pytest.approx(expected_weights)
+            assert dict(zip(shares[0], weights[0].tolist(), strict=True)) == pytest.approx(expected_weights)
         else:
             assert all(len(b) == micro_batch for own in step for b in own)
 

@@ -27,7 +27,8 @@ def grouped(name, folder, **config):
 
 
 def order_of(trainer):
-    return list(trainer.get_train_dataloader().batch_sampler.sampler)
+    given = list(trainer.get_train_dataloader().batch_sampler.sampler)
+    return given if isinstance(given[0], int) else [row for _, share in given for row in share]
 
 
 def figures(trainer, *names):

@@ -94,6 +94,7 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
         # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
         return lambda margin=None, **inputs: model(**inputs)
 
+    _rows_per_item = 2
     _extremes = {"min_reward": torch.min, "max_reward": torch.max}
 
     def _row_measure(self) -> type[RewardMeasure]:

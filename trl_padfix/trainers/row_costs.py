@@ -7,6 +7,7 @@ here knows of trainers, and everything is a function of its arguments alone, so 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["RowCosts", "StepPlan", "arrange", "assign", "pair_costs", "prefix_costs", "split", "text_costs"]
+__all__ = ["RowCosts", "StepPlan", "assign", "balance", "pair_costs", "prefix_costs", "split", "text_costs"]
 
 
 WORTH_JOINING = 0.1
@@ -258,42 +259,75 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     return [sorted(part) for part in parts]
 
 
-def arrange(order: Sequence[int] | np.ndarray, costs: RowCosts, per_process: int, processes: int) -> Iterator[int]:
+def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Rearrange the rows of an epoch so that the processes of each global batch have even work.
+    Give the processes about equally many tokens, however many rows that is.
 
-    Rows change places only within their global batch. A last batch that is not full is left as it is.
+    Rows that belong together stay together as far as that goes: groups are cut more and more finely, or all rows along
+    their common beginnings, and that is taken which leaves the process with the most tokens the fewest.
 
     Args:
-        order (`Sequence[int]`):
-            Rows in the order of the epoch, shuffled or not.
         costs ([`RowCosts`]):
-            Tokens of all rows.
-        per_process (`int`):
-            Rows of one process in a global batch: the first as many are those of the first process, and so on.
+            Tokens of the rows, at least one row for each process.
         processes (`int`):
-            How many processes.
+            How many parts.
 
     Returns:
-        `Iterator[int]` over the same rows.
+        `list[list[int]]`: rows of each process.
 
     Example:
 
     ```python
-    >>> from trl_padfix.trainers.row_costs import arrange, text_costs
+    >>> from trl_padfix.trainers.row_costs import balance, text_costs
 
-    >>> list(arrange([3, 2, 1, 0, 4], text_costs([9, 8, 2, 1, 5]), per_process=2, processes=2))
-    [3, 0, 2, 1, 4]
+    >>> balance(text_costs([9, 3, 2, 4]), processes=2)
+    [[0], [3, 1, 2]]
 
     ```
     """
-    order, size = np.asarray(order), per_process * processes
-    for begin in range(0, len(order), size):
-        batch = order[begin : begin + size]
-        if processes == 1 or len(batch) < size:
-            yield from batch.tolist()
-        else:
-            yield from (int(batch[i]) for part in assign(costs[batch], processes) for i in part)
+    costs = costs.beyond(costs.in_all)
+    even = (costs.each.sum() - costs.common.sum()) / processes
+    found = [_largest_first(costs, processes, int(even / cuts)) for cuts in (1, 2, 4, 8)]
+    found.append(_along_beginnings(costs, processes))
+    whole = [parts for parts in found if all(parts)] or [assign(costs[: len(costs)], processes)]
+    return min(whole, key=lambda parts: max(map(costs.total, parts)))
+
+
+def _largest_first(costs: RowCosts, processes: int, most: int) -> list[list[int]]:
+    """Groups of at most `most` tokens, the largest first, each to the process with the fewest tokens."""
+    units: list[tuple[int, list[int]]] = []
+    for rows, size in _groups(costs):
+        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
+    units.sort(key=lambda unit: -unit[0])
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    loads = [(0, at) for at in range(processes)]
+    for size, rows in units:
+        load, at = loads[0]
+        parts[at] += rows
+        heapq.heapreplace(loads, (load + size, at))
+    return parts
+
+
+def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
+    """The rows in the order of what they begin with, cut so that the part with the most tokens has few."""
+    each, common = costs.each[costs.order].tolist(), costs.common.tolist()
+
+    def cuts(most: int) -> list[int]:
+        found, load = [0], 0
+        for at, (tokens, shared) in enumerate(zip(each, common, strict=True)):
+            added = tokens - (shared if at > found[-1] else 0)
+            if at > found[-1] and load + added > most:
+                found.append(at)
+                load, added = 0, tokens
+            load += added
+        return found
+
+    low, high = max(max(each), (sum(each) - sum(common)) // processes), sum(each)
+    while low < high - high // 100:  # to a percent
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cuts(middle)) <= processes else (middle + 1, high)
+    parts = np.split(costs.order, cuts(high)[1:])
+    return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
 
 
 @dataclass(frozen=True)
@@ -347,30 +381,49 @@ class StepPlan:
         # Several processes have equally many full micro-batches: accelerate repeats the first rows of the epoch.
         return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
 
-    def weights(self, rows: int) -> np.ndarray:
-        """Weight of each row of a process in a step: TRL averages the means of its micro-batches."""
+    def weights(self, rows: int, of_step: int | None = None) -> np.ndarray:
+        """
+        Weight of each of a process's rows in the loss of a step.
+
+        TRL averages the means of its micro-batches. Several processes have equally many full ones, and the gradients
+        of their losses are averaged: each of the `of_step` rows weighs as much as every other.
+        """
+        if self.processes > 1:
+            return np.full(rows, self.processes / (of_step or rows * self.processes))
         micro_batches = np.arange(rows) // self.micro_batch
         return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
 
-    def arrange(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+    def shares(
+        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
+    ) -> Iterator[tuple[int, list[int]]]:
         """
-        The rows of an epoch, each process's share of a step behind one another, with even work.
+        The rows of an epoch, dealt out to the processes.
 
-        With several processes the last step is filled up to the size of a full one; of its rows only the first `last`
-        of each process count.
+        Args:
+            order (`Sequence[int]`):
+                Rows in the order of the epoch, shuffled or not; they change places only within their step.
+            costs ([`RowCosts`]):
+                Tokens of all rows.
+            equal (`bool`, *optional*, defaults to `False`):
+                Whether all processes have equally many rows, and not only about equally many tokens.
+
+        Returns:
+            `Iterator[tuple[int, list[int]]]`: the rows of a step (how many) and those of a process, process after
+            process and step after step.
         """
-        order = np.asarray(order)
-        whole = len(order) - len(order) % (self.per_process * self.processes)
-        yield from arrange(order[:whole], costs, self.per_process, self.processes)
-        rest = order[whole : whole + self.remainder]
-        if self.processes == 1 or not len(rest):
-            yield from rest.tolist()
-            return
-        missing = self.last * self.processes - len(rest)
-        first = order[: self.micro_batch * self.processes]
-        rest = np.concatenate([rest, np.resize(first, missing)])
-        for part in assign(costs[rest], self.processes):
-            yield from rest[part].tolist() + [int(rest[0])] * (self.per_process - self.last)
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size:
+                step = step[: self.remainder]
+                # What accelerate makes of it: the first rows of the epoch come again.
+                missing = self.last * self.processes - len(step)
+                step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
+            if self.processes == 1:
+                parts = [list(range(len(step)))] if len(step) else []
+            else:
+                parts = (assign if equal else balance)(costs[step], self.processes) if len(step) else []
+            yield from ((len(step), step[part].tolist()) for part in parts)
 
     def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """
@@ -391,10 +444,8 @@ class StepPlan:
                 yield from step[part].tolist()
 
     def __len__(self) -> int:
-        """Rows that [`StepPlan.arrange`] gives out."""
-        size = self.per_process * self.processes
-        whole = self.rows // size * size
-        return whole + (self.remainder if self.processes == 1 else size * bool(self.last))
+        """Shares of an epoch, over all processes."""
+        return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
 
 
 def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:

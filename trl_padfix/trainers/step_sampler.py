@@ -15,6 +15,7 @@ from typing import Any
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from datasets import Dataset
+from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from .base import field_set
@@ -24,12 +25,12 @@ from .row_measures import RowMeasure
 from .step_config import check_grouping
 
 
-__all__ = ["GroupedStream", "StepMixin", "StepSampler"]
+__all__ = ["GroupedStream", "StepMixin", "StepRows", "StepSampler"]
 
 logger = get_logger(__name__)
 
 
-class StepSampler(Sampler[int]):
+class StepSampler(Sampler):
     """
     The order of another sampler, rearranged by steps.
 
@@ -45,8 +46,10 @@ class StepSampler(Sampler[int]):
             does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
         grouped (`bool`, *optional*, defaults to `False`):
             Whether rows that begin alike come into one step; without, each step has the rows that it had.
-        whole_steps (`bool`, *optional*, defaults to `True`):
-            Whether a batch of the data loader is a whole step of a process, and not a micro-batch of it.
+        shares (`bool`, *optional*, defaults to `False`):
+            Whether to give out what each process has of a step, for [`StepRows`], instead of single rows.
+        equal (`bool`, *optional*, defaults to `False`):
+            Whether these shares have equally many rows.
     """
 
     def __init__(
@@ -56,22 +59,47 @@ class StepSampler(Sampler[int]):
         plan: StepPlan,
         epoch: Callable[[], int],
         grouped: bool = False,
-        whole_steps: bool = True,
+        shares: bool = False,
+        equal: bool = False,
     ):
         self.order, self.costs, self.plan, self.epoch = order, costs, plan, epoch
-        self.grouped, self.whole_steps = grouped, whole_steps
+        self.grouped, self.shares, self.equal = grouped, shares, equal
 
     def __len__(self) -> int:
-        return len(self.plan) if self.whole_steps else len(self.costs)
+        return len(self.plan) if self.shares else len(self.costs)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         if isinstance(self.order, SeedableRandomSampler):
             self.order.set_epoch(self.epoch())
         order: Any = list(self.order)
         if self.grouped:
             order = group_rows(order, self.costs, self.plan.per_process * self.plan.processes)
-        arranged = self.plan.arrange if self.whole_steps else self.plan.in_micro_batches
-        return arranged(order, self.costs)
+        if self.shares:
+            return self.plan.shares(order, self.costs, equal=self.equal)
+        return self.plan.in_micro_batches(order, self.costs)
+
+
+class StepRows(TorchDataset):
+    """
+    A dataset whose items are what a process has of a step: how many rows the step has, and the process's own.
+
+    Args:
+        rows (`Dataset`):
+            The rows.
+        plan ([`StepPlan`]):
+            The optimizer steps.
+    """
+
+    def __init__(self, rows: Dataset, plan: StepPlan):
+        self.rows = rows
+        self.total_dataset_length = len(plan)  # by which accelerate tells whether the last batch is full
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, share: tuple[int, list[int]]) -> tuple[int, list[dict[str, Any]]]:
+        of_step, rows = share
+        return of_step, self.rows.__getitems__(rows)
 
 
 class GroupedStream(IterableDataset):
@@ -136,6 +164,10 @@ class StepMixin:
                 "images is tokenized batch by batch. Leave it out."
             )
 
+    def _compares_rows(self) -> bool:
+        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
+        return False
+
     def _row_measure(self) -> type[RowMeasure]:
         """What measures the rows of this trainer's data."""
         raise NotImplementedError
@@ -147,7 +179,9 @@ class StepMixin:
         return self._row_measure()(getattr(self.args, "max_length", None), mode, sharing)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
+        dataset = train_dataset if train_dataset is not None else self.train_dataset
+        dataset = dataset.rows if isinstance(dataset, StepRows) else dataset
+        sampler = super()._get_train_sampler(dataset)
         budget, grouped = (getattr(self.args, n, None) for n in ("max_tokens_per_batch", "group_by_prefix"))
         if sampler is None or (budget is None and not grouped):
             return sampler
@@ -157,7 +191,6 @@ class StepMixin:
                 f"tokens, and the configuration asks for a `{type(sampler).__name__}`, which does the same in another "
                 "way. Leave `train_sampling_strategy` (or `group_by_length`) out."
             )
-        dataset = train_dataset if train_dataset is not None else self.train_dataset
         if isinstance(sampler, RandomSampler):
             # What accelerate makes of it: all processes draw alike, each epoch from its own seed.
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -166,7 +199,8 @@ class StepMixin:
         if budget is not None:
             self._check_rows(costs, dataset, budget)
         epoch = lambda: int(self.state.epoch or 0)  # noqa: E731
-        return StepSampler(sampler, costs, plan, epoch, grouped=bool(grouped), whole_steps=budget is not None)
+        shares, equal = budget is not None, self._compares_rows()
+        return StepSampler(sampler, costs, plan, epoch, grouped=bool(grouped), shares=shares, equal=equal)
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:
         """

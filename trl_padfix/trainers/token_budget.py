@@ -32,23 +32,23 @@ from .row_costs import StepPlan, split
 from .row_measures import RowMeasure
 from .split_forward import Splits, attach_splitting, splitting
 from .step_config import check_token_budget
-from .step_sampler import StepMixin
+from .step_sampler import StepMixin, StepRows
 
 
 __all__ = ["BudgetCollator", "BudgetMixin", "SplittingMixin"]
 
-MICRO_BATCHES, ROWS = "micro_batches", "rows"
-"""Keys of a batch that is a list of micro-batches, and of the places that their rows had in the batch."""
+MICRO_BATCHES, WEIGHTS = "micro_batches", "weights"
+"""Keys of a batch that is a list of micro-batches, and of their weights in the loss of the step."""
 
 
-Piece = tuple[dict[str, Any], list[int]]
-"""A micro-batch, and the places of its rows in the batch of the data loader."""
+Piece = tuple[dict[str, Any], float]
+"""A micro-batch and its weight."""
 
 
 @dataclass
 class BudgetCollator:
     """
-    Splits the rows of a batch into micro-batches and collates each.
+    Splits what a process has of a step into micro-batches, and collates each.
 
     Args:
         collator (`Callable`):
@@ -69,14 +69,16 @@ class BudgetCollator:
     plan: StepPlan
     whole: bool = False
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, shares: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, Any]:
+        ((of_step, examples),) = shares
         if self.whole:
-            return {MICRO_BATCHES: [self.collator(examples)], ROWS: [list(range(len(examples)))]}
-        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples))
+            return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
+        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples), of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
         parts = [rows[part].tolist() for rows in alike for part in split(costs[rows], self.budget)]
-        return {MICRO_BATCHES: [self.collator([examples[i] for i in rows]) for rows in parts], ROWS: parts}
+        batches = [self.collator([examples[i] for i in rows]) for rows in parts]
+        return {MICRO_BATCHES: batches, WEIGHTS: [float(weights[rows].sum()) for rows in parts]}
 
 
 class SplittingMixin:
@@ -138,6 +140,9 @@ class BudgetMixin(SplittingMixin, StepMixin):
     _weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
 
+    _rows_per_item = 1
+    """Rows of a batch that belong together, as in [`ExactEvalMixin`]."""
+
     _extremes: dict[str, Callable] = {}
     """Metrics of TRL that are no means but the least or the most over rows, and what takes it."""
 
@@ -169,10 +174,6 @@ class BudgetMixin(SplittingMixin, StepMixin):
                 "`Dataset.from_generator`), or leave the budget out."
             )
 
-    def _compares_rows(self) -> bool:
-        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return False
-
     def _reason_not_to_split(self) -> str | None:
         if self._compares_rows() and self.is_deepspeed_enabled:
             return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
@@ -184,26 +185,21 @@ class BudgetMixin(SplittingMixin, StepMixin):
             return super().get_train_dataloader()
         self._plan = self._step_plan()
         collator = BudgetCollator(self.data_collator, self._measure(), budget, self._plan, self._compares_rows())
-        # The plan has left out what is to be dropped, which is less than a batch of the data loader.
-        with field_set(self, "data_collator", collator), field_set(self.args, "dataloader_drop_last", False):
+        rows = self._remove_unused_columns(self.train_dataset, description="training")
+        # An item is a step of a process; the plan has left out the rows that are to be dropped.
+        fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
+        with contextlib.ExitStack() as stack:
+            for name, value in fields.items():
+                stack.enter_context(field_set(self, name, value))
+            stack.enter_context(field_set(self.args, "dataloader_drop_last", False))
             return super().get_train_dataloader()
-
-    def _counted_rows(self, batch: dict[str, Any]) -> list[Piece]:
-        """Micro-batches and the places of their rows, without the rows that only fill up a last batch."""
-        pieces = list(zip(batch[MICRO_BATCHES], batch[ROWS], strict=True))
-        last = self._plan.last
-        if self._plan.processes == 1 or not last or not self.accelerator.gradient_state.end_of_dataloader:
-            return pieces
-        kept = [(m, rows, [i for i, row in enumerate(rows) if row < last]) for m, rows in pieces]
-        return [(_selected(m, keep, len(rows)), [rows[i] for i in keep]) for m, rows, keep in kept if keep]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         return super()._get_num_items_in_batch(self._counted_batches(batch_samples), device)
 
     def _counted_batches(self, batch_samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of batches of the data loader."""
-        counted = [[m for m, _ in self._counted_rows(b)] if MICRO_BATCHES in b else [b] for b in batch_samples]
-        return [m for micro_batches in counted for m in micro_batches]
+        return [m for batch in batch_samples for m in _pieces(batch)]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return sum(super(BudgetMixin, self).floating_point_ops(m) for m in _pieces(inputs))
@@ -215,17 +211,15 @@ class BudgetMixin(SplittingMixin, StepMixin):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if MICRO_BATCHES not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        pieces = self._counted_rows(inputs)
+        pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         if self._compares_rows():
             return super().training_step(model, pieces[0][0], num_items_in_batch)
-        pieces = _halved(pieces, self._most_over_processes(len(pieces)))
-        weights = self._plan.weights(sum(len(rows) for _, rows in pieces))
-        weights = [float(weights[rows].sum()) for _, rows in pieces]
+        pieces = _halved(pieces, self._most_over_processes(len(pieces)), self._rows_per_item)
         loss = torch.zeros((), device=self.args.device)
-        with self._metrics_of_step([batch for batch, _ in pieces], weights, num_items_in_batch is not None):
-            for i, (batch, _) in enumerate(pieces):
-                if num_items_in_batch is None:
-                    self._weight = weights[i]
+        with self._metrics_of_step(pieces, num_items_in_batch is not None):
+            for i, (batch, weight) in enumerate(pieces):
+                # A piece without a weight only keeps step with the other processes.
+                self._weight = weight if num_items_in_batch is None or weight == 0 else None
                 with self._gradients_synchronised(model, i == len(pieces) - 1):
                     loss = loss + super().training_step(model, batch, num_items_in_batch)
         return loss
@@ -253,9 +247,7 @@ class BudgetMixin(SplittingMixin, StepMixin):
             state._set_sync_gradients(saved)
 
     @contextlib.contextmanager
-    def _metrics_of_step(
-        self, batches: Sequence[dict[str, Any]], weights: list[float], counts_tokens: bool
-    ) -> Iterator[None]:
+    def _metrics_of_step(self, pieces: Sequence[Piece], counts_tokens: bool) -> Iterator[None]:
         """
         Let TRL log the means over all micro-batches of a step and all processes.
 
@@ -271,12 +263,12 @@ class BudgetMixin(SplittingMixin, StepMixin):
         finally:
             self._metrics["train"], self._weight = metrics, None
         sizes: dict[str, list[Any]] = defaultdict(list)
-        for batch, weight in zip(batches, weights, strict=True):
+        for batch, weight in pieces:
             rest = self._loss_items(batch) if counts_tokens else weight
             for name, size in {"": rest, **self._metric_items(batch)}.items():
-                sizes[name].append(size)
+                sizes[name].append(size if weight else 0)
         collected.pop("num_tokens", None)
-        names = sorted(name for name, values in collected.items() if len(values) == len(batches))
+        names = sorted(name for name, values in collected.items() if len(values) == len(pieces))
         device = self.args.device
         items = [[float(size) for size in sizes[n if n in sizes else ""]] for n in names]
         weighted_by = torch.tensor(items, dtype=torch.float64, device=device)
@@ -299,19 +291,26 @@ def _pieces(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return batch.get(MICRO_BATCHES, [batch])
 
 
-def _selected(batch: dict[str, Any], items: list[int], count: int) -> dict[str, Any]:
-    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
-    return {name: torch.cat([rows[items] for rows in value.split(count)]) for name, value in batch.items()}
+def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
+    """
+    `count` micro-batches, as many as the process with the most of them has.
 
-
-def _halved(pieces: list[Piece], count: int) -> list[Piece]:
-    """`count` micro-batches, as many as the process with the most of them has: the largest are cut in two."""
+    The largest are cut in two; where none has two rows, the last one comes again without a weight.
+    """
     pieces = list(pieces)
     while len(pieces) < count:
-        at = max(range(len(pieces)), key=lambda i: len(pieces[i][1]))
-        batch, rows = pieces[at]
-        items, middle = list(range(len(rows))), len(rows) // 2
+        items = [len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
+        at = max(range(len(pieces)), key=items.__getitem__)
+        (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
+        if not middle:
+            pieces.append((batch, 0.0))
+            continue
         pieces[at : at + 1] = [
-            (_selected(batch, part, len(rows)), [rows[i] for i in part]) for part in (items[:middle], items[middle:])
+            (_selected(batch, part, n), weight * len(part) / n) for part in (range(middle), range(middle, n))
         ]
     return pieces
+
+
+def _selected(batch: dict[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
+    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
+    return {name: torch.cat([rows[list(items)] for rows in value.split(count)]) for name, value in batch.items()}
