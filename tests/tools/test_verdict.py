@@ -1,30 +1,24 @@
 """The verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from kit.commands import trl_padfix_command
 
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.bench import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
-from trl_padfix.tools.verdict import judge, prefix_tree, verdict_lines
-
-
-def scored(rows):
-    def count(row):
-        if "labels" in row:
-            return sum(label != -100 for label in row["labels"])
-        return len(row["chosen_ids"]) + len(row["rejected_ids"])
-
-    return [{k: v for k, v in row.items() if k != "labels"} | {"scored": count(row)} for row in rows]
+from trl_padfix.tools.verdict import judge, prefix_tree, tokenized, verdict_lines
 
 
 TREE = parse_tree("tree:4x4/200/20")
 KINDS = {
-    # shares, groups, and the speed-up by tokens that is left when nothing is measured but them
-    "pairs": (lambda: scored(pairs_of_lengths(64, 100, 20)), True, False),
-    "a tree of rows": (lambda: scored(tree_rows(TREE, 16 * 16)), True, True),
-    "a tree of pairs": (lambda: scored(tree_pairs(TREE, 16 * 16)), True, True),
-    "equal lengths": (lambda: scored(equal_length_pairs(64)), False, False),
+    # whether to share, and whether to group
+    "pairs": (lambda: tokenized(pairs_of_lengths(64, 100, 20)), True, False),
+    "a tree of rows": (lambda: tokenized(tree_rows(TREE, 16 * 16)), True, True),
+    "a tree of pairs": (lambda: tokenized(tree_pairs(TREE, 16 * 16)), True, True),
+    "equal lengths": (lambda: tokenized(equal_length_pairs(64)), False, False),
 }
 
 
@@ -45,7 +39,7 @@ def test_the_advice_follows_the_data(kind):
 
 
 def test_one_batch_costs_what_its_layout_has():
-    rows = scored(tree_rows(TREE, 16))
+    rows = tokenized(tree_rows(TREE, 16))
     found = judge(rows, batch_size=16, budget=4096)
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
@@ -55,3 +49,14 @@ def test_one_batch_costs_what_its_layout_has():
     tree = prefix_tree(rows)
     assert tree.lengths.sum() - tree.common.sum() == layout.packed_tokens
     assert np.all(tree.common < tree.lengths + 1)
+
+
+def test_the_command_judges_data_that_is_made_up(tmp_path):
+    figures = tmp_path / "verdict.json"
+    result = trl_padfix_command("stats", "tree:2x2/60/8", "--trainer", "sft", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures.read_text())["verdict"]
+    assert found["batch_size"] == 4
+    assert found["real"] > 2 * found["grouped"]
+    assert "--data tree:2x2/60/8 --pairs 4" in result.output
+    assert trl_padfix_command("stats", "tree:2x2").exit_code == 2

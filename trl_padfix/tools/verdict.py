@@ -26,7 +26,7 @@ from .data import checked_rows
 from .stats import token_rows
 
 
-__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "verdict_lines"]
+__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "tokenized", "verdict_lines"]
 
 SAMPLE = 4096
 """Rows that are looked at, the first ones: rows that begin alike often stand together."""
@@ -131,6 +131,17 @@ def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
     return kept
 
 
+def tokenized(dataset: Dataset) -> list[dict[str, Any]]:
+    """The same of rows that are tokenized already, pairs or texts with labels, as `trl-padfix bench` makes them."""
+    rows = []
+    for row in dataset:
+        if "labels" in row:
+            rows.append({"input_ids": row["input_ids"], "scored": sum(label != -100 for label in row["labels"])})
+        else:
+            rows.append({**row, "scored": sum(len(row[side]) for side in _SIDES)})
+    return rows
+
+
 def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
     """
     Count what the batches of a sample cost in every way.
@@ -230,9 +241,11 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
         )
     else:
         lines.append("TRL's padding_free and packing: none for DPO.")
-    variants = "trl,padding_free," + ("group_by_prefix" if found.groups else "auto")
-    lines.append(f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --variants {variants} "
-                 f"--pairs {found.batch_size}")  # fmt: skip
+    grouping = " --group-by-prefix" if found.groups else ""
+    lines.append(
+        f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} --variants "
+        f"trl,padding_free,auto{grouping}"
+    )
     return lines
 
 
