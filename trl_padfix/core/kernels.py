@@ -88,8 +88,13 @@ def attend_by_segment(
     kwargs: dict[str, Any],
     *,
     is_eager: bool,
+    masks: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The model's `sdpa` or `eager` function on one block of one segment at a time."""
+    """
+    The model's `sdpa` or `eager` function on one block of one segment at a time.
+
+    With `masks`, one `(1, 1, queries, keys)` for each segment, these say what is seen, and nothing else.
+    """
     window: int | None = kwargs.get("sliding_window")
     chunk: int | None = kwargs.get("attention_chunk_size")
     positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
@@ -104,19 +109,21 @@ def attend_by_segment(
         strict=True,
     )
     outputs = []
+    given = iter(masks or ())
     for own_query, own_key, own_value, own_positions, own_positions_k, span in segments:
         queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
         # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and windowed is None and chunked is None
+        whole = not is_eager and masks is None and queries == keys and windowed is None and chunked is None
+        own_mask = next(given, None)
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
-            last_k = keys - queries + end
+            last_k = keys - queries + end if masks is None else keys
             k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
-            mask = None
-            if not whole:
+            mask = own_mask if own_mask is None else own_mask[:, :, begin:end]
+            if mask is None and not whole:
                 position = own_positions[begin:end, None]
                 distance = position - own_positions_k[None, k]
                 mask = (distance >= 0)[None, None]
@@ -124,8 +131,8 @@ def attend_by_segment(
                     mask = mask & (distance < windowed)
                 if chunked is not None:
                     mask = mask & (position // chunked == own_positions_k[None, k] // chunked)
-                if is_eager:  # eager functions add their mask
-                    mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            if mask is not None and is_eager:  # eager functions add their mask
+                mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
             outputs.append(attend(module, *part, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)

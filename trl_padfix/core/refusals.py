@@ -12,13 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import refuse_implementation
+from .find import find_multimodal
 from .layout import Layout
-from .mixers import PACKED, Mixers
+from .mixers import PACKED, ROWS, WHOLE, Mixers
 from .positions import position_embeddings
 from .whole_rows import needs_whole_rows
 
 
-__all__ = ["refusal", "refuse_holes"]
+__all__ = ["refusal", "refuse_batch"]
 
 
 def refusal(
@@ -58,20 +59,38 @@ def refusal(
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        if not _is_causal(mixer.module):
+        if not _is_causal(mixer.module) and not _is_given_masks(model, decoder):
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) attends in both directions or to another "
                 "sequence, and a packed batch is attended causally"
             )
-    # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+    # "vision": image tokens see each other; a call with images brings a mask that says so.
+    asked = getattr(config, "use_bidirectional_attention", None)
+    if asked not in (None, False, "vision") and not _is_given_masks(model, decoder):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     return refuse_implementation(str(config._attn_implementation))
 
 
-def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
-    """Why a batch cannot be packed whose rows have masked tokens between real ones; `None` if it can, or has none."""
+def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:
+    """
+    Why a batch cannot be packed; `None` if it can.
+
+    Args:
+        layout ([`Layout`]):
+            Its layout; rows may have masked tokens between real ones.
+        is_given_masks (`bool`):
+            Whether the decoder is given masks in which tokens of an image see each other.
+        mixers ([`Mixers`]):
+            What mixes tokens in the decoder.
+    """
     others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
+    on_rows = mixers.that_are(ROWS) + mixers.that_are(WHOLE)
+    if is_given_masks and on_rows:
+        return (
+            f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
+            f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
+            "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
+        )
     if not others or layout.spans == layout.key_lengths:
         return None
     return (
@@ -80,6 +99,13 @@ def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
         "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
         "handle.disabled():`."
     )
+
+
+def _is_given_masks(model: PreTrainedModel, decoder: nn.Module) -> bool:
+    """Whether the module around a decoder makes masks for it, in which what is not causal can be read."""
+    multimodal = find_multimodal(model, decoder)
+    code = inspect.unwrap(type(multimodal).forward).__code__ if multimodal is not None else None
+    return code is not None and "create_causal_mask" in code.co_names
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from .heads import HeadPatch, LMHeadPatch, PoolingPatch
 from .mixers import Mixers
 from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal, refuse_holes
+from .refusals import refusal, refuse_batch
 from .towers import MultimodalPatch, TowerPatch, towers
 from .whole_rows import needs_whole_rows
 
@@ -113,7 +113,7 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
     mixers = handle.mixers
-    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_holes, mixers=mixers))
+    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_batch, mixers=mixers))
     yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))
