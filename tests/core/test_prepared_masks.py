@@ -95,6 +95,15 @@ def test_training_with_lora_and_gradient_checkpointing(reentrant):
     assert gradient_difference(found, expected[1]) < 1e-4
 
 
+def test_a_batch_with_nothing_to_pack_is_given_its_masks():
+    vision = build_vision("gemma3")
+    rows = [Row((3, -1, 4, 5)), Row((6, -2, 7, 8))]
+    expected = alone(vision, rows)[0]
+    with remove_padding(vision.model) as handle, torch.no_grad():
+        assert (logps(vision.model, collate(vision, rows)) - expected).abs().max() < 2e-5
+        assert handle.stats.packed_tokens == handle.stats.padded_tokens
+
+
 def test_other_images_at_the_same_place_are_other_prefixes():
     vision = build_vision("gemma3")
     rows = [Row((3, -1, 4, 5)), Row((3, -7, 4, 6)), Row((3, -1, 4, 7, 8))]

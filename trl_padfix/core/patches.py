@@ -115,7 +115,10 @@ class DecoderPatch(ForwardPatch):
     def _packed(self, call: dict[str, Any], layout: Layout, asked: ModelCall | None) -> Any:
         self.attachment.stats.add(layout)
         call["use_cache"] = False
+        prepared = asked.prepared if asked is not None else None
         if layout.is_trivial:
+            if prepared is not None:
+                call["attention_mask"] = prepared.given
             return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
@@ -127,7 +130,6 @@ class DecoderPatch(ForwardPatch):
                 "Leave it off, here and in the config, or remove the handle for this call (`with "
                 "handle.disabled(): ...`)."
             )
-        prepared = asked.prepared if asked is not None else None
         if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
             raise PaddingRemovalError(reason)
         if self.takes_whole_rows:

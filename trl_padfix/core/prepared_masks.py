@@ -28,17 +28,19 @@ class PreparedMasks:
     Attributes:
         masks (`dict`): `(B, 1, L, L)`, `True` (or 0, to be added to scores) where a token is seen; by the type of the
             layers that it is for, or by `None` if it is for all.
+        given (`dict` or `torch.Tensor`): As the decoder was given them, for a call that has nothing to pack.
     """
 
     masks: dict[str | None, torch.Tensor]
+    given: Any = None
 
     @classmethod
     def of(cls, prepared: Any) -> PreparedMasks:
         """Those that stand in the place of an attention mask: one, or a `dict` by the type of the layers."""
-        given = prepared if isinstance(prepared, dict) else {None: prepared}
-        other = next(mask for mask in given.values() if mask is not None)
+        by_kind = prepared if isinstance(prepared, dict) else {None: prepared}
+        other = next(mask for mask in by_kind.values() if mask is not None)
         causal = torch.ones(other.shape[-2:], dtype=torch.bool, device=other.device).tril().expand(other.shape)
-        return cls({kind: causal if mask is None else mask for kind, mask in given.items()})
+        return cls({kind: causal if mask is None else mask for kind, mask in by_kind.items()}, prepared)
 
     def for_decoder(self) -> Any:
         """What the packed forward of the decoder is given for them: a name by which attention finds each again."""
