@@ -67,7 +67,7 @@ def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch)
         monkeypatch.setattr(
             trl_padfix.core.patches,
             "plain_mask",
-            lambda call, around, _: (call | {"attention_mask": batch.mask}, None),
+            lambda call, *_: (call | {"attention_mask": batch.mask}, None),
         )
         assert (logps(vision.model, batch) - expected[0]).abs().max() > 0.01  # attended causally
 

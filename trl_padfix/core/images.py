@@ -51,7 +51,7 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
 
 
 def plain_mask(
-    call: dict[str, Any], around: dict[str, Any], decoder: Any
+    call: dict[str, Any], around: dict[str, Any], decoder: Any, is_causal: bool = True
 ) -> tuple[dict[str, Any], PreparedMasks | None]:
     """
     A decoder call with the two-dimensional mask that prepared masks were made of.
@@ -63,6 +63,8 @@ def plain_mask(
             Arguments of the module around it.
         decoder (`torch.nn.Module`):
             The decoder.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Whether its attention is causal by itself; where it is not, its masks alone say what is seen.
 
     Returns:
         `tuple[dict, PreparedMasks | None]`: the call, and the masks themselves if they are other ones than the decoder
@@ -77,6 +79,8 @@ def plain_mask(
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return call, None
+    if not is_causal:
+        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
     own = own_masks(decoder.config, embeds, mask)
     pairs = [(prepared, own)]
     if isinstance(prepared, dict) and isinstance(own, dict):

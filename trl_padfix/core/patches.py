@@ -77,6 +77,7 @@ class DecoderPatch(ForwardPatch):
         self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
+        self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
         self.takes_any = takes_any_argument(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
@@ -98,7 +99,7 @@ class DecoderPatch(ForwardPatch):
         call = bind(self.wrapped, args, kwargs)
         try:
             if asked is not None and asked.arguments:
-                call, asked.prepared = plain_mask(call, asked.arguments, self.module)
+                call, asked.prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
             elif asked is not None and all(call.get(k) is None for k in _TOLD):
                 # Mamba does not hand positions to its decoder, RWKV not even the mask.
                 call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}

@@ -7,6 +7,7 @@ Rules are about what a layer does, not about names of models. What no rule knows
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from .positions import position_embeddings
 from .whole_rows import needs_whole_rows
 
 
-__all__ = ["refusal", "refuse_batch"]
+__all__ = ["refusal", "refuse_batch", "refuse_sharing"]
 
 
 def refusal(
@@ -42,11 +43,11 @@ def refusal(
         `str`, *optional*: the layer or setting, and the reason; `None` if nothing speaks against it.
     """
     config = getattr(decoder, "config", model.config)
-    for peft_config in (c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values()):
-        if getattr(peft_config, "is_prompt_learning", False):
+    for peft_config in _prompt_learning(wrapper):
+        if _kind(peft_config) not in _VIRTUAL_TOKENS:
             return (
-                f"{type(peft_config).__name__} puts virtual tokens or a cache before every row, which the attention "
-                "mask of the batch does not show; use LoRA"
+                f"{type(peft_config).__name__} puts a cache before every row, or other things that the attention mask "
+                "of the batch does not show; use LoRA, prompt tuning or p-tuning"
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
@@ -69,6 +70,29 @@ def refusal(
     if asked not in (None, False, "vision") and not _is_given_masks(model, decoder):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     return refuse_implementation(str(config._attn_implementation))
+
+
+_VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
+"""Kinds of prompt learning that hand a model embeddings and a mask that is as long, virtual tokens included."""
+
+
+def refuse_sharing(wrapper: nn.Module) -> str | None:
+    """Why prefixes cannot be shared in a model whose padding can be removed; `None` if they can."""
+    given = next((type(config).__name__ for config in _prompt_learning(wrapper)), None)
+    return given and (
+        f"{given} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
+    )
+
+
+def _prompt_learning(wrapper: nn.Module) -> list[Any]:
+    """The configurations of PEFT in `wrapper` that put something before every row."""
+    configs = (c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values())
+    return [config for config in configs if getattr(config, "is_prompt_learning", False)]
+
+
+def _kind(peft_config: Any) -> str:
+    kind = peft_config.peft_type
+    return str(getattr(kind, "value", kind))
 
 
 def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:

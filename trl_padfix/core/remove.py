@@ -26,7 +26,7 @@ from .heads import HeadPatch, LMHeadPatch, PoolingPatch
 from .mixers import Mixers
 from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal, refuse_batch
+from .refusals import refusal, refuse_batch, refuse_sharing
 from .towers import MultimodalPatch, TowerPatch, towers
 from .whole_rows import needs_whole_rows
 
@@ -102,6 +102,8 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
             f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
             "share. Attach with `prefix_sharing=False`: padding is removed all the same."
         )
+    if prefix_sharing and (why := refuse_sharing(model)):
+        raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
     handle.mixers = mixers
