@@ -106,8 +106,13 @@ def test_the_table_is_that_of_the_record():
     assert TABLE.read_text() == table(record())
 
 
-@pytest.mark.families
-@pytest.mark.parametrize("family", vision_families())
+FAST = {"gemma4", "paligemma", "lfm2_vl"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f in FAST else pytest.mark.families) for f in vision_families()],
+)
 def test_a_type_is_exact_or_refused_as_recorded(family):
     outcomes, recorded = vision_outcomes(family), record()[family]
     if "not_built" not in recorded:  # what is not built here may be where more packages are installed (timm)

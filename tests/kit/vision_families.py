@@ -122,7 +122,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 _TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
-_PARTS = "The recipe for tiny models does not make the parts of its vision encoder fit one another."
+_PARTS = "The recipe for tiny models does not know the fields by which the parts of its configuration fit one another."
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(("chameleon", "emu3"), "Its images become tokens by a vocabulary that only its tokenizer has."),
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), _TIMM),
