@@ -50,6 +50,7 @@ from .checks import (
     splitting_parallelism,
 )
 from .metrics import TokenCounter
+from .whole_checkpoints import WholeCheckpointsMixin
 
 
 __all__ = ["PaddingRemovalMixin"]
@@ -59,7 +60,7 @@ logger = get_logger(__name__)
 Metrics = dict[str, float]
 
 
-class PaddingRemovalMixin:
+class PaddingRemovalMixin(WholeCheckpointsMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
