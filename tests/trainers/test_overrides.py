@@ -62,7 +62,7 @@ def test_configurations_are_trls_with_our_fields(name):
     both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch", "exact_eval_means"}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
-    ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
+    ours = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "attn_implementation"}
     assert added == ours | sided | with_reference | both
 
 

@@ -11,6 +11,7 @@ import trl
 from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
+from .field_types import check_field_types
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
@@ -116,7 +117,16 @@ class PackingConfig:
         },
     )
 
+    stop_on_nonfinite: bool = field(
+        default=False,
+        metadata={
+            "help": "Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with "
+            "the step and the rows, and the run goes on, as in TRL."
+        },
+    )
+
     def __post_init__(self) -> None:
+        check_field_types(self)
         check_prefix_sharing(self)
         super().__post_init__()  # type: ignore[misc]
 
@@ -267,6 +277,8 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
+            Whether a loss or gradient that is NaN or infinite stops the run; by default it is reported.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
             here, or for a vision model a name for each part. By default transformers' choice.
@@ -302,7 +314,7 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation:
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: whether the score of a row is that of the last token of its attention mask. By default
@@ -335,7 +347,8 @@ class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        ref_attn_implementation:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
@@ -353,7 +366,7 @@ class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
             of a group is computed once for all its completions.
         **kwargs:
@@ -370,7 +383,7 @@ class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -386,8 +399,9 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
-        exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        max_tokens_per_batch, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
+        eval_generation_samples:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.SFTConfig`].

@@ -175,9 +175,9 @@ class BudgetMixin:
             )
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if isinstance(sampler, RandomSampler):
-            # What accelerate makes of it: all processes draw alike, each epoch from its own seed.
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = SeedableRandomSampler(dataset, data_seed=seed)
+            # What accelerate makes of it: all processes draw alike, each epoch from its own seed. Without `data_seed`
+            # that is torch's, which is `seed` unless the script has set another since the trainer was made.
+            sampler = SeedableRandomSampler(dataset, data_seed=self.args.data_seed)
         costs = self._measure().dataset(dataset)
         over = costs.each > self.args.max_tokens_per_batch
         if over.any():

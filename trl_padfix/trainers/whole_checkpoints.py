@@ -12,11 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
-from transformers import TrainerCallback
 
 from .checkpoints import checkpoint_to_resume, checkpoints_of, saying_what_is_safe
+from .epochs import SamplerEpochs, StreamSteps
 
 
 __all__ = ["BESIDE", "WholeCheckpointsMixin"]
@@ -37,13 +36,15 @@ class WholeCheckpointsMixin:
         output_dir = self.args.output_dir
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, output_dir)
         self._remove_half_written(Path(output_dir))
-        epochs = SamplerEpochs()
-        self.add_callback(epochs)
+        callbacks = (SamplerEpochs(), StreamSteps())
+        for callback in callbacks:
+            self.add_callback(callback)
         try:
             with saying_what_is_safe(output_dir):
                 return super().train(checkpoint, *args, **kwargs)
         finally:
-            self.remove_callback(epochs)
+            for callback in callbacks:
+                self.remove_callback(callback)
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir = super()._get_output_dir(trial)
@@ -99,22 +100,6 @@ class WholeCheckpointsMixin:
             logger.info(f"Removing {run_dir / BESIDE}, a checkpoint that was never finished.")
             shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-
-
-class SamplerEpochs(TrainerCallback):
-    """
-    Tells the sampler its epoch before each.
-
-    A dataloader that skips batches at several processes does not hand `set_epoch` on to its sampler (accelerate 1.15),
-    and a run that is resumed in its second epoch would see the rows in the order of the first.
-    """
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sampler = kwargs.get("train_dataloader")
-        while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
-            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        if sampler is not None:
-            sampler.set_epoch(int(state.epoch or 0))
 
 
 def _put_in_place(beside: Path, checkpoint: Path) -> None:
