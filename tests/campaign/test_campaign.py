@@ -26,7 +26,8 @@ def seed(request, capsys) -> int:
 
 
 @pytest.mark.parametrize("part", SHORT)
-def test_a_short_draw_holds(part: Part, seed, tmp_path):
+def test_a_short_draw_holds(part: Part, request, tmp_path):
+    seed = request.config.getoption("--campaign-seed") or 0
     outcome = campaign.run_part(part, max(part.short, 1), seed, tmp_path)
     assert outcome.tried == max(part.short, 1)
     assert not outcome.broken, "\n".join(outcome.broken)

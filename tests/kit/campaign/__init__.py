@@ -37,12 +37,12 @@ class Part:
 
 
 PARTS = [
-    Part("layouts", "layouts against a brute-force oracle", 10_000, 60),
-    Part("calls", "model x configuration x call against the padded computation", 1_000, 4),
+    Part("layouts", "layouts against a brute-force oracle", 10_000, 40),
+    Part("calls", "model x configuration x call against the padded computation", 1_000, 3),
     Part("trainings", "trainings against TRL's", 100, 1),
     Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 20, 0),
-    Part("mistakes", "bad inputs and commands: message, exit code, nothing written, within 20 seconds", 400, 6),
-    Part("faults", "faults in the middle of a training, and steps with flat memory", 200, 2),
+    Part("mistakes", "bad inputs and commands: message, exit code, nothing written, within 20 seconds", 400, 2),
+    Part("faults", "faults in the middle of a training, and steps with flat memory", 200, 1),
 ]
 
 
