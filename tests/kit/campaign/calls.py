@@ -144,10 +144,13 @@ def close(got: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> Non
 def same(got: tuple, expected: tuple, limit: float) -> None:
     close(got[0], expected[0], limit if limit == 1e-5 else 0.25)
     if limit == 1e-5:
+        largest = max((float(gradient.norm()) for gradient in expected[1].values()), default=0.0)
         for name, gradient in expected[1].items():
             found = got[1].get(name, torch.zeros_like(gradient))
             error = float((found - gradient).norm())
-            assert error <= 4e-5 * float(gradient.norm()) + 1e-6, f"gradient of {name}: {error} of {gradient.norm()}"
+            assert error <= 4e-5 * float(gradient.norm()) + 1e-6 * max(1.0, largest), (
+                f"gradient of {name}: {error} of {gradient.norm()}"
+            )
 
 
 def in_two_threads(work: Any) -> list[torch.Tensor]:
