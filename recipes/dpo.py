@@ -25,10 +25,10 @@ from trl.data_utils import is_conversational
 
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.cli.mistakes import explained
-from trl_padfix.tools.checkpoints import checkpoint_to_resume, saying_what_is_safe
 from trl_padfix.tools.initial_model import built_once, fingerprint
 from trl_padfix.tools.report import plot_curves, summary_table
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume, saying_what_is_safe
 
 
 @dataclass

@@ -12,10 +12,11 @@ from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import require_columns
+from .checks import check_vocabulary, require_columns, require_rows
 from .collators import EMPTY, SidedCollator
 from .columns import empty_lists
 from .row_measures import UnpairedMeasure
+from .rows import sound_rows
 from .token_budget import BudgetMixin
 from .vision_collators import on_side_with_kl
 
@@ -63,6 +64,7 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
         rows = [i for i, example in enumerate(examples) if len(example["completion_ids"]) == 0]
         self.refuse_or_count(rows, _empty(f"example {rows[0]} of the batch") if rows else "", EMPTY)
         return on_side_with_kl(self, super().torch_call(examples))
@@ -105,12 +107,15 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
         _collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        require_rows(dataset, dataset_name)
         require_columns(
             dataset,
             dataset_name,
             [{"prompt", "completion", "label"}, {"chosen", "rejected"}],
             "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`",
         )
+        check_vocabulary(processing_class)
+        dataset = sound_rows(dataset, dataset_name, ("prompt", "completion", "chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset) and len(rows := empty_lists(prepared, "completion_ids")):
             raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))

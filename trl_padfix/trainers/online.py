@@ -17,8 +17,9 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import column_names, require_columns
+from .checks import check_vocabulary, column_names, require_columns
 from .columns import blank_texts
+from .rows import sound_rows
 from .step_config import check_token_budget
 from .token_budget import SplittingMixin
 
@@ -30,6 +31,8 @@ logger = get_logger(__name__)
 
 class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
+
+    _has_sound_prompts = False
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -46,8 +49,13 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
     def _set_up_padding(self) -> None:
         super()._set_up_padding()
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
+        if not self._has_sound_prompts:
+            self._has_sound_prompts = True
+            check_vocabulary(self.processing_class)
+            self.train_dataset = sound_rows(self.train_dataset, "train", ("prompt",))
+        for name, dataset in self._datasets().items():
+            if name != "train":
+                sound_rows(dataset, name, ("prompt",))
             self._check_prompts_of(dataset, name)
 
     def _check_prompts_of(self, dataset: Any, name: str) -> None:
