@@ -1,6 +1,6 @@
 """
-Writes the pages that are made from the code: the options from the fields of the configurations, and troubleshooting from
-the known errors.
+Writes the pages that are made from the code: the options from the fields of the configurations, and troubleshooting
+from the known errors.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -42,16 +42,16 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "Every field of TRL's configurations is there too. All of these can be given in Python, in a YAML, or as a flag "
-        "(`--padding_free true`).\n\n| field | default | trainers | |\n|---|---|---|---|\n"
+        "Every field of TRL's configurations is there too. All of these can be given in Python, in a YAML, or as a "
+        "flag (`--padding_free true`).\n\n| field | default | trainers | |\n|---|---|---|---|\n"
     )
     for name, (default, help_text) in by_name.items():
         trainers = "all" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
         page += f"| `{name}` | `{default}` | {trainers} | {_cell(help_text)} |\n"
     page += (
-        "| `attn_implementation` | `None` | all | Attention implementation of the model: a name, `\"auto\"` for the "
-        "fastest that is installed here, or for a vision model a name for each part. Refused before weights load if it "
-        "cannot run. |\n\n"
+        '| `attn_implementation` | `None` | all | Attention implementation of the model: a name, `"auto"` for the '
+        "fastest that is installed here, or for a vision model a name for each part. Refused before weights load "
+        "if it cannot run. |\n\n"
         "## Logged beside TRL's metrics\n\n"
         "With `eval_` before the name in evaluation:\n\n"
         "| metric | |\n|---|---|\n"
@@ -66,7 +66,7 @@ def troubleshooting() -> str:
     """The page of known errors."""
     page = "# Troubleshooting\n\n" + MADE
     page += (
-        f"{len(KNOWN_ERRORS)} errors and what to do. `trl-padfix doctor --explain \"TEXT\"` finds the entry for a text, "
+        f'{len(KNOWN_ERRORS)} errors and what to do. `trl-padfix doctor --explain "TEXT"` finds the entry for a text, '
         "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add the "
         "output of `trl-padfix doctor --json -`.\n"
     )

@@ -36,7 +36,7 @@ def test_a_page_that_is_not_up_to_date_is_found(monkeypatch, tmp_path):
     make_pages = importlib.import_module("make_pages")
     monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "argv", ["make_pages.py", "--check"])
-    with pytest.raises(SystemExit, match="options.md, troubleshooting.md: not what the code says now"):
+    with pytest.raises(SystemExit, match=r"options\.md, troubleshooting\.md: not what the code says now"):
         make_pages.main()
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import trl
 from datasets import load_dataset
 from kit.cells import slow_but
 from typer.testing import CliRunner
 
-import trl_padfix
 from trl_padfix.cli.app import app
 from trl_padfix.cli.launch import parse
 from trl_padfix.cli.methods import METHODS

@@ -165,7 +165,10 @@ def test_a_model_is_judged_by_its_configuration_alone(qwen2):
 def test_a_model_that_is_refused_names_the_rule(xlnet):
     result = doctor("--model", xlnet)
     assert result.exit_code == 1
-    refused = "Padding cannot be removed from XLNetLMHeadModel: no module that attends or otherwise mixes tokens was found in the layers of XLNetModel"
+    refused = (
+        "Padding cannot be removed from XLNetLMHeadModel: no module that attends or otherwise mixes tokens was found "
+        "in the layers of XLNetModel"
+    )
     assert refused in words(result.output)
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
         remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
@@ -213,9 +216,7 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = doctor("--model", model)
     assert result.exit_code == 1
-    assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(
-        result.output
-    )
+    assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
 
 
 # As JSON, and as it is installed
