@@ -13,7 +13,11 @@ from .console import console
 
 __all__ = ["app", "folder"]
 
-app = typer.Typer(no_args_is_help=True, help="List, show and copy the recipes and configurations of accelerate.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List, show and copy the recipes and configurations of accelerate.",
+    rich_markup_mode=None,
+)
 
 _SHIPPED = (".yaml", ".py", ".md")
 
