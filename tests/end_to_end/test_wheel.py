@@ -86,7 +86,8 @@ tokenizer = train_tokenizer((m["content"] for row in data for m in row["prompt"]
 args = trl_padfix.DPOConfig(output_dir=sys.argv[2], max_steps=1, use_cpu=True, bf16=False, report_to=[],
                             padding_free=True, prefix_sharing=True, logging_steps=1, max_length=128)
 models = [build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}) for _ in range(2)]
-trainer = trl_padfix.DPOTrainer(models[0], args=args, train_dataset=data, processing_class=tokenizer, ref_model=models[1])
+given = dict(args=args, train_dataset=data, processing_class=tokenizer)
+trainer = trl_padfix.DPOTrainer(models[0], ref_model=models[1], **given)
 trainer.train()
 assert trainer.state.log_history[0]["padfix/pad_fraction"] > 0
 assert not {"matplotlib", "rich", "typer"} & set(sys.modules)
