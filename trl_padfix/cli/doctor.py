@@ -113,12 +113,13 @@ def _attention(found: Diagnosis) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for backend in found.backends:
         state = "runs" if backend.usable and backend.packs else "padded only" if backend.usable else "cannot run"
-        reason = backend.obstacles[0] if backend.obstacles else backend.note  # all of them are in the JSON
+        # Of a model, names alone; without one, the first obstacle. All of them are in the JSON.
+        reason = "" if found.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
         groups.setdefault((state, reason), []).append(backend.name)
     for state in ("runs", "padded only", "cannot run"):
         for (group, reason), names in groups.items():
             if group == state:
-                lines += _wrapped(state, f"{', '.join(names)}: {reason}")
+                lines += _wrapped(state, ", ".join(names) + (f": {reason}" if reason else ""))
     for command in found.to_install():
         lines.append(f"{'to install':12}{command}")  # as it is typed, so not wrapped
     return lines
