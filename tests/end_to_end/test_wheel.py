@@ -20,7 +20,12 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OF_CLI = {"matplotlib", "rich", "typer"}
-DISTRIBUTIONS = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "PIL": "pillow"}
+DISTRIBUTIONS = {
+    "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "PIL": "pillow",
+}
 
 
 def names(requirements: list[str]) -> set[str]:
