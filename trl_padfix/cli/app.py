@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.version import __version__
-from . import bench, doctor, parity, recipe, stats, train
+from . import bench, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
 from .mistakes import DEBUG, MistakesExplained
 from .network import count_nothing
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
+app.command()(plan.plan)
 app.command()(parity.parity)
 app.add_typer(recipe.app, name="recipe")
 for method in METHODS:
