@@ -31,6 +31,7 @@ NO_SOURCE = {  # tests of what no single module does
         "gpu_path",
         "mixers",
         "import_alone",
+        "liger",
         "new_trainer",
         "odd_rows",
         "overrides",

@@ -11,6 +11,7 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
+from .bench_report import measure_report, print_table
 from .console import console, one_of, outputs, write_output, write_text
 from .mistakes import mistakes_of
 
@@ -23,15 +24,23 @@ __all__ = ["bench"]
 
 def bench(
     data: Annotated[
-        str, typer.Option(help="Local file of preference pairs, Hub id, 'equal', or 'lengths:PROMPT/COMPLETION'.")
-    ] = "Anthropic/hh-rlhf",
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Local file of preference pairs (sft: also of texts or conversations), Hub id, 'equal', "
+            "'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair for each turn. "
+            "[default: Anthropic/hh-rlhf; with --report random lengths]"
+        ),
+    ] = None,
     trainer: Annotated[
         str,
         typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions, without data."),
     ] = "dpo",
     variants: Annotated[
         str,
-        typer.Option(help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, token_budget; trl first."),
+        typer.Option(
+            help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, auto, group_by_prefix, token_budget, "
+            "padding_free_compiled, prefix_sharing_compiled, with sft trl_padding_free, trl_packing; trl first."
+        ),
     ] = "trl,padding_free,prefix_sharing",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
     generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
@@ -43,11 +52,26 @@ def bench(
     ] = 0.25,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
-    shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    group_by_prefix: Annotated[
+        bool,
+        typer.Option("--group-by-prefix", help="Shuffle rows, and also measure batches of rows that begin alike."),
+    ] = False,
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
+    ] = False,
+    shape: Annotated[
+        str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
+    ] = "small",
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="cpu or cuda. [default: cpu; with --report cuda]"),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
-    max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
+    max_length: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+    ] = None,
     max_tokens_per_batch: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches."),
@@ -61,30 +85,58 @@ def bench(
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Also measure the packed variants with compiled layers.")
+    ] = False,
+    compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
+    liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
+    report: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="'gpu': check and measure a GPU within --budget, to --json. With --device cpu the same plan at toy "
+            "size, which says nothing about a GPU."
+        ),
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.01, help="With --report: minutes in all.")] = 24,
+    table: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Print the file of a --report as a table in Markdown, and measure nothing."),
+    ] = None,
     json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
     plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
+    if table is not None:
+        return print_table(table)
+    if report is not None:
+        return measure_report(report, device or "cuda", data, budget, json or Path("gpu-report.json"), compile_backend)
+    data, device = data or "Anthropic/hh-rlhf", device or "cpu"
     import torch
 
     from ..core.attention import refuse_implementation
     from ..tools import bench as b
-    from ..tools.tiny import SHAPES
+    from ..tools.tiny import BENCH_SHAPES
 
-    one_of("--shape", shape, SHAPES)
+    one_of("--shape", shape, BENCH_SHAPES)
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
     one_of("--device", device, ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     if reason := refuse_implementation(attn):
         raise typer.BadParameter(reason, param_hint="--attn")
+    with mistakes_of("--data"):
+        tree = b.parse_tree(data)
+    if expand_turns and (trainer != "sft" or tree is not None):
+        raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
     try:
         settings = b.BenchSettings(
-            trainer=trainer, variants=tuple(variants.split(",")), pairs=pairs, generations=generations,
+            trainer=trainer, variants=_named(variants, compile, group_by_prefix), pairs=pairs, generations=generations,
             prompt_length=prompt_length, completion_length=completion_length, steps=steps, warmup=warmup, shape=shape,
-            device=device, dtype=dtype, attn=attn, max_length=max_length, max_tokens_per_batch=max_tokens_per_batch,
+            device=device, dtype=dtype, attn=attn, max_tokens_per_batch=max_tokens_per_batch,
             lora=lora, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, memory=memory,
-            peak_tflops=peak_tflops, seed=seed,
+            peak_tflops=peak_tflops, seed=seed, liger=liger, compile_backend=compile_backend,
+            max_length=max_length or (1024 if tree is None else max(tree.longest, 1024)), expand_turns=expand_turns,
+            shuffle=tree is None or group_by_prefix,
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
@@ -92,6 +144,10 @@ def bench(
         raise typer.BadParameter(f"{peak_tflops} is no speed: give more than 0.", param_hint="--peak-tflops")
     if lora and find_spec("peft") is None:
         raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    if liger and device == "cpu":
+        raise typer.BadParameter("Liger's layers are Triton kernels, which run on GPUs only.", param_hint="--liger")
+    if liger and find_spec("liger_kernel") is None:
+        raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
     outputs(json=json, plot=plot)
     with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread)
@@ -100,12 +156,13 @@ def bench(
     about = b.describe(settings, name)
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
-    title = f"{what}, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}"
+    family = "Qwen3.5" if shape.startswith("hybrid") else "Qwen2"
+    title = f"{what}, {family} shape '{shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if profile:
-        for variant, table in b.profile(step, settings).items():
-            console.print(f"\n{variant}", table, sep="\n", markup=False, highlight=False, soft_wrap=True)
+        for variant, operations in b.profile(step, settings).items():
+            console.print(f"\n{variant}", operations, sep="\n", markup=False, highlight=False, soft_wrap=True)
     if json is not None:
         write_text("--json", json, b.to_json(results, about))
     if plot is not None:
@@ -114,16 +171,29 @@ def bench(
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
 
 
+def _named(variants: str, compile: bool, group_by_prefix: bool) -> tuple[str, ...]:
+    named = variants.split(",")
+    if group_by_prefix and "group_by_prefix" not in named:
+        named.append("group_by_prefix")
+    packed = [name for name in named if name in ("padding_free", "prefix_sharing")] if compile else []
+    return (*named, *(f"{name}_compiled" for name in packed))
+
+
 def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, str]:
     from ..tools import bench as b
 
     if settings.trainer == "grpo":
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
+    if tree := b.parse_tree(data):
+        rows = b.tree_rows if settings.trainer == "sft" else b.tree_pairs
+        return rows(tree, count, settings.seed), data
     if data == "equal":
         return b.equal_length_pairs(count), data
     if lengths := b.parse_lengths(data):
         return b.pairs_of_lengths(count, *lengths, spread, settings.seed), f"{data}, spread {spread:g}"
+    if settings.trainer == "sft":
+        return b.load_dialogues(data, settings.expand_turns), Path(data).name
     return b.load_pairs(data), Path(data).name
 
 
@@ -133,10 +203,11 @@ def _table(results: list[VariantResult], title: str) -> Table:
         padding=0,
         title=title,
         caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
-        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory",
+        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the "
+        "graph of a step keeps for its backward",
     )
     table.add_column("variant", no_wrap=True)
-    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB"):
+    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept"):
         table.add_column(column, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -149,5 +220,6 @@ def _table(results: list[VariantResult], title: str) -> Table:
             f"{r.tokens_per_second:.0f}",
             f"{r.mfu:.0%}",
             "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
+            "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
         )
     return table

@@ -55,7 +55,13 @@ class Segments(NamedTuple):
     window: int | None
 
 
-def compile_layers(handle: PaddingRemoval, *, backend: str = "inductor", mode: str | None = None) -> dict[str, str]:
+def compile_layers(
+    handle: PaddingRemoval,
+    *,
+    backend: str = "inductor",
+    mode: str | None = None,
+    compiled: dict[Any, Callable] | None = None,
+) -> dict[str, str]:
     """
     Compile the decoder layers of an attached model for its packed forwards.
 
@@ -66,13 +72,16 @@ def compile_layers(handle: PaddingRemoval, *, backend: str = "inductor", mode: s
             Backend of [`torch.compile`].
         mode (`str`, *optional*):
             Mode of [`torch.compile`].
+        compiled (`dict`, *optional*):
+            Forwards compiled before, by the kind of their layer, for models of one class that take turns; those of
+            this handle are added.
 
     Returns:
         `dict[str, str]`: the layers that run uncompiled, by name, each with the reason; a warning names them.
     """
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
-    patches, left, functions = [], {}, {}
+    patches, left, functions = [], {}, {} if compiled is None else compiled
     for name, layer in _layers(handle.decoder):
         reason = _obstacle(layer, handle.decoder)
         if reason is not None:

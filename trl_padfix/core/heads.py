@@ -14,11 +14,11 @@ from transformers.utils import logging
 
 from .calls import ModelCall, bind, model_call, running
 from .errors import PaddingRemovalError
-from .handle import ForwardPatch
+from .handle import Attachment, ForwardPatch
 from .layout import Layout, pack, unpack
 
 
-__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch"]
+__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]
 
 logger = logging.get_logger(__name__)
 
@@ -105,6 +105,17 @@ class LMHeadPatch(ForwardPatch):
 def _told_of_rows(call: dict[str, Any]) -> dict[str, Any]:
     """What the arguments of a model say of its rows, and of a cache."""
     return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")}
+
+
+def trust_layouts(attachment: Attachment) -> None:
+    """
+    Take the labels' places from the layouts that come with batches, without comparing those of the first batch.
+
+    For whoever attaches anew for every step and makes layouts from the very labels of the step.
+    """
+    for patch in attachment._patches:
+        if isinstance(patch, LMHeadPatch):
+            patch._places_are_known = True
 
 
 class HeadPatch(ForwardPatch):

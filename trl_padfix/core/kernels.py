@@ -12,10 +12,13 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as functional
 from torch import nn
+from torch.utils.weak import TensorWeakRef
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
 from .compat import flash_arguments
@@ -103,32 +106,90 @@ def attend_by_segment(
         layout.spans,
         strict=True,
     )
+    # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.
+    on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu"
+    on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
     outputs = []
-    for own_query, own_key, own_value, own_positions, own_positions_k, span in segments:
+    for index, (own_query, own_key, own_value, own_positions, own_positions_k, span) in enumerate(segments):
         queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
-        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and windowed is None and chunked is None
+        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where less is
+        # shared than not, a row made whole by queries that nobody asks for is quicker than a mask.
+        shared = keys - queries
+        whole = not is_eager and shared <= queries and windowed is None and chunked is None
+        if whole and shared:
+            row = torch.cat([own_query.new_zeros(*own_query.shape[:2], shared, own_query.shape[3]), own_query], dim=2)
+            outputs.append(attend(module, row, own_key, own_value, None, **kwargs)[0][:, shared:])
+            continue
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
             last_k = keys - queries + end
             k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
-            mask = None
-            if not whole:
-                position = own_positions[begin:end, None]
-                distance = position - own_positions_k[None, k]
-                mask = (distance >= 0)[None, None]
-                if windowed is not None:
-                    mask = mask & (distance < windowed)
-                if chunked is not None:
-                    mask = mask & (position // chunked == own_positions_k[None, k] // chunked)
+            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
+            seen = own_positions[begin:end], own_positions_k[k], windowed, chunked
+            if whole:
+                outputs.append(attend(module, *part, None, **kwargs)[0])
+            elif on_cpu:
+                mask = _kept_mask(layout, (index, begin, windowed, chunked, query.dtype), query, *seen)
+                outputs.append(_attend_grouped(*part, mask, kwargs))
+            else:
+                mask = _visible(*seen)
                 if is_eager:  # eager functions add their mask
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
-            outputs.append(attend(module, *part, mask, **kwargs)[0])
+                outputs.append(attend(module, *part, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
+
+
+def _visible(
+    positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
+) -> torch.Tensor:
+    """Which keys each query sees, `(1, 1, queries, keys)`."""
+    position = positions[:, None]
+    distance = position - positions_k[None]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if chunk is not None:
+        mask = mask & (position // chunk == positions_k[None] // chunk)
+    return mask[None, None]
+
+
+_masks: WeakKeyDictionary[Layout, dict[Any, TensorWeakRef]] = WeakKeyDictionary()
+"""Masks of the blocks of a layout for as long as some graph keeps them."""
+
+
+def _kept_mask(layout: Layout, block: tuple, query: torch.Tensor, *seen: Any) -> torch.Tensor:
+    """
+    The mask of a block as torch's attention adds it: the tensor that another layer's graph keeps, if there is one.
+
+    Of a mask of booleans every layer would keep a copy in the dtype of its scores. Where nothing is kept, without
+    gradients and under gradient checkpointing, the mask goes with its layer.
+    """
+    known = _masks.setdefault(layout, {})
+    mask = known[block]() if block in known else None
+    if mask is None:
+        visible = _visible(*seen)
+        mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        known[block] = TensorWeakRef(mask)
+    return mask
+
+
+def _attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """torch's attention under a mask; transformers would copy the keys for every head of their group."""
+    attended = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)
 
 
 def attend_torch_varlen(

@@ -166,7 +166,11 @@ class PaddingRemovalMixin:
 
     def _packing_options(self) -> dict[str, Any]:
         """Keyword arguments of `remove_padding`."""
-        return {"prefix_sharing": bool(getattr(self.args, "prefix_sharing", False))}
+        sharing = getattr(self.args, "prefix_sharing", False)
+        if sharing == "auto" and getattr(self.args, "neftune_noise_alpha", None):
+            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+            sharing = False
+        return {"prefix_sharing": sharing}
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.
@@ -266,15 +270,18 @@ class PaddingRemovalMixin:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, batch | self._multimodal_inputs(inputs))
         self._token_counters[mode].start()
-        before, self._is_observing = self._forward_counts(), True
+        before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
         try:
-            sharing = bool(self._handles and self._handles[0].prefix_sharing)
+            sharing = self._handles[0].prefix_sharing if self._handles else False
             with layouts_of_step(inputs, layout, sharing):  # the reference's forward takes that of the policy's
                 yield
         finally:
             self._is_observing = False
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
-        self._token_counters[mode].add(*self._summed_over_processes(_step_counts(batches, counted)))
+        chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
+        counts = self._summed_over_processes([*_step_counts(batches, counted), *chose])
+        self._token_counters[mode].add(*counts[:3])
+        self._token_counters[mode].chose(*counts[3:])
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""
@@ -298,6 +305,13 @@ class PaddingRemovalMixin:
             return 0, 0, 0
         stats = self._handles[0].stats
         return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
+
+    def _choices(self) -> tuple[int, int]:
+        """With `prefix_sharing="auto"`: forwards of the policy that shared prefixes so far, and all of them."""
+        if not self._handles or self._handles[0].prefix_sharing != "auto":
+            return 0, 0
+        stats = self._handles[0].stats
+        return stats.shared_forwards, stats.forwards
 
     def _summed_over_processes(self, counts: list[int]) -> list[int]:
         if self.accelerator.num_processes == 1:

@@ -11,7 +11,9 @@ import trl
 from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
+from .sharing import Sharing, check_prefix_sharing
 from .step_config import BudgetConfig, OnlineBudgetConfig
+from .turns import check_turn_settings
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
@@ -102,11 +104,14 @@ class PackingConfig:
             "is refused."
         },
     )
-    prefix_sharing: bool = field(
+    prefix_sharing: Sharing = field(
         default=False,
         metadata={
             "help": "Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a "
-            "system prompt of many. Needs `padding_free`."
+            "system prompt of many. A batch in which that would cost more than it saves is computed without. 'auto': "
+            "where it is possible and pays, and log how often that is. Needs `padding_free`.",
+            "nargs": "?",
+            "const": True,
         },
     )
     parity_check: bool = field(
@@ -120,18 +125,6 @@ class PackingConfig:
     def __post_init__(self) -> None:
         check_prefix_sharing(self)
         super().__post_init__()  # type: ignore[misc]
-
-
-def check_prefix_sharing(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `prefix_sharing` is set without `padding_free`.
-    """
-    if getattr(config, "prefix_sharing", False) and not config.padding_free:
-        raise ValueError(
-            "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
-            "it there is none. Set both, or neither."
-        )
 
 
 @dataclass
@@ -209,8 +202,9 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to compute no padding.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once; with `"auto"` where that is possible and
+            pays. Needs `padding_free`.
         padding_side (`str`, *optional*):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
@@ -351,8 +345,24 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
+        expand_turns (`bool`, *optional*, defaults to `False`):
+            Whether a conversation becomes one row for each turn of the assistant; see [`expand_turns`].
+
     Raises:
-        ValueError: As [`DPOConfig`].
+        ValueError: As [`DPOConfig`], and for `expand_turns` with `assistant_only_loss` or without
+            `completion_only_loss`.
     """
 
+    expand_turns: bool = field(
+        default=False,
+        metadata={
+            "help": "Make one row of each turn of the assistant in `messages`, as the chat template renders it then, "
+            "trained on that turn. For templates that drop earlier thinking, and for agents' rollouts."
+        },
+    )
+
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        check_turn_settings(self)
+        super().__post_init__(attn_implementation)

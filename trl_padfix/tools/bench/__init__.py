@@ -13,7 +13,8 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,135 +22,38 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ...core.layout import padding_free_layout, prefix_sharing_layout
+from ...core.batches import layout_of_batch
+from ...core.layout import prefix_sharing_layout
 from ...core.version import __version__
+from ...trainers.prefix_groups import group_rows
 from ...trainers.row_costs import split
-from ...trainers.row_measures import PairMeasure, TextMeasure
-from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
+from ...trainers.row_measures import PairMeasure, RowMeasure, TextMeasure
+from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
+from .peak import Peak
+from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
+from .tree import Tree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
+    "TOLERANCE",
+    "TRAINERS",
     "BenchSettings",
+    "Tree",
     "Variant",
     "VariantResult",
     "describe",
     "equal_length_pairs",
+    "load_dialogues",
     "load_pairs",
     "pairs_of_lengths",
     "parse_lengths",
+    "parse_tree",
     "run",
     "to_json",
+    "tree_pairs",
+    "tree_rows",
 ]
-
-TRAINERS = ("dpo", "sft", "grpo")
-
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference of loss and gradient between variants."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """
-    A way to compute the same rows.
-
-    Attributes:
-        name (`str`): Its name.
-        ours (`bool`): Whether it is this package's, or TRL's.
-        packed (`bool`): Whether padding is removed.
-        shares (`bool`): Whether prefixes are shared.
-        batching (`str`): `"fixed"`, `"grouped"` (rows of like length together) or `"budget"` (by distinct tokens).
-    """
-
-    name: str
-    ours: bool = True
-    packed: bool = True
-    shares: bool = False
-    batching: str = "fixed"
-
-
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant("trl", ours=False, packed=False),
-        Variant("trl_grouped", ours=False, packed=False, batching="grouped"),
-        Variant("padded", packed=False),
-        Variant("padding_free"),
-        Variant("prefix_sharing", shares=True),
-        Variant("token_budget", shares=True, batching="budget"),
-    )
-}
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured; every field is an option of `trl-padfix bench`."""
-
-    trainer: str = "dpo"
-    variants: tuple[str, ...] = ("trl", "padding_free", "prefix_sharing")
-    pairs: int = 8
-    generations: int = 8
-    prompt_length: int = 512
-    completion_length: int = 64
-    steps: int = 10
-    warmup: int = 2
-    shape: str = "small"
-    device: str = "cpu"
-    dtype: str = "float32"
-    attn: str = "sdpa"
-    max_length: int = 1024
-    max_tokens_per_batch: int | None = None
-    lora: int = 0
-    gradient_checkpointing: bool = False
-    optimizer: bool = True
-    memory: bool = True
-    peak_tflops: float | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.variants if name not in VARIANTS]
-        if unknown or self.variants[:1] != ("trl",):
-            raise ValueError(
-                f"`variants` are names among {', '.join(VARIANTS)}, TRL's own first, got {', '.join(self.variants)}."
-            )
-        if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
-            raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
-
-
-@dataclass
-class VariantResult:
-    """
-    One variant over all counted rows.
-
-    Attributes:
-        seconds, low, high (`float`): Median, quickest and slowest step.
-        speedup (`float`):
-            Median over batches of TRL's step time over this one's; of a variant that batches otherwise, TRL's time for
-            all rows over this one's.
-        steps (`int`): Steps that all rows took.
-        tokens (`int`): Tokens that entered the decoder per forward, over all rows.
-        tokens_per_second (`float`): Real tokens of all rows over the time of all steps.
-        token_limit (`float`): Tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone.
-        mfu (`float`): Arithmetic that the distinct tokens need at the least ([`step_flops`]) over time and peak.
-        peak_gib (`float`, *optional*): Peak memory of its largest step.
-        loss (`float`): Mean over rows, for SFT over labelled tokens.
-        grad_norm (`float`): Mean over steps.
-    """
-
-    name: str
-    seconds: float
-    low: float
-    high: float
-    speedup: float
-    steps: int
-    tokens: int
-    tokens_per_second: float
-    token_limit: float
-    mfu: float
-    peak_gib: float | None
-    loss: float
-    grad_norm: float
-    step_seconds: list[float] = field(repr=False)
 
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
@@ -167,7 +71,7 @@ def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
         `list[VariantResult]`, TRL's padded step first.
 
     Raises:
-        RuntimeError: If losses or gradients of the variants differ.
+        WrongNumbersError: If losses or gradients of the variants differ.
     """
     return measure(prepare(data, settings), settings)
 
@@ -178,8 +82,23 @@ def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
     return build(data, settings, size * (settings.warmup + settings.steps))
 
 
-def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
-    """The figures of all variants; see [`run`]."""
+def measure(step: Step, settings: BenchSettings, deadline: float | None = None) -> list[VariantResult]:
+    """
+    The figures of all variants; see [`run`].
+
+    Args:
+        step ([`Step`]):
+            From [`prepare`].
+        settings ([`BenchSettings`]):
+            What to measure.
+        deadline (`float`, *optional*):
+            By `time.monotonic()`: after it no further batch is begun. For variants with the same batches only.
+
+    Raises:
+        WrongNumbersError: If losses or gradients of the variants differ.
+        ImpossibleFigureError: If a step seems to do more than the device can.
+        TimeoutError: If no counted batch was done before the deadline.
+    """
     variants = [VARIANTS[name] for name in settings.variants]
     size = 1 if settings.trainer == "grpo" else settings.pairs
     fixed = [list(range(i, i + size)) for i in range(0, len(step.rows), size)]
@@ -187,20 +106,27 @@ def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
     plans = {v.name: [[*w] for w in warmup] + _batches(step, v, counted, settings) for v in variants}
     figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
     longest = max(len(plan) for plan in plans.values())
+    peak = Peak(settings.device, computed_dtype(settings.dtype), settings.peak_tflops)
+    peak.measure(times=2)
     for i in range(longest):
+        if deadline is not None and time.monotonic() > deadline:
+            counted = counted[: max(0, i - settings.warmup)]
+            break
         # Each variant is first, second and so on equally often.
         shift = i % len(variants)
         for variant in variants[shift:] + variants[:shift]:
             if i >= len(plans[variant.name]):
                 continue
             batch = _batch(step, variant, plans[variant.name][i])
-            with attached(step.models, variant):
-                found = step.run(batch)
+            with attached(step, variant):
+                found = step.run(batch, variant)
             if i >= settings.warmup:
                 figures[variant.name].append(found | _counts(step, variant, batch))
+        peak.measure()
+    if not counted:
+        raise TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
     needed = _needed_flops(step, counted)
-    peak = (settings.peak_tflops or _matmul_tflops(settings)) * 1e12
     baseline = figures[variants[0].name]
     padded = sum(f["tokens"] for f in baseline)
     results = []
@@ -219,11 +145,13 @@ def measure(step: Step, settings: BenchSettings) -> list[VariantResult]:
                 tokens=tokens,
                 tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
                 token_limit=padded / tokens,
-                mfu=needed / sum(seconds) / peak,
+                mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
                 peak_gib=_peak_gib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 loss=_weighted(found, "loss"),
                 grad_norm=statistics.mean(f["grad_norm"] for f in found),
+                kept_mib=_kept_mib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 step_seconds=[round(s, 4) for s in seconds],
+                **_waits(step, variant, plans[variant.name][settings.warmup], settings),
             )
         )
     return results
@@ -234,8 +162,8 @@ def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
     size = 1 if settings.trainer == "grpo" else settings.pairs
     tables = {}
     for name in settings.variants:
-        with attached(step.models, VARIANTS[name]):
-            tables[name] = step.profile(_batch(step, VARIANTS[name], list(range(size))))
+        with attached(step, VARIANTS[name]):
+            tables[name] = step.profile(_batch(step, VARIANTS[name], list(range(size))), VARIANTS[name])
     return tables
 
 
@@ -267,16 +195,35 @@ def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: B
     if variant.batching == "fixed":
         return counted
     rows = [i for batch in counted for i in batch]
-    if variant.batching == "grouped":
+    if variant.batching == "packed":
+        packed = _packed_by_trl([len(step.rows[i]["input_ids"]) for i in rows], settings.max_length)
+        each = max(1, len(packed) // len(counted))  # packed rows of a batch
+        batches = [[rows[i] for part in packed[b : b + each] for i in part] for b in range(0, len(packed), each)]
+    elif variant.batching == "prefix":
+        costs = _measure(settings, sharing=True).examples([step.rows[i] for i in rows])
+        order = group_rows(range(len(rows)), costs, settings.pairs).tolist()
+        batches = [[rows[i] for i in order[b : b + settings.pairs]] for b in range(0, len(rows), settings.pairs)]
+    elif variant.batching == "grouped":
         rows.sort(key=lambda i: _longest(step.rows[i]), reverse=True)
         batches = [rows[i : i + settings.pairs] for i in range(0, len(rows), settings.pairs)]
     else:
-        measure = TextMeasure() if settings.trainer == "sft" else PairMeasure(sharing=variant.shares)
-        costs = measure.examples([step.rows[i] for i in rows])
+        costs = _measure(settings, sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
         budget = settings.max_tokens_per_batch or int(costs.each.sum() / len(counted))
         batches = [[rows[i] for i in part] for part in split(costs, budget)]
     random.Random(settings.seed).shuffle(batches)
     return batches
+
+
+def _measure(settings: BenchSettings, sharing: bool) -> RowMeasure:
+    return TextMeasure(sharing=sharing) if settings.trainer == "sft" else PairMeasure(sharing=sharing)
+
+
+def _packed_by_trl(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Which rows TRL's `packing=True` lays behind one another in each row of at most `max_length` tokens."""
+    numbered = Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
+    packed = trl.pack_dataset(numbered, max_length)
+    starts = [[0, *accumulate(row)][:-1] for row in packed["seq_lengths"]]
+    return [[ids[start] for start in at] for ids, at in zip(packed["input_ids"], starts, strict=True)]
 
 
 def _longest(row: dict[str, Any]) -> int:
@@ -287,16 +234,17 @@ def _longest(row: dict[str, Any]) -> int:
 
 def _batch(step: Step, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
     # Padded, ours differs from TRL's only on the left.
-    return step.batch(rows, "left" if variant.ours and not variant.packed else "right")
+    return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
 
 
 def _counts(step: Step, variant: Variant, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    inputs = decoder_inputs(batch)
-    mask = inputs["attention_mask"]
+    if variant.flat:
+        tokens = batch["input_ids"].numel()
+        return {"tokens": tokens, "real": tokens, "weight": step.weight(batch)}
+    ids, mask = decoder_inputs(batch).values()
     tokens = mask.numel()
     if variant.packed:
-        layout = prefix_sharing_layout(**inputs) if variant.shares else padding_free_layout(mask)
-        tokens = layout.packed_tokens
+        tokens = layout_of_batch(ids, mask, prefix_sharing=variant.shares).packed_tokens
     return {"tokens": tokens, "real": int(mask.sum()), "weight": step.weight(batch)}
 
 
@@ -307,20 +255,6 @@ def _needed_flops(step: Step, counted: list[list[int]]) -> float:
         scored = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else batch["completion_mask"].sum()
         total += step_flops(step, prefix_sharing_layout(**decoder_inputs(batch)), int(scored))
     return total
-
-
-def _matmul_tflops(settings: BenchSettings) -> float:
-    """What a large matrix product reaches here: the peak that is there to be had."""
-    dtype, size = computed_dtype(settings.dtype), 8192 if settings.device == "cuda" else 2048
-    a = torch.randn(size, size, device=settings.device, dtype=dtype)
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if settings.device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
 
 
 def _speedup(variant: Variant, baseline: list[dict[str, float]], found: list[dict[str, float]]) -> float:
@@ -337,8 +271,26 @@ def _peak_gib(
     if settings.device == "cuda":
         return max(f["peak_gib"] for f in found)
     largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
-    with attached(step.models, variant):
-        return step.peak_gib(_batch(step, variant, plan[largest]))
+    with attached(step, variant):
+        return step.peak_gib(_batch(step, variant, plan[largest]), variant)
+
+
+def _kept_mib(
+    step: Step, variant: Variant, plan: list[list[int]], found: list[dict[str, float]], settings: BenchSettings
+) -> float | None:
+    if not settings.memory or settings.device != "cpu":
+        return None
+    largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
+    with attached(step, variant):
+        return step.kept_mib(_batch(step, variant, plan[largest]), variant)
+
+
+def _waits(step: Step, variant: Variant, rows: list[int], settings: BenchSettings) -> dict[str, int]:
+    """Launches and waits of one step, on a device that counts them."""
+    if settings.device != "cuda":
+        return {}
+    with attached(step, variant):
+        return step.count_launches(_batch(step, variant, rows), variant)
 
 
 def _weighted(figures: list[dict[str, float]], quantity: str) -> float:
@@ -358,7 +310,7 @@ def _check_equal(figures: dict[str, list[dict[str, float]]], tolerance: float) -
             scale = baseline[0]["grad_norm"] if quantity == "grad_projection" else abs(theirs)
             difference = abs(ours - theirs) / scale
             if not difference <= tolerance:
-                raise RuntimeError(
+                raise WrongNumbersError(
                     f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and TRL's "
                     f"{theirs:.6g}, {difference:.1e} apart (at most {tolerance:.0e})."
                 )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import fields
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +18,21 @@ import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
 from ...core.find import find_decoder, find_pretrained
+from ...core.heads import trust_layouts
 from ...core.layout import Layout
 from ...core.remove import number_padded_rows, remove_padding
+from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layout
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
-from ..tiny import SHAPES, build_qwen2, train_tokenizer
+from ...trainers.turns import expand_turns
+from ..stats import texts_of
+from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
 
 
 if TYPE_CHECKING:
-    from . import BenchSettings, Variant
+    from .settings import BenchSettings, Variant
 
-__all__ = ["Step", "attached", "build", "decoder_inputs", "step_flops"]
+__all__ = ["Step", "attached", "build", "decoder_inputs", "launches_and_waits", "step_flops"]
 
 
 COLLATORS = {
@@ -46,6 +52,13 @@ class Step:
 
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
+        self.compiled: dict[Any, Any] = {}  # layers, compiled once for all steps
+        if settings.liger:
+            from transformers.integrations.liger import apply_liger_kernel  # `train()` calls it
+
+            apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+        if settings.gradient_checkpointing:
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         if settings.dtype == "autocast":  # as `train()` does; the reference is prepared already
             trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
         trainer.model.train()
@@ -57,9 +70,11 @@ class Step:
     def models(self) -> list[torch.nn.Module]:
         return [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
 
-    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
-        """The collated batch of some rows, on the device: by TRL's collator, or padded left by ours."""
+    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
+        """The collated batch of some rows, on the device: by TRL's collator, padded or `flat`, or left by ours."""
         collator = self.trainer.data_collator
+        if flat:
+            collator = replace(collator, padding_free=True)
         if side == "left":
             given = {f.name: getattr(collator, f.name) for f in fields(collator)}
             collator = COLLATORS[type(collator)](**given, padding_side="left")
@@ -71,16 +86,17 @@ class Step:
             return int((batch["labels"][:, 1:] != -100).sum())
         return len(next(iter(batch.values()))) // (2 if "input_ids" in batch else 1)
 
-    def run(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+    def run(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, float]:
         """Time one step; its loss and gradient, and on CUDA its peak memory."""
         cuda = self.settings.device == "cuda"
         # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
-        batch = {k: v.clone() for k, v in batch.items()}
+        batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = self.trainer.training_step(self.trainer.model, batch, None)
+        loss = self._forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
         if cuda:
@@ -94,11 +110,58 @@ class Step:
         self.trainer.optimizer.zero_grad()
         return figures
 
-    def peak_gib(self, batch: dict[str, torch.Tensor]) -> float:
+    def _forward_and_backward(
+        self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
+    ) -> torch.Tensor:
+        """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
+        layout = None
+        if variant.packed:
+            carried = LayoutCollator(lambda _: host, variant.shares)([])
+            _, layout = without_layout({**batch, **{k: v for k, v in carried.items() if k not in host}})
+        with layouts_of_step(batch, layout, variant.shares):
+            if backward:
+                return self.trainer.training_step(self.trainer.model, batch, None)
+            with self.trainer.compute_loss_context_manager():
+                return self.trainer.compute_loss(self.trainer.model, batch)
+
+    def count_launches(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, int]:
+        """Kernels that a step launches, and waits of the host in it, on CUDA; its optimizer is left out."""
+        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with warnings.catch_warnings(record=True) as said, torch.profiler.profile(activities=activities) as profile:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                self._forward_and_backward(batch, host, variant)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        self.trainer.optimizer.zero_grad()
+        return launches_and_waits([event.name() for event in profile.profiler.kineto_results.events()], said)
+
+    def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
+        """What the graph of a step keeps for its backward, each storage once; weights and the batch left out."""
+        host = {k: v.cpu() for k, v in batch.items()}
+        given = [*batch.values(), *(p for model in self.models for p in model.parameters())]
+        own = {tensor.untyped_storage().data_ptr() for tensor in given}
+        kept: dict[int, int] = {}
+        alive = []  # so that no address is used again
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                alive.append(storage)
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            self._forward_and_backward(batch, host, variant, backward=False)
+        return sum(kept.values()) / 2**20
+
+    def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
         """Peak memory of a step on CPU: models and optimizer, and the most that is held beside them at one time."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            self.run(batch)
+            self.run(batch, variant)
         held = peak = 0
         for event in profile.profiler.kineto_results.events():
             if event.name() == "[memory]":
@@ -108,13 +171,13 @@ class Step:
         kept = [*state, *(p for model in self.models for p in model.parameters())]
         return (peak + sum(t.numel() * t.element_size() for t in kept)) / 2**30
 
-    def profile(self, batch: dict[str, torch.Tensor], top: int = 12) -> str:
+    def profile(self, batch: dict[str, torch.Tensor], variant: Variant, top: int = 12) -> str:
         """Where the time of a step goes: a table of its operations, the longest first."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.settings.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profile:
-            self.run(batch)
+            self.run(batch, variant)
         key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
         return profile.key_averages().table(sort_by=key, row_limit=top, max_name_column_width=50)
 
@@ -128,13 +191,40 @@ def _projected(gradient: torch.Tensor) -> float:
     return torch.dot(flat.float(), torch.arange(len(flat), device=flat.device).float().cos()).item()
 
 
+def launches_and_waits(events: Iterable[str], said: Iterable[Any]) -> dict[str, int]:
+    """
+    Counts of a step on CUDA.
+
+    Args:
+        events (`Iterable[str]`):
+            Names of what the profiler saw; launches are calls of the runtime or the driver.
+        said (`Iterable[warnings.WarningMessage]`):
+            Warnings of torch's debug mode for synchronisations, each with the line that waited.
+    """
+    waits = [w for w in said if "synchronizing CUDA operation" in str(w.message)]
+    bench, package = (str(Path(__file__).parents[n]) for n in (0, 2))
+    own = [w for w in waits if w.filename.startswith(package) and not w.filename.startswith(bench)]
+    return {
+        "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in events),
+        "synchronisations": len(waits),
+        "own_synchronisations": len(own),
+    }
+
+
 @contextlib.contextmanager
-def attached(models: list[torch.nn.Module], variant: Variant) -> Iterator[None]:
-    """What a variant attaches to the models, until the block ends."""
+def attached(step: Step, variant: Variant) -> Iterator[None]:
+    """What a variant attaches to the models of a step, until the block ends."""
     with contextlib.ExitStack() as stack:
-        for model in models:
+        for model in step.models:
             if variant.packed:
-                stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
+                handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
+                trust_layouts(handle)  # a training compares them once, in its first step
+                if variant.compiled:
+                    from ...core.compiled import compile_layers  # registers operators with torch
+
+                    left = compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled)
+                    if left:
+                        raise RuntimeError(f"{len(left)} layers cannot be compiled: {next(iter(left.values()))}.")
             elif variant.ours and (numbering := number_padded_rows(model)) is not None:
                 stack.enter_context(numbering)
         yield
@@ -165,9 +255,11 @@ def step_flops(step: Step, layout: Layout, scored: int) -> float:
     weights = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name) - embeddings
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = int((layout.positions + 1).sum())
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attending = sum(kind != "linear_attention" for kind in kinds)
     forward = (
         2 * weights * layout.packed_tokens
-        + 4 * config.num_hidden_layers * config.num_attention_heads * head_size * pairs
+        + 4 * attending * config.num_attention_heads * head_size * pairs
         + 2 * config.hidden_size * config.vocab_size * scored
     )
     references = int(step.settings.trainer == "dpo")  # with LoRA the policy without its adapters
@@ -183,11 +275,16 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     """
     if settings.trainer == "grpo":
         return _online(settings, count)
-    texts = [""] if data is None or "prompt_ids" in data.features else _texts(data, settings)
-    tokenizer = train_tokenizer(texts, min(SHAPES[settings.shape]["vocab_size"], 8192))
+    is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
+    texts = [""] if is_tokenized else _texts(data, settings)
+    tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+    if settings.shuffle:
+        data = data.shuffle(seed=settings.seed)
     # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
-    data = data.shuffle(seed=settings.seed).select(range(min(len(data), 2 * count)))
-    if settings.trainer == "sft":
+    data = data.select(range(min(len(data), 2 * count)))
+    if settings.expand_turns:
+        data = expand_turns(data)
+    if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
         data = data.map(_dialogue, remove_columns=data.column_names)
     given = dict(
         args=_arguments(settings, max_length=settings.max_length),
@@ -231,7 +328,7 @@ class _GivenCompletions(trl.GRPOTrainer):
 
 
 class _OnlineStep(Step):
-    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
+    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
         return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
 
 
@@ -253,7 +350,7 @@ def _online(settings: BenchSettings, count: int) -> Step:
     )
     draw = torch.Generator().manual_seed(settings.seed)
     sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
-    vocab_size = SHAPES[settings.shape]["vocab_size"]
+    vocab_size = BENCH_SHAPES[settings.shape]["vocab_size"]
     return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
 
 
@@ -264,6 +361,7 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
         per_device_train_batch_size=settings.pairs,
         gradient_checkpointing=settings.gradient_checkpointing,
         bf16=settings.dtype == "autocast",
+        use_liger_kernel=settings.liger,
         use_cpu=settings.device == "cpu",
         report_to=[],
         seed=settings.seed,
@@ -272,10 +370,11 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
 
 
 def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
-    shape = SHAPES[settings.shape]
+    shape = BENCH_SHAPES[settings.shape]
     with torch.device(settings.device):  # where a large model takes seconds, and not minutes
         dtype = weights_dtype(settings.dtype)
-        model = build_qwen2(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
+        build = build_hybrid if "linear_heads" in shape else build_qwen2
+        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
         return model.to(settings.device, dtype)
 
 
@@ -298,5 +397,7 @@ def _lora(settings: BenchSettings) -> Any:
 
 
 def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
+    if not {"chosen", "rejected"} <= set(data.column_names):
+        return texts_of(data)
     names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
     return (row[name] for row in data for name in names)

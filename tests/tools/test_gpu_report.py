@@ -1,0 +1,286 @@
+"""The report on a GPU: right first, every cell written at once, nothing impossible, no CPU shown as a GPU."""
+
+import dataclasses
+import json
+import time
+import warnings
+
+import pytest
+import torch
+from kit.commands import build_pairs
+from kit.simulated_cuda import simulated_cuda, to_simulated
+
+import trl_padfix.core.kernels as kernels
+from trl_padfix.tools import bench
+from trl_padfix.tools.bench import gpu_checks, gpu_report, peak
+from trl_padfix.tools.bench.gpu_checks import Check, check_device
+from trl_padfix.tools.bench.gpu_plan import plan_of
+from trl_padfix.tools.bench.gpu_report import measure_gpu
+from trl_padfix.tools.bench.gpu_table import gpu_table, load_report
+from trl_padfix.tools.bench.peak import Peak
+from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
+from trl_padfix.tools.bench.steps import launches_and_waits
+
+
+RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
+
+
+def cells(*trainers: str) -> list:
+    """The first cell of each trainer, at toy size."""
+    plan = plan_of(toy=True, backend=None)
+    return [next(cell for cell in plan if cell.settings.trainer == trainer) for trainer in trainers]
+
+
+def no_checks(device, **options):
+    yield RIGHT
+
+
+# -- the plan
+
+
+def test_the_plan_has_what_is_asked_for():
+    plan = plan_of()
+    assert {cell.settings.trainer for cell in plan} == {"dpo", "sft", "grpo"}
+    assert {cell.settings.dtype for cell in plan} == {"autocast", "bfloat16"}
+    assert {cell.settings.shape for cell in plan} == {"0.5b", "7b"}
+    assert {8, 64} <= {cell.settings.pairs for cell in plan if cell.settings.trainer == "dpo"}
+    assert all(cell.settings.lora for cell in plan if cell.settings.shape == "7b")
+    assert {cell.settings.liger for cell in plan} == {True, False}
+    assert any(VARIANTS[name].compiled for cell in plan for name in cell.settings.variants)
+    assert len({cell.name for cell in plan}) == len(plan)
+    assert all(cell.settings.device == "cuda" for cell in plan)
+    assert {"dpo", "sft", "grpo"} == {cell.settings.trainer for cell in plan if cell.settings.shape == "7b"}
+
+
+def test_a_toy_plan_is_the_same_plan():
+    whole, toy = plan_of(), plan_of(toy=True)
+    assert [cell.name for cell in toy] == [cell.name for cell in whole]
+    for large, small in zip(whole, toy, strict=True):
+        for field in ("trainer", "dtype", "gradient_checkpointing", "liger", "variants"):
+            assert getattr(large.settings, field) == getattr(small.settings, field)
+        assert (small.settings.device, small.settings.shape) == ("cpu", "tiny")
+
+
+# -- the report
+
+
+def test_a_report_is_measured_and_written(tmp_path):
+    path, said = tmp_path / "report.json", []
+    found = measure_gpu(path, cells("dpo", "grpo"), device="cpu", backend=None, checks=no_checks, say=said.append)
+    saved = load_report(path)
+    assert saved == json.loads(json.dumps(found))
+    assert saved["complete"]
+    assert [cell["status"] for cell in saved["cells"]] == ["measured"] * 2
+    for cell in saved["cells"]:
+        padded, packed, shared = cell["variants"]
+        assert shared["tokens"] < packed["tokens"] < padded["tokens"]
+        assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
+        assert 0 < padded["mfu"] <= 1
+        assert padded["launches"] is None
+    assert saved["checks"] == [dataclasses.asdict(RIGHT) | {"ok": True}]
+    assert {"torch", "transformers", "trl", "python"} <= saved["versions"].keys()
+    assert saved["command"].startswith("trl-padfix ")
+    assert saved["machine"]["name"].startswith("CPU, toy size")
+    assert len(said) == 3
+
+
+def test_a_wrong_computation_stops_before_anything_is_timed(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    wrong = Check("a comparison", 0.1, 1e-4, 1.0)
+    blind = Check("a comparison", 1e-7, 1e-4, 1e-6)  # what is wrong on purpose passes
+    for check in (wrong, blind):
+        with pytest.raises(WrongNumbersError, match="Nothing was timed"):
+            measure_gpu(path, cells("dpo"), device="cpu", checks=lambda *a, check=check, **k: [RIGHT, check])
+        saved = load_report(path)
+        assert (saved["cells"], saved["complete"]) == ([], False)
+        assert [c["ok"] for c in saved["checks"]] == [True, False]
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_report, "prepare", lambda *args: pytest.fail("begun"))
+    plan = [dataclasses.replace(cell, seconds=60) for cell in cells("dpo", "sft")]
+    found = measure_gpu(tmp_path / "report.json", plan, device="cpu", checks=no_checks, budget=30)
+    assert [cell["status"] for cell in found["cells"]] == ["not measured: out of time"] * 2
+
+
+def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    errors = [torch.OutOfMemoryError("CUDA"), KeyError("x"), WrongNumbersError("not the same"), KeyboardInterrupt()]
+    seen = []
+
+    def fail(*args):
+        seen.append(len(load_report(path)["cells"]))
+        raise errors.pop(0)
+
+    monkeypatch.setattr(gpu_report, "prepare", fail)
+    plan = [dataclasses.replace(cells("dpo")[0], name=str(i)) for i in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        measure_gpu(path, plan, device="cpu", checks=no_checks)
+    saved = load_report(path)
+    assert [c["status"].partition(":")[0] for c in saved["cells"]] == ["not measured", "failed", "wrong"]
+    assert seen == [0, 1, 2, 3]  # each was written before the next began
+    assert not saved["complete"]
+
+
+def test_packages_that_are_missing_are_named(tmp_path):
+    cell = dataclasses.replace(cells("dpo")[0], needs=("no_such_package",))
+    found = measure_gpu(tmp_path / "report.json", [cell], device="cpu", checks=no_checks)
+    assert found["cells"][0]["status"] == "not measured: no_such_package is not installed"
+
+
+def test_a_step_ends_at_its_deadline():
+    settings = bench.BenchSettings(pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",))
+    step = bench.prepare(build_pairs(), settings)
+    with pytest.raises(TimeoutError, match="No counted step"):
+        bench.measure(step, settings, deadline=time.monotonic() - 1)
+    run = step.run
+    now = time.monotonic()
+
+    def slow(*args):  # the second batch ends after the deadline
+        slow.calls += 1
+        if slow.calls == 2:
+            gpu_time[0] = now + 100
+        return run(*args)
+
+    slow.calls, gpu_time = 0, [now]
+    step.run = slow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.time, "monotonic", lambda: gpu_time[0])
+        (result,) = bench.measure(step, settings, deadline=now + 50)
+    assert result.steps == 2
+
+
+# -- figures
+
+
+def test_nothing_does_more_than_the_device_can():
+    assert Peak("cpu", torch.float32, given=1.0).share(5e11, 1.0, "A step") == 0.5
+    with pytest.raises(ImpossibleFigureError, match=r"A step would do 2 TFLOP/s, which is 200% of the 1 that was"):
+        Peak("cpu", torch.float32, given=1.0).share(2e12, 1.0, "A step")
+    settings = bench.BenchSettings(
+        pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
+    )
+    with pytest.raises(ImpossibleFigureError, match="No step does more than the device can"):
+        bench.run(build_pairs(), settings)
+
+
+def test_the_peak_is_the_best_that_was_seen(monkeypatch):
+    times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 5.0])
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(peak, "SIZES", {"cpu": (16,)})
+    best = Peak("cpu", torch.float32)
+    for _ in range(3):
+        best.measure()
+    assert best.tflops == pytest.approx(2 * 16**3 / 0.5 / 1e12)
+
+
+def test_launches_and_waits_are_counted_and_ours_told_apart():
+    def wait(filename: str, text: str = "called a synchronizing CUDA operation"):
+        return warnings.WarningMessage(text, UserWarning, filename, 1)
+
+    events = [
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cuLaunchKernel",
+        "cudaMemcpyAsync",
+        "aten::mm",
+        "ampere_gemm",
+    ]
+    said = [
+        wait(kernels.__file__),
+        wait(bench.__file__),
+        wait(torch.__file__),
+        wait(kernels.__file__, "something else"),
+    ]
+    counted = launches_and_waits(events, said)
+    assert counted == {"launches": 3, "synchronisations": 3, "own_synchronisations": 1}
+
+
+# -- the table
+
+
+def gpu_like(report: dict) -> dict:
+    """A report as a GPU would give it, to see what is made of one; none of its figures were measured on a GPU."""
+    machine = {"name": "GPU of a test", "memory_gib": 1.0, "cuda": "0"}
+    counted = {"launches": 1234, "synchronisations": 5, "own_synchronisations": 0}
+    cells = [
+        {**c, "variants": [{**v, **counted, "peak_gib": 0.5} for v in c["variants"]]} if "variants" in c else c
+        for c in report["cells"]
+    ]
+    return {**report, "device": "cuda", "machine": machine, "cells": cells}
+
+
+def test_a_report_becomes_a_table_and_that_of_a_cpu_never_does(tmp_path):
+    path = tmp_path / "report.json"
+    missing = dataclasses.replace(cells("dpo")[0], name="another", needs=("no_such_package",))
+    report = measure_gpu(path, [*cells("dpo"), missing], device="cpu", checks=no_checks)
+    with pytest.raises(ValueError, match="made on a CPU, at toy size"):
+        gpu_table(load_report(path))
+    lines = gpu_table(gpu_like(report)).splitlines()
+    assert lines[0].startswith("| step | variant | tokens/s |")
+    assert lines[2].startswith("| DPO 0.5B 8 pairs, autocast | TRL, padded |")
+    assert "| 1.00x | 1.00x | 1.00 |" in lines[2]
+    assert lines[2].endswith("| 0.5 | 1,234 | 5 (0) |")
+    assert [line.count("|") for line in lines[:5]] == [11] * 5
+    assert "GPU of a test" in lines[6]
+    assert "1 of 1 checks of correctness passed" in lines[6]
+    assert lines[-1] == "Without figures: another (not measured: no_such_package is not installed)."
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"report": "speed"}'])
+def test_another_file_is_no_report(text, tmp_path):
+    path = tmp_path / "file.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="Give the file that"):
+        load_report(path)
+
+
+# -- correctness
+
+
+def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch):
+    found = list(check_device("cpu", toy=True, backend=None))
+    assert len(found) == 8
+    assert all(check.ok for check in found), [str(check) for check in found]
+    assert all(check.control > 100 * check.limit for check in found[:2])
+    padding_free = gpu_checks.padding_free_layout
+
+    def leaking(mask):
+        whole = padding_free(mask.reshape(1, -1))
+        return dataclasses.replace(whole, batch_shape=tuple(mask.shape))
+
+    monkeypatch.setattr("trl_padfix.core.batches.padding_free_layout", leaking)
+    first = next(check_device("cpu", toy=True, backend=None))
+    assert not first.ok
+    assert str(first).startswith("WRONG: padding-free, float32")
+
+
+def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
+    build, pairs = gpu_checks._model, gpu_checks._pairs
+    monkeypatch.setattr(gpu_checks, "_model", lambda device, *args: to_simulated(build("cpu", *args)))
+    monkeypatch.setattr(gpu_checks, "_pairs", lambda device, **sizes: [to_simulated(x) for x in pairs("cpu", **sizes)])
+    kernels.torch_varlen_is_complete.cache_clear()
+    with simulated_cuda():
+        found = list(check_device("cuda", toy=True, backend=None))
+        assert len([check for check in found if "without torch's variable-length attention" in check.name]) == 4
+        assert all(check.ok for check in found), [str(check) for check in found]
+        monkeypatch.setattr("trl_padfix.core.attention.torch_varlen_applies", lambda *args: False)
+        wrong = [check for check in check_device("cuda", toy=True, backend=None) if not check.ok]
+        assert len(wrong) == 4
+    kernels.torch_varlen_is_complete.cache_clear()
+
+
+@pytest.mark.slow
+def test_the_whole_plan_runs_at_toy_size(tmp_path):
+    plan = plan_of(toy=True, backend="aot_eager")
+    found = measure_gpu(tmp_path / "report.json", plan, device="cpu", backend="aot_eager")
+    assert found["complete"]
+    assert all(check["ok"] for check in found["checks"])
+    status = {cell["name"]: cell["status"] for cell in found["cells"]}
+    liger = {name: s for name, s in status.items() if "Liger" in name}
+    assert all(s == "measured" for name, s in status.items() if name not in liger), status
+    for cell in found["cells"]:
+        if any(VARIANTS[name].compiled for name in cell["settings"]["variants"]) and cell["status"] == "measured":
+            assert cell["variants"][-1]["name"].endswith("_compiled")
+            assert cell["variants"][-1]["tokens"] == cell["variants"][-2]["tokens"]

@@ -1,0 +1,134 @@
+"""Liger's layers and fused losses, by a stand-in in plain torch: TRL's trajectories with padding removed."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch._dynamo
+import trl
+from datasets import Dataset
+from kit.cells import slow_but
+from kit.liger_stand_in import liger_stand_in
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.sft_runs import build_rows
+from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_model, build_tokenizer, run
+from packaging.version import Version
+
+import trl_padfix
+from trl_padfix import remove_padding
+
+
+FUSED_LOSSES = Version(trl.__version__) < Version("1.10")
+"""Whether `use_liger_kernel` also asks for Liger's losses; later versions have a fused head of their own."""
+
+
+def build_pairs(count: int) -> Dataset:
+    rows = build_rows(2 * count).to_list()
+    pairs = zip(rows[:count], rows[count:], strict=True)
+    return Dataset.from_list(
+        [{"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]} for a, b in pairs]
+    )
+
+
+def build_unpaired(count: int) -> Dataset:
+    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
+
+
+def train(kind: str, package, tmp_path, liger: bool = True, **config):
+    """Three steps, and the tokens that Liger's kernels saw in them."""
+    settings = {"per_device_train_batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path / "run")}
+    if kind == "GRPO":
+        settings = ONLINE_SETTINGS | settings | {"per_device_train_batch_size": 8}
+        given = {"model": load_policy(save_policy(tmp_path / "policy")), "reward_funcs": reward_words}
+        given["train_dataset"] = build_prompts(24)
+    else:
+        data = {"DPO": build_pairs, "SFT": build_rows, "KTO": build_unpaired}[kind](12)
+        given = {"model": build_model(), "train_dataset": data}
+        if kind == "SFT":
+            settings["eos_token"] = "<eos>"
+        else:
+            given["ref_model"] = build_model(seed=1)
+    torch.manual_seed(0)
+    with liger_stand_in() as tokens:
+        arguments = getattr(package, f"{kind}Config")(**SETTINGS | settings | config, use_liger_kernel=liger)
+        trainer_class = getattr(package, f"{kind}Trainer")
+        trainer = trainer_class(args=arguments, processing_class=build_tokenizer(), **given)
+        finished = run(trainer, lambda *_: None)
+        return finished.trajectory(), Counter(tokens)
+
+
+KINDS = ["DPO", "SFT", "KTO", "GRPO"]
+
+
+@pytest.mark.parametrize("kind", slow_but(KINDS[:2], KINDS))
+def test_ligers_layers_give_trls_trajectory_on_fewer_tokens(kind, tmp_path):
+    theirs, padded = train(kind, trl, tmp_path)
+    ours, packed = train(kind, trl_padfix, tmp_path, parity_check=False, **MODES["padding-free"])
+    assert_same(ours, theirs)
+    ours, shared = train(kind, trl_padfix, tmp_path, parity_check=False, **MODES["prefix sharing"])
+    assert_same(ours, theirs)
+    for kernel in ("rms_norm", "swiglu", "rope"):
+        assert 0 < shared[kernel] < packed[kernel] < padded[kernel]
+    plain, none = train(kind, trl, tmp_path, liger=False)
+    if not FUSED_LOSSES:
+        assert_same(ours, plain)
+    assert none == {}
+
+
+@pytest.mark.parametrize("kind", slow_but(["DPO"], ["DPO", "SFT"]))
+def test_a_leaking_layout_bends_the_curve(kind, tmp_path, monkeypatch):
+    theirs, _ = train(kind, trl, tmp_path)
+    ours, _ = train(kind, trl_padfix, tmp_path, parity_check=False, **break_mode(monkeypatch, "prefix sharing"))
+    assert not torch.allclose(ours, theirs, rtol=1e-3)
+
+
+@pytest.mark.skipif(not FUSED_LOSSES, reason="this version of TRL has no losses of Liger's")
+def test_ligers_fused_losses_are_those_of_packed_states(tmp_path):
+    losses = {"DPO": "dpo_loss", "GRPO": "grpo_loss", "SFT": "fused_linear_cross_entropy"}
+    for kind, loss in losses.items():
+        theirs, padded = train(kind, trl, tmp_path)
+        ours, tokens = train(kind, trl_padfix, tmp_path, **MODES["prefix sharing"])
+        assert_same(ours, theirs)
+        assert tokens[loss] == padded[loss] > 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_ligers_fused_cross_entropy_on_a_model_of_your_own(side):
+    """`_apply_liger_kernel_to_instance(model)` replaces the forward of a model, before or after we are attached."""
+    ids = torch.randint(2, 38, (3, 12), generator=torch.Generator().manual_seed(0))
+    keep = torch.arange(12) < torch.tensor([[12], [7], [5]])
+    mask = keep.long() if side == "right" else keep.flip(1).long()
+    ids[:2, :3] = ids[0, :3]
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # nothing is predicted from padding
+    found = {}
+    for when in ("never", "before", "after"):
+        with liger_stand_in() as tokens:
+            from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
+
+            model = build_model()
+            if when != "after":
+                apply(model)
+            handle = None if when == "never" else remove_padding(model, prefix_sharing=True)
+            if when == "after":
+                apply(model)
+            loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+            loss.backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            found[when] = torch.cat([loss.detach()[None], gradient]), Counter(tokens)
+            if handle is not None:
+                handle.remove()
+    for when in ("before", "after"):
+        torch.testing.assert_close(found[when][0], found["never"][0], rtol=1e-4, atol=1e-6)
+        assert found[when][1]["rms_norm"] < found["never"][1]["rms_norm"]
+        assert found[when][1]["fused_linear_cross_entropy"] > 0
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_ligers_kernels_in_them(tmp_path):
+    theirs, _ = train("DPO", trl, tmp_path)
+    torch._dynamo.reset()
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    ours, _ = train("DPO", trl_padfix, tmp_path, parity_check=False, **MODES["prefix sharing"], **compiled)
+    torch._dynamo.reset()
+    assert_same(ours, theirs, atol=1e-5)

@@ -1,0 +1,116 @@
+"""What a report on a GPU measures, the most wanted first, and the same at toy size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .settings import BenchSettings
+
+
+__all__ = ["BUDGET", "Cell", "plan_of"]
+
+BUDGET = 24 * 60
+"""Seconds that a report may take."""
+
+UNCOMPILED = ("trl", "padding_free", "prefix_sharing")
+COMPILED = (*UNCOMPILED, "prefix_sharing_compiled")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    One row of a report.
+
+    Attributes:
+        name (`str`): What is measured, unique in the report.
+        settings ([`BenchSettings`]): How.
+        lengths (`str`, *optional*): Of random pairs, where no data is given; see [`parse_lengths`].
+        needs (`tuple[str, ...]`): Packages without which it is left out.
+        seconds (`float`): About how long it takes, model and compilation included: it is not begun with less time.
+    """
+
+    name: str
+    settings: BenchSettings
+    lengths: str | None
+    needs: tuple[str, ...] = ()
+    seconds: float = 60.0
+
+
+def plan_of(*, toy: bool = False, backend: str | None = "inductor") -> list[Cell]:
+    """
+    The cells of a report, the most wanted first.
+
+    Args:
+        toy (`bool`, *optional*, defaults to `False`):
+            The same cells in two steps of a tiny model on CPU: what a test runs.
+        backend (`str`, *optional*, defaults to `"inductor"`):
+            Compiler of compiled layers; `None` leaves them out.
+    """
+    cells = [
+        _cell("dpo", "0.5b", "autocast", 8, COMPILED, seconds=120),
+        _cell("dpo", "7b", "bfloat16", 8, COMPILED, lora=16, seconds=150),
+        _cell("dpo", "0.5b", "autocast", 64, UNCOMPILED, checkpointing=True, seconds=70),
+        _cell("sft", "0.5b", "autocast", 16, COMPILED, seconds=90),
+        _cell("grpo", "0.5b", "autocast", 8, COMPILED, seconds=90),
+        _cell("dpo", "7b", "autocast", 8, UNCOMPILED, lora=16, checkpointing=True, seconds=100),
+        _cell("dpo", "0.5b", "bfloat16", 8, COMPILED, seconds=90),
+        _cell("dpo", "0.5b", "bfloat16", 64, COMPILED, checkpointing=True, seconds=110),
+        _cell("dpo", "7b", "bfloat16", 64, UNCOMPILED, lora=16, checkpointing=True, seconds=180),
+        _cell("dpo", "0.5b", "autocast", 8, UNCOMPILED, liger=True, seconds=50),
+        _cell("sft", "0.5b", "autocast", 16, UNCOMPILED, liger=True, seconds=50),
+        _cell("dpo", "7b", "bfloat16", 8, UNCOMPILED, lora=16, liger=True, seconds=90),
+        _cell("dpo", "0.5b", "autocast", 4, UNCOMPILED, lengths="4096/512", checkpointing=True, seconds=60),
+        _cell("sft", "7b", "bfloat16", 16, UNCOMPILED, lora=16, checkpointing=True, seconds=90),
+        _cell("grpo", "7b", "bfloat16", 8, UNCOMPILED, lora=16, checkpointing=True, seconds=110),
+        _cell("dpo", "0.5b", "autocast", 16, UNCOMPILED, seconds=45),
+        _cell("dpo", "0.5b", "autocast", 32, UNCOMPILED, checkpointing=True, seconds=55),
+        _cell("sft", "0.5b", "bfloat16", 16, UNCOMPILED, seconds=45),
+        _cell("grpo", "0.5b", "bfloat16", 8, UNCOMPILED, seconds=45),
+        _cell("grpo", "0.5b", "autocast", 8, UNCOMPILED, liger=True, seconds=50),
+    ]
+    cells = [_compiled_with(cell, backend) for cell in cells]
+    return [_as_toy(cell) for cell in cells] if toy else cells
+
+
+def _cell(
+    trainer: str,
+    shape: str,
+    dtype: str,
+    pairs: int,
+    variants: tuple[str, ...],
+    *,
+    lora: int = 0,
+    checkpointing: bool = False,
+    liger: bool = False,
+    lengths: str = "192/128",
+    seconds: float,
+) -> Cell:
+    what = {"dpo": f"{pairs} pairs", "sft": f"{pairs} rows", "grpo": f"{pairs} x 8 completions"}[trainer]
+    parts = [trainer.upper(), shape.upper(), "LoRA" if lora else "", what, lengths if lengths != "192/128" else ""]
+    named = [dtype, "checkpointing" if checkpointing else "", "Liger" if liger else ""]
+    settings = BenchSettings(
+        trainer=trainer, variants=variants, pairs=pairs, prompt_length=512, completion_length=128, steps=8, warmup=2,
+        shape=shape, device="cuda", dtype=dtype, max_length=8192, lora=lora, gradient_checkpointing=checkpointing,
+        liger=liger,
+    )  # fmt: skip
+    return Cell(
+        name=f"{' '.join(p for p in parts if p)}, {', '.join(n for n in named if n)}",
+        settings=settings,
+        lengths=None if trainer == "grpo" else f"lengths:{lengths}",
+        needs=(*(["peft"] if lora else []), *(["liger_kernel"] if liger else [])),
+        seconds=seconds,
+    )
+
+
+def _compiled_with(cell: Cell, backend: str | None) -> Cell:
+    if backend is None:
+        return replace(cell, settings=replace(cell.settings, variants=UNCOMPILED))
+    return replace(cell, settings=replace(cell.settings, compile_backend=backend))
+
+
+def _as_toy(cell: Cell) -> Cell:
+    settings = replace(
+        cell.settings, pairs=min(cell.settings.pairs, 2), generations=2, prompt_length=12, completion_length=6,
+        steps=1, warmup=0, shape="tiny", device="cpu", lora=min(cell.settings.lora, 2), memory=False, max_length=64,
+    )  # fmt: skip
+    return replace(cell, settings=settings, lengths=cell.lengths and "lengths:12/6", seconds=0.0)

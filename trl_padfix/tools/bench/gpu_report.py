@@ -1,0 +1,215 @@
+"""
+One command for one GPU: is it right there, and how fast.
+
+First packed batches are compared with padded ones, and nothing is timed if they differ. Then the cells of
+[`plan_of`] are measured for as long as there is time; what there is no time, memory or package for is named. The
+file is written anew after every check and cell, so nothing that was measured is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ...core.version import __version__
+from ..whole_files import write_whole
+from . import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
+from .gpu_checks import Check, check_device
+from .gpu_plan import BUDGET, Cell
+from .settings import ImpossibleFigureError, WrongNumbersError
+
+
+__all__ = ["measure_gpu"]
+
+FORMAT = 1
+"""Of the file; raised when a field changes its meaning."""
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn", "triton")
+
+OUT_OF_TIME = "not measured: out of time"
+
+SPREAD = 0.75
+"""How far random lengths part from their mean: rows of chat data differ as much."""
+
+
+def measure_gpu(
+    path: Path,
+    plan: Iterable[Cell],
+    *,
+    device: str = "cuda",
+    data: str | None = None,
+    budget: float = BUDGET,
+    backend: str | None = "inductor",
+    checks: Callable[..., Iterable[Check]] = check_device,
+    say: Callable[[str], Any] = lambda line: None,
+) -> dict[str, Any]:
+    """
+    Check, measure, and write a report.
+
+    Args:
+        path (`Path`):
+            JSON file, written anew after every check and cell.
+        plan (`Iterable[Cell]`):
+            What to measure; see [`plan_of`].
+        device (`str`, *optional*, defaults to `"cuda"`):
+            `"cpu"` for the plan at toy size: a file that says so, and that is no report on a GPU.
+        data (`str`, *optional*):
+            Preference pairs to measure on, as of `trl-padfix bench`; by default random ones of given lengths.
+        budget (`float`, *optional*):
+            Seconds in all. A cell that would take longer than what is left is not begun.
+        backend (`str`, *optional*, defaults to `"inductor"`):
+            Compiler of compiled layers in the checks; `None` leaves them out.
+        checks (`Callable`, *optional*):
+            Comparisons that come first.
+        say (`Callable`, *optional*):
+            Is told a line about every check and cell.
+
+    Returns:
+        `dict`: the report. Cells whose `status` begins with "wrong" or "failed" are in it, without figures.
+
+    Raises:
+        WrongNumbersError: If a comparison fails; the report up to there is in the file.
+        FileNotFoundError, ValueError: If `data` has no pairs.
+    """
+    begin = time.monotonic()
+    pairs = load_pairs(data) if data is not None and parse_lengths(data) is None else None
+    report = _describe(device, data, budget)
+
+    def write() -> None:
+        report["seconds"] = round(time.monotonic() - begin, 1)
+        text = json.dumps(report, indent=2) + "\n"
+        write_whole(path, lambda beside: beside.write_text(text))
+
+    for check in checks(device, toy=device == "cpu", backend=backend):
+        report["checks"].append({**asdict(check), "ok": check.ok})
+        say(str(check))
+        write()
+        if not check.ok:
+            raise WrongNumbersError(
+                f"{check.name}: {check.figure:.3g} where {check.limit:.3g} is allowed (a wrong layout gives "
+                f"{check.control}). Nothing was timed: figures of a wrong computation are worth nothing. Please open "
+                f"an issue with {path}."
+            )
+    for cell in plan:
+        since = time.monotonic()
+        left = begin + budget - since
+        rows, named = _rows(cell, pairs, data)
+        found = _measured(cell, rows, left) | {"data": named}
+        report["cells"].append({"name": cell.name, "settings": asdict(cell.settings), "seconds": 0.0, **found})
+        report["cells"][-1]["seconds"] = round(time.monotonic() - since, 1)
+        say(f"{cell.name}: {found['status']} ({report['cells'][-1]['seconds']} s)")
+        write()
+    report["complete"] = True
+    write()
+    return report
+
+
+def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
+    """The figures of a cell, or why there are none."""
+    settings = cell.settings
+    missing = [name for name in cell.needs if find_spec(name) is None]
+    if missing:
+        return {"status": f"not measured: {', '.join(missing)} is not installed"}
+    if left <= cell.seconds:
+        return {"status": OUT_OF_TIME}
+    # A cell on a slow device ends early, with fewer steps, rather than take the time of the others.
+    deadline = time.monotonic() + min(left, max(2 * cell.seconds, 30.0))
+    try:
+        results = measure(prepare(rows, settings), settings, deadline)
+    except TimeoutError:
+        return {"status": OUT_OF_TIME}
+    except torch.OutOfMemoryError:
+        return {"status": "not measured: out of memory (TRL's padded step is measured beside ours)"}
+    except (WrongNumbersError, ImpossibleFigureError) as error:
+        return {"status": f"wrong: {error}"}
+    except Exception as error:  # a cell that fails takes none of the others with it
+        reason = str(error).strip().splitlines()
+        return {"status": f"failed: {type(error).__name__}: {reason[0] if reason else 'no message'}"}
+    finally:
+        gc.collect()
+        if settings.device == "cuda":
+            torch.cuda.empty_cache()
+    return {"status": "measured", "variants": [asdict(result) for result in results]}
+
+
+def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset | None, str]:
+    """The pairs of a cell, and what they are."""
+    if cell.lengths is None:
+        return None, "random completions"
+    if pairs is not None:
+        return pairs, Path(str(data)).name
+    count = cell.settings.pairs * (cell.settings.steps + cell.settings.warmup)
+    given = data if data is not None else cell.lengths
+    lengths: Any = parse_lengths(given)
+    return pairs_of_lengths(count, *lengths, SPREAD, cell.settings.seed), f"{given}, spread {SPREAD:g}"
+
+
+def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
+    """Machine, versions and command: what figures need beside them."""
+    versions = {"trl_padfix": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "report": "gpu",
+        "format": FORMAT,
+        "complete": False,
+        "device": device,
+        "machine": _machine(device),
+        "versions": versions,
+        "commit": _commit(),
+        "command": shlex.join(["trl-padfix", *sys.argv[1:]]),
+        "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "data": data,
+        "budget_seconds": budget,
+        "seconds": 0.0,
+        "checks": [],
+        "cells": [],
+    }
+
+
+def _machine(device: str) -> dict[str, Any]:
+    common = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if device == "cpu":
+        return {"name": "CPU, toy size: says nothing about any GPU", **common}
+    properties: Any = torch.cuda.get_device_properties(0)
+    return {
+        "name": torch.cuda.get_device_name(),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "cuda": torch.version.cuda,
+        **common,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of a checkout that the package runs from, marked where it was changed; `None` of a wheel."""
+    where = Path(__file__).resolve().parents[3]
+    if not (where / ".git").exists():
+        return None
+    try:
+        run = lambda *command: subprocess.run(  # noqa: E731
+            ["git", "-C", str(where), *command], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        return run("rev-parse", "HEAD") + (" with changes" if run("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

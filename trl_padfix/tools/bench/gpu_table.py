@@ -1,0 +1,101 @@
+"""A report on a GPU as a table in Markdown: for a README, an issue, a letter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+__all__ = ["gpu_table", "load_report"]
+
+_NAMES = {
+    "trl": "TRL, padded",
+    "padding_free": "padding-free",
+    "prefix_sharing": "prefix sharing",
+    "prefix_sharing_compiled": "prefix sharing, compiled layers",
+}
+_COLUMNS = (
+    "step", "variant", "tokens/s", "x TRL", "token limit", "share of limit", "MFU", "peak GiB", "launches",
+    "waits (ours)",
+)  # fmt: skip
+
+
+def load_report(path: Path) -> dict[str, Any]:
+    """
+    A report as `trl-padfix bench --report gpu` wrote it.
+
+    Raises:
+        ValueError: If the file is none.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}). Give the file that `--report gpu` wrote.") from error
+    if not isinstance(report, dict) or report.get("report") != "gpu":
+        raise ValueError(f"{path} is no report on a GPU. Give the file that `trl-padfix bench --report gpu` wrote.")
+    return report
+
+
+def gpu_table(report: dict[str, Any]) -> str:
+    """
+    The table of a report, with machine, versions and command below it, and what was not measured.
+
+    Args:
+        report (`dict`):
+            From [`load_report`].
+
+    Raises:
+        ValueError: If it was made on a CPU: its figures say nothing about a GPU.
+    """
+    if report["device"] != "cuda":
+        raise ValueError(
+            "This report was made on a CPU, at toy size, to see that the command works: its figures say nothing about "
+            "a GPU, and no table is made of them. Run `trl-padfix bench --report gpu` on a GPU."
+        )
+    rows, missing = [], []
+    for cell in report["cells"]:
+        if cell["status"] != "measured":
+            missing.append(f"{cell['name']} ({cell['status']})")
+            continue
+        for i, variant in enumerate(cell["variants"]):
+            rows.append([cell["name"] if i == 0 else "", *_figures(variant)])
+    lines = [_line(_COLUMNS), _line(["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)), *map(_line, rows)]
+    return "\n".join([*lines, "", *_notes(report), *_missing(missing)])
+
+
+def _figures(variant: dict[str, Any]) -> list[str]:
+    counted = variant["launches"] is not None
+    waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
+    return [
+        _NAMES.get(variant["name"]) or str(variant["name"]),
+        f"{variant['tokens_per_second']:,.0f}",
+        f"{variant['speedup']:.2f}x",
+        f"{variant['token_limit']:.2f}x",
+        f"{variant['speedup'] / variant['token_limit']:.2f}",
+        f"{variant['mfu']:.0%}",
+        "-" if variant["peak_gib"] is None else f"{variant['peak_gib']:.1f}",
+        f"{variant['launches']:,}" if counted else "not counted",
+        waits,
+    ]
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    machine, versions = report["machine"], report["versions"]
+    stack = ", ".join(f"{name} {number}" for name, number in versions.items())
+    commit = f", commit {report['commit']}" if report["commit"] else ""
+    passed = sum(check["ok"] for check in report["checks"])
+    took = f"{report['seconds'] / 60:.0f} minutes{'' if report['complete'] else ', not finished'}"
+    return [
+        f"{machine['name']}, {machine['memory_gib']} GiB, CUDA {machine['cuda']}; {stack}{commit}. "
+        f"{passed} of {len(report['checks'])} checks of correctness passed before it. Begun {report['begun']}, "
+        f"{took}: `{report['command']}`."
+    ]
+
+
+def _missing(missing: list[str]) -> list[str]:
+    return ["", f"Without figures: {'; '.join(missing)}."] if missing else []
+
+
+def _line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,73 @@
+"""The arithmetic that a device reaches: what the share of it that a step uses is measured against."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .settings import ImpossibleFigureError
+
+
+__all__ = ["Peak"]
+
+SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
+"""Sides of the matrices that are multiplied: the best of them counts."""
+
+
+class Peak:
+    """
+    The best matrix product seen so far on a device, measured again and again beside the steps.
+
+    A device that speeds up or slows down in a run does so for steps and products alike, so a step cannot seem to do
+    more than is possible. If it does, something is counted wrong, and that is an error.
+
+    Args:
+        device (`str`): `"cpu"` or `"cuda"`.
+        dtype (`torch.dtype`): Of the factors.
+        given (`float`, *optional*): TFLOP/s of the device, to be used instead.
+    """
+
+    def __init__(self, device: str, dtype: torch.dtype, given: float | None = None):
+        self.device, self.dtype, self.given = device, dtype, given
+        self.measured = 0.0
+
+    def measure(self, times: int = 1) -> None:
+        """Multiply matrices of every size, and keep the best rate."""
+        if self.given is not None:
+            return
+        for size in SIZES[self.device]:
+            factor = torch.randn(size, size, device=self.device, dtype=self.dtype)
+            for _ in range(times):
+                _wait(self.device)
+                start = time.perf_counter()
+                torch.mm(factor, factor)
+                _wait(self.device)
+                self.measured = max(self.measured, 2 * size**3 / (time.perf_counter() - start) / 1e12)
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s, as given or measured."""
+        return self.measured if self.given is None else self.given
+
+    def share(self, flops: float, seconds: float, what: str) -> float:
+        """
+        The share of the peak that `flops` in `seconds` are.
+
+        Raises:
+            ImpossibleFigureError: If it is more than all of it.
+        """
+        share = flops / seconds / (self.tflops * 1e12)
+        if not 0 <= share <= 1:
+            source = "was given (`--peak-tflops`)" if self.given is not None else "a matrix product reached beside it"
+            raise ImpossibleFigureError(
+                f"{what} would do {flops / seconds / 1e12:.4g} TFLOP/s, which is {share:.0%} of the {self.tflops:.4g} "
+                f"that {source}. No step does more than the device can: the peak is too low, or something else ran "
+                "on the machine while it was measured. Give the peak of the device, or run again on an idle machine."
+            )
+        return share
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

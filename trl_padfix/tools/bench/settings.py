@@ -1,0 +1,168 @@
+"""What a benchmark measures: its variants, its settings, and the figures of one variant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ...core.batches import PrefixSharing
+
+
+__all__ = [
+    "TOLERANCE",
+    "TRAINERS",
+    "VARIANTS",
+    "BenchSettings",
+    "ImpossibleFigureError",
+    "Variant",
+    "VariantResult",
+    "WrongNumbersError",
+]
+
+
+class WrongNumbersError(RuntimeError):
+    """Two ways to compute the same rows give different numbers: there is nothing to time."""
+
+
+class ImpossibleFigureError(RuntimeError):
+    """A step seems to do more arithmetic than the device can."""
+
+
+TRAINERS = ("dpo", "sft", "grpo")
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Largest relative difference of loss and gradient between variants."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """
+    A way to compute the same rows.
+
+    Attributes:
+        name (`str`): Its name.
+        ours (`bool`): Whether it is this package's, or TRL's.
+        packed (`bool`): Whether padding is removed.
+        shares (`bool` or `"auto"`): Whether prefixes are shared.
+        batching (`str`):
+            `"fixed"`, `"grouped"` (rows of like length together), `"prefix"` (rows that begin alike together),
+            `"budget"` (by distinct tokens) or `"packed"` (TRL's packing, as many tokens as the fixed batches have).
+        compiled (`bool`): Whether the decoder layers are compiled one by one.
+        flat (`bool`): Whether TRL's collator lays rows behind one another: its own `padding_free`.
+    """
+
+    name: str
+    ours: bool = True
+    packed: bool = True
+    shares: PrefixSharing = False
+    batching: str = "fixed"
+    compiled: bool = False
+    flat: bool = False
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("trl", ours=False, packed=False),
+        Variant("trl_grouped", ours=False, packed=False, batching="grouped"),
+        Variant("trl_padding_free", ours=False, packed=False, flat=True),
+        Variant("trl_packing", ours=False, packed=False, flat=True, batching="packed"),
+        Variant("padded", packed=False),
+        Variant("padding_free"),
+        Variant("prefix_sharing", shares=True),
+        Variant("auto", shares="auto"),
+        Variant("group_by_prefix", shares=True, batching="prefix"),
+        Variant("token_budget", shares=True, batching="budget"),
+        Variant("padding_free_compiled", compiled=True),
+        Variant("prefix_sharing_compiled", shares=True, compiled=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured; every field is an option of `trl-padfix bench`."""
+
+    trainer: str = "dpo"
+    variants: tuple[str, ...] = ("trl", "padding_free", "prefix_sharing")
+    pairs: int = 8
+    generations: int = 8
+    prompt_length: int = 512
+    completion_length: int = 64
+    steps: int = 10
+    warmup: int = 2
+    shape: str = "small"
+    device: str = "cpu"
+    dtype: str = "float32"
+    attn: str = "sdpa"
+    max_length: int = 1024
+    max_tokens_per_batch: int | None = None
+    lora: int = 0
+    gradient_checkpointing: bool = False
+    optimizer: bool = True
+    memory: bool = True
+    peak_tflops: float | None = None
+    seed: int = 0
+    liger: bool = False
+    compile_backend: str = "inductor"
+    shuffle: bool = True
+    expand_turns: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.variants if name not in VARIANTS]
+        if unknown or self.variants[:1] != ("trl",):
+            raise ValueError(
+                f"`variants` are names among {', '.join(VARIANTS)}, TRL's own first, got {', '.join(self.variants)}."
+            )
+        if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
+            raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
+        if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
+            raise ValueError(
+                f"TRL's own `padding_free` and packing are SFT's, and the trainer is {self.trainer}: leave "
+                "`trl_padding_free` and `trl_packing` out."
+            )
+
+
+@dataclass
+class VariantResult:
+    """
+    One variant over all counted rows.
+
+    Attributes:
+        seconds, low, high (`float`): Median, quickest and slowest step.
+        speedup (`float`):
+            Median over batches of TRL's step time over this one's; of a variant that batches otherwise, TRL's time for
+            all rows over this one's.
+        steps (`int`): Steps that all rows took.
+        tokens (`int`): Tokens that entered the decoder per forward, over all rows.
+        tokens_per_second (`float`): Real tokens of all rows over the time of all steps.
+        token_limit (`float`): Tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone.
+        mfu (`float`): Arithmetic that the distinct tokens need at the least ([`step_flops`]) over time and peak.
+        peak_gib (`float`, *optional*): Peak memory of its largest step.
+        launches (`int`, *optional*): Kernels that a step without its optimizer launches; on CUDA only.
+        synchronisations (`int`, *optional*): Times that the host waits for the device in it; on CUDA only.
+        own_synchronisations (`int`, *optional*): Those of them that a line of this package causes.
+        kept_mib (`float`, *optional*): What the graph of its largest step keeps for the backward.
+        loss (`float`): Mean over rows, for SFT over labelled tokens.
+        grad_norm (`float`): Mean over steps.
+    """
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    speedup: float
+    steps: int
+    tokens: int
+    tokens_per_second: float
+    token_limit: float
+    mfu: float
+    peak_gib: float | None
+    loss: float
+    grad_norm: float
+    step_seconds: list[float] = field(repr=False)
+    kept_mib: float | None = None
+    launches: int | None = None
+    synchronisations: int | None = None
+    own_synchronisations: int | None = None
