@@ -101,14 +101,26 @@ def attend_by_segment(
     window: int | None = kwargs.get("sliding_window")
     chunk: int | None = kwargs.get("attention_chunk_size")
     positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
+    limits = [n for n in (window, chunk) if n is not None]
+    # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where at most half
+    # is shared, a row made whole by queries that nobody asks for is quicker than a mask.
+    wholes = [
+        masks is None and not is_eager and keys <= 2 * own and all(span <= n for n in limits)
+        for own, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True)
+    ]
+    lengths = list(zip(layout.query_lengths, layout.key_lengths, strict=True))
+    added = [keys - own if whole else 0 for (own, keys), whole in zip(lengths, wholes, strict=True)]
+    q_lengths = [own + n for (own, _), n in zip(lengths, added, strict=True)]
     # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
     segments = zip(
-        query.split(layout.query_lengths, dim=2),
+        _with_queries(query, layout, added).split(q_lengths, dim=2),
         _gather_keys(key, layout).split(layout.key_lengths, dim=2),
         _gather_keys(value, layout).split(layout.key_lengths, dim=2),
         layout.positions.split(layout.query_lengths),
         positions_k.split(layout.key_lengths),
         layout.spans,
+        wholes,
+        added,
         strict=True,
     )
     # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.
@@ -116,28 +128,22 @@ def attend_by_segment(
     on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
     outputs = []
     given = iter(masks or ())
-    for index, (own_query, own_key, own_value, own_positions, own_positions_k, span) in enumerate(segments):
+    for index, (own_query, own_key, own_value, own_positions, own_positions_k, span, whole, n) in enumerate(segments):
         queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
-        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where less is
-        # shared than not, a row made whole by queries that nobody asks for is quicker than a mask.
-        shared, own_mask = keys - queries, next(given, None)
-        whole = not is_eager and masks is None and shared <= queries and windowed is None and chunked is None
-        if whole and shared:
-            row = torch.cat([own_query.new_zeros(*own_query.shape[:2], shared, own_query.shape[3]), own_query], dim=2)
-            outputs.append(attend(module, row, own_key, own_value, None, **kwargs)[0][:, shared:])
+        own_mask = next(given, None)
+        if whole:
+            row = attend(module, own_query, own_key, own_value, None, **kwargs)[0]
+            outputs.append(row[:, n:] if n else row)
             continue
-        block = queries if whole else BLOCK
-        for begin in range(0, queries, block):
-            end = min(begin + block, queries)
+        for begin in range(0, queries, BLOCK):
+            end = min(begin + BLOCK, queries)
             last_k = keys - queries + end if masks is None else keys
             k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
             part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
             seen = own_positions[begin:end], own_positions_k[k], windowed, chunked
-            if whole:
-                outputs.append(attend(module, *part, None, **kwargs)[0])
-            elif on_cpu and own_mask is None:
+            if on_cpu and own_mask is None:
                 mask = _kept_mask(layout, (index, begin, windowed, chunked, query.dtype), query, *seen)
                 outputs.append(_attend_grouped(*part, mask, kwargs))
             else:
@@ -146,6 +152,15 @@ def attend_by_segment(
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
                 outputs.append(attend(module, *part, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
+
+
+def _with_queries(query: torch.Tensor, layout: Layout, added: list[int]) -> torch.Tensor:
+    """Queries of zeros in front of those of the segments, in one tensor: the graph is to keep no other."""
+    if not any(added):
+        return query
+    zeros = query.new_zeros(*query.shape[:2], max(added), query.shape[3])
+    own = query.split(layout.query_lengths, dim=2)
+    return torch.cat([x for n, part in zip(added, own, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
 
 
 def _visible(
