@@ -27,6 +27,7 @@ _MODULES = {
     "trainers.reward": ["RewardTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
+    "trainers.turns": ["expand_turns"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .trainers.reward import RewardTrainer
     from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
+    from .trainers.turns import expand_turns
     from .trainers.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 
 

@@ -1,15 +1,19 @@
 """
-How long processes wait for each other in a DPO step, with fixed batches and with `max_tokens_per_batch`, measured.
+How long processes wait for each other: measured in DPO steps, and simulated by the tokens of rows that branch.
 
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 docs/bench/waiting.py harmless-base-test.jsonl.gz
+    python docs/bench/waiting.py --simulate
 
-Each process takes the time of its own thread in every step: waiting for the others is not in it, computing is.
+Measured, each process takes the time of its own thread in every step: waiting for the others is not in it, computing
+is. Simulated, a process takes as long as its distinct tokens, and waits for the one with the most in each step (`DDP`)
+or in each forward (`FSDP`). Nothing but token counts goes into the simulation.
 """
 
 import sys
 import tempfile
 import time
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
@@ -17,6 +21,8 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_pairs
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.trainers.prefix_groups import group_rows, prefix_order
+from trl_padfix.trainers.row_costs import RowCosts, StepPlan, pair_costs, prefix_costs, split
 
 
 STEPS, PAIRS, BUDGET = 10, 8, 3597  # the budget: what the largest of a thousand such batches holds
@@ -54,10 +60,76 @@ def main(path: str) -> None:
     pairs = load_pairs(path)
     tokenizer = train_tokenizer((row[side] for row in pairs for side in ("chosen", "rejected")), 8192)
     data = pairs.shuffle(seed=1).select(range(processes * PAIRS * STEPS))
-    for name, more in {"fixed batches": {}, "token budget": {"max_tokens_per_batch": BUDGET}}.items():
+    budget = {"max_tokens_per_batch": BUDGET}
+    kinds = {"fixed batches": {}, "token budget": budget, "budget and groups": budget | {"group_by_prefix": True}}
+    for name, more in kinds.items():
         waiting, longest = measure(data, tokenizer, **more)
         PartialState().print(f"{name}: {waiting:.1%} waiting, {longest:.1f} s for {STEPS - 1} steps")
 
 
+def rollouts(tasks: int, draw: np.random.Generator) -> RowCosts:
+    """A row for each turn of four rollouts of a task, behind one system prompt of 600 tokens; 80 tokens a turn."""
+
+    def tokens() -> np.ndarray:
+        return draw.integers(0, 30_000, 1 + int(draw.lognormal(np.log(80), 0.6)))
+
+    rows, system = [], draw.integers(0, 30_000, 600)
+    for _ in range(tasks):
+        task = np.concatenate([system, tokens()])
+        for _ in range(4):
+            row = task
+            for _ in range(draw.integers(4, 13)):
+                row = np.concatenate([row, tokens()])
+                rows.append(row)
+    each = np.array([len(row) for row in rows])
+    return prefix_costs(each, each, *prefix_order(rows))
+
+
+def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:
+    """Three pairs for each prompt."""
+    number = np.repeat(np.arange(prompts), 3)
+    prompt, chosen, rejected = (
+        draw.lognormal(mean, 0.9, count).astype(int).clip(2, 900)
+        for mean, count in ((4.6, prompts), (4.2, 3 * prompts), (4.2, 3 * prompts))
+    )
+    return pair_costs(prompt[number], chosen, rejected, prompts=number, max_length=1024)
+
+
+def simulate(costs: RowCosts, processes: int, budget: int, grouped: bool, steps: int = 8) -> tuple[float, float]:
+    """Share of the time that processes wait if they meet in each step, and if they meet in each forward."""
+    plan = StepPlan(len(costs), micro_batch=8, accumulated=4, processes=processes)
+    order = np.random.default_rng(0).permutation(len(costs))
+    order = group_rows(order, costs, 32 * processes) if grouped else order
+    shares = [rows for _, rows in plan.shares(order[: steps * 32 * processes], costs)]
+    computed, longest, forwards = 0, 0, 0
+    for begin in range(0, len(shares), processes):
+        own = [costs[rows] for rows in shares[begin : begin + processes]]
+        parts = [split(each, budget) for each in own]
+        most = max(map(len, parts))
+        for pieces in parts:  # as a training step does it, so that all processes have equally many forwards
+            while len(pieces) < most:
+                at = max(range(len(pieces)), key=lambda i: len(pieces[i]))
+                middle = len(pieces[at]) // 2
+                pieces[at : at + 1] = pieces[at][:middle], pieces[at][middle:]
+        loads = np.array([list(map(each.total, pieces)) for each, pieces in zip(own, parts, strict=True)])
+        computed += loads.sum()
+        longest += processes * loads.sum(1).max()
+        forwards += processes * loads.max(0).sum()
+    return 1 - computed / longest, 1 - computed / forwards
+
+
+def simulate_all() -> None:
+    draw = np.random.default_rng(0)
+    for name, costs in {"rollouts": rollouts(600, draw), "pairs of prompts": pairs_of_prompts(8000, draw)}.items():
+        for processes in (2, 8, 64):
+            for grouped in (False, True):
+                step, forward = simulate(costs, processes, 8192, grouped)
+                how = "group_by_prefix" if grouped else "as they come"
+                print(f"{name}, {processes} processes, {how}: {step:.1%} waiting (DDP), {forward:.1%} (FSDP)")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1:] == ["--simulate"]:
+        simulate_all()
+    else:
+        main(sys.argv[1])

@@ -266,9 +266,33 @@ def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
     attend(module, random_states(layout), layout, sliding_window=window)
 
     longest = max(layout.key_lengths) if window is None else 4 + window - 1
-    assert len(masks) > len(layout.query_lengths)
-    assert any(mask is not None for mask in masks)
+    lengths = list(zip(layout.query_lengths, layout.key_lengths, strict=True))
+    # Without a mask `sdpa` attends whole rows, and rows that are made whole: those that share at most half.
+    whole = [keys <= 2 * own for own, keys in lengths] if (implementation, window) == ("sdpa", None) else []
+    assert sum(mask is None for mask in masks) == sum(whole) < len(masks)
+    in_blocks = [own for own, keys in lengths if not whole or keys > 2 * own]
+    assert len(masks) == sum(whole) + sum(-(-own // 4) for own in in_blocks)
     assert all(mask is None or (mask.shape[-2] <= 4 and mask.shape[-1] <= longest) for mask in masks)
+
+
+@pytest.mark.parametrize(("shared", "masked"), [(5, False), (6, False), (7, True)])
+def test_a_row_that_shares_little_is_made_whole_instead_of_masked(shared, masked, monkeypatch):
+    ids = torch.arange(24).view(2, 12)
+    ids[1, :shared] = ids[0, :shared]
+    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
+    padded = padding_free_layout(torch.ones_like(ids))
+    states, masks, function = random_states(layout), [], ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    alone = [unpack(x.transpose(1, 2), layout).flatten(0, 1)[None].transpose(1, 2) for x in states]
+    expected = attend(attention_module(), alone, padded)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
+    found = unpack(attend(attention_module(), states, layout), layout)
+    torch.testing.assert_close(found, unpack(expected, padded), rtol=1e-5, atol=1e-5)
+    assert [mask is not None for mask in masks] == [False, masked]
 
 
 def test_sdpa_needs_no_mask_for_whole_rows(monkeypatch):

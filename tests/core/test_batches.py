@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit.models import batch, build
 
-from trl_padfix import padding_free_layout, remove_padding
+from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core import batches
 from trl_padfix.core.batches import step_layouts
 
@@ -110,3 +110,58 @@ def test_a_step_ends_with_its_block(monkeypatch):
         model(ids, attention_mask=mask)
         model(ids, attention_mask=mask)
     assert len(built) == 3
+
+
+# Sharing that does not pay
+
+
+def alike(rows: int, length: int, shared: int) -> torch.Tensor:
+    """Ids of rows that begin with the same `shared` tokens."""
+    ids = torch.randint(3, 30, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids[:, :shared] = ids[0, :shared]
+    ids[:, shared] = torch.arange(3, 3 + rows)
+    return ids
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+@pytest.mark.parametrize(("shared", "pays"), [(1, False), (3, True), (60, True)])
+def test_keys_are_gathered_where_that_costs_less_than_what_it_saves(mode, shared, pays):
+    model, ids = build("qwen2"), alike(4, 100, shared)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with remove_padding(model, prefix_sharing=mode) as handle:
+            found = model(ids, attention_mask=torch.ones_like(ids)).logits
+            layout = handle.layout_of({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert (found - expected).abs().max() < TOLERANCE
+    assert handle.stats.packed_tokens == 400 - 3 * shared * pays
+    assert (layout.gathered_keys > 0) is pays
+    assert (handle.stats.shared_forwards, handle.stats.forwards) == (pays, 1)
+
+
+def test_packed_rows_that_begin_alike_share_where_it_pays():
+    model = build("qwen2")
+    for shared, pays in ((1, False), (60, True)):
+        ids = alike(2, 100, shared).view(1, -1)
+        positions = torch.arange(100).repeat(2)[None]
+        with remove_padding(model, prefix_sharing="auto") as handle, torch.no_grad():
+            model(ids, position_ids=positions)
+        assert handle.stats.packed_tokens == 200 - shared * pays
+
+
+def test_auto_shares_nothing_where_true_is_refused():
+    model, ids = build("qwen2"), alike(2, 12, 6)
+    embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
+    mask[1, -1] = 0
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).logits
+        with (
+            remove_padding(model, prefix_sharing=True),
+            pytest.raises(PaddingRemovalError, match="compares token ids"),
+        ):
+            model(inputs_embeds=embeds, attention_mask=mask)
+        with remove_padding(model, prefix_sharing="auto") as handle:
+            found = model(inputs_embeds=embeds, attention_mask=mask).logits
+    assert handle.stats.packed_tokens == 23
+    assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
+    with pytest.raises(ValueError, match="True, False or 'auto', got 'never'"):
+        remove_padding(model, prefix_sharing="never")

@@ -47,7 +47,9 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
+from trl_padfix.core.attention import counts_columns
 from trl_padfix.core.forks import Tree
+from trl_padfix.core.primitives import primitives_of
 from trl_padfix.core.rows import BEYOND, RowBlocks, grouped_by_length
 
 
@@ -460,3 +462,64 @@ def test_packed_rows_of_a_decoder_without_positions_are_told_by_what_its_model_i
     with torch.no_grad(), remove_padding(model) as handle:
         model(torch.cat(sequences)[None], position_ids=positions, use_cache=False)
     assert handle.stats.packed_tokens == layout.packed_tokens
+
+
+# Older versions of transformers
+
+
+def causal_conv1d_fn(*args):
+    raise AssertionError("never called")
+
+
+torch_chunk_gated_delta_rule = mamba_inner_fn = causal_conv1d_fn
+
+
+class Linear(nn.Module):
+    """A linear attention as its own versions of transformers have written it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1d = nn.Conv1d(4, 4, 3, groups=4)
+        self.A_log = nn.Parameter(torch.zeros(4))
+        self.causal_conv1d_fn = self.torch_chunk_gated_delta_rule = None
+
+
+class FunctionsOfTheModule(Linear):
+    def forward(self, hidden_states, cache_params=None):
+        return torch_chunk_gated_delta_rule(causal_conv1d_fn(hidden_states))
+
+
+class FunctionsAsAttributes(Linear):
+    def forward(self, hidden_states, cache_params=None):
+        return self.torch_chunk_gated_delta_rule(self.causal_conv1d_fn(hidden_states))
+
+
+class FunctionsInAMethod(Linear):
+    def forward(self, hidden_states, cache_params=None):
+        return self.slow_forward(hidden_states) if mamba_inner_fn is None else None
+
+
+class NoRecurrence(Linear):
+    def forward(self, hidden_states, cache_params=None):
+        return self.slow_forward(causal_conv1d_fn(hidden_states))
+
+
+def test_only_a_mixer_whose_every_function_can_be_replaced_is_forked():
+    assert primitives_of(FunctionsOfTheModule()) == {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
+    for mixer in (FunctionsAsAttributes(), FunctionsInAMethod(), NoRecurrence()):
+        assert primitives_of(mixer) == set()  # by rows: what is not replaced would run over the seams
+
+
+class NumbersByCache(nn.Module):
+    def forward(self, hidden_states, cache_position=None):
+        return hidden_states * cache_position.float()
+
+
+class HandsItOn(nn.Module):
+    def forward(self, hidden_states, cache_position=None, past=None):
+        return hidden_states if past is None else past.update(hidden_states, {"cache_position": cache_position})
+
+
+def test_an_attention_that_computes_with_places_in_the_cache_counts_columns():
+    assert counts_columns(NumbersByCache())
+    assert not counts_columns(HandsItOn())

@@ -12,8 +12,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from kit.families import families
+from kit.family_outcomes import MODES, family_outcomes
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -162,3 +166,26 @@ def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation,
     everywhere.load_state_dict(model.state_dict())
     in_all_layers = (alone(scores_of(everywhere), ids, mask) - expected).abs().max() < 1e-5
     assert in_all_layers == (hasattr(model.model, "_update_causal_mask") and implementation != "flash_attention_2")
+
+
+HYBRIDS = {
+    "mamba": "exact",
+    "falcon_mamba": "exact",
+    "bamba": "exact",
+    "bloom": "exact",
+    "falcon": "exact",
+    "lfm2": "exact",
+    "qwen3_next": "exact",
+    "llama4_text": "exact",
+    "recurrent_gemma": "exact" if Version(transformers.__version__) >= Version("5.23") else "refused",
+}
+
+
+@pytest.mark.parametrize(("family", "expected"), HYBRIDS.items())
+def test_layers_that_one_packed_row_cannot_serve_are_exact_or_refused(family, expected):
+    if family not in families():
+        pytest.skip("not in this version of transformers")
+    outcomes = family_outcomes(family)
+    if "not_built" in outcomes:
+        pytest.skip(outcomes["not_built"])
+    assert [outcomes[mode]["outcome"] for mode in MODES] == [expected] * 2, outcomes

@@ -214,12 +214,16 @@ TRANSFORMERS = [
         lambda owner, name: name in inspect.getsource(owner), "transformers<4.53",
     ),
     Upstream(
-        "_train_batch_size", "transformers.Trainer", "trainers.token_budget",
+        "_train_batch_size", "transformers.Trainer", "trainers.token_budget, trainers.step_sampler",
         "rows of a process in a step", partial(is_set, "args.train_batch_size"),
     ),
     Upstream(
-        "_get_train_sampler", "transformers.Trainer", "trainers.token_budget", "overridden: the order of an epoch",
+        "_get_train_sampler", "transformers.Trainer", "trainers.step_sampler", "overridden: the order of an epoch",
         takes("train_dataset"),
+    ),
+    Upstream(
+        "_remove_unused_columns", "transformers.Trainer", "trainers.token_budget",
+        "what is asked for the rows of a step has the columns of the collator", takes("dataset", "description"),
     ),
     Upstream(
         "_get_num_items_in_batch", "transformers.Trainer", "trainers.token_budget",
@@ -264,6 +268,10 @@ TRL = [
     *of_trainers(
         "_total_train_tokens", "trainers.token_budget", "the tokens that TRL has counted", partial(is_set, "0"),
         "DPO", "SFT",
+    ),
+    *of_trainers(
+        "_get_per_token_logps_and_entropies", "trainers.online", "overridden: its forwards are split by tokens",
+        takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
     ),
     *of_trainers(
         "_buffered_inputs", "trainers.online", "the micro-batches of a generation", partial(is_set, "["), *ONLINE,

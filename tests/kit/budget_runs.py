@@ -26,7 +26,16 @@ if __name__ == "__main__":  # a script sees its own folder only
 
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_padfix import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -35,8 +44,15 @@ TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig, trl.DPOTrainer, trl.DPOConfig),
     "sft": (SFTTrainer, SFTConfig, trl.SFTTrainer, trl.SFTConfig),
 }
-BUDGET = {"dpo": 60, "sft": 30}
+ALL_TRAINERS = TRAINERS | {
+    "reward": (RewardTrainer, RewardConfig, trl.RewardTrainer, trl.RewardConfig),
+    "kto": (KTOTrainer, KTOConfig, trl.KTOTrainer, trl.KTOConfig),
+}
+BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 """Tokens for about two rows of the batch, and more than the longest one alone."""
+
+LOSSES = {"kto": {"loss_type": "apo_zero_unpaired"}}
+"""What several processes are compared with one by: TRL pairs completions for the KL term by the batch of a device."""
 
 LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
 """Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""
@@ -47,23 +63,45 @@ def build_data(name: str) -> Dataset:
     draw = random.Random(0)
     if name == "sft":
         return Dataset.from_list([{"text": words(draw, 1, 24)} for _ in range(ROWS)])
+    if name == "kto":
+        rows = [{"prompt": words(draw, 1, 12), "completion": words(draw, 1, 12)} for _ in range(ROWS)]
+        return Dataset.from_list([row | {"label": i % 3 > 0} for i, row in enumerate(rows)])
     parts = {"prompt": 12, "chosen": 12, "rejected": 12}
     return Dataset.from_list([{part: words(draw, 1, most) for part, most in parts.items()} for _ in range(ROWS)])
 
 
+def build_branching(name: str, prompts: int = 8) -> Dataset:
+    """As many rows, of which every `prompts`-th begins alike: with as many words as they then have of their own."""
+    draw = random.Random(1)
+    begins = [words(draw, 9, 12) for _ in range(prompts)]
+    rows = build_data(name).to_list()
+    for i, row in enumerate(rows):
+        if name == "sft":
+            row["text"] = begins[i % prompts] + " ".join(row["text"].split()[:9])
+        else:
+            row["prompt"] = begins[i % prompts]
+    return Dataset.from_list(rows)
+
+
 def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **config: Any) -> Any:
-    trainer_class, config_class = TRAINERS[name][:2] if ours else TRAINERS[name][2:]
+    trainer_class, config_class = ALL_TRAINERS[name][:2] if ours else ALL_TRAINERS[name][2:]
     budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
     settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
     trainer = trainer_class(
-        model=build_model(),
+        model=build_model("reward" if name == "reward" else "causal"),
         args=config_class(**settings | SETTINGS | budget | config),
         train_dataset=build_data(name) if data is None else data,
         processing_class=build_tokenizer(),
-        **{"ref_model": build_model(seed=1)} if name == "dpo" else {},
+        **{"ref_model": build_model(seed=1)} if name in ("dpo", "kto") else {},
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def make_grouped(folder: Any, **config: Any) -> Any:
+    """Four steps of DPO on pairs of which four begin alike."""
+    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching("dpo"), "max_steps": 4}
+    return make("dpo", folder, ours=True, **given | config)
 
 
 def main(folder: Path) -> None:
@@ -76,11 +114,17 @@ def main(folder: Path) -> None:
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged = {}
-    for name in TRAINERS:
+    for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
-            trainer = make(name, folder / name, ours=True, **config)
+            trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
+    for budget in (None, BUDGET["dpo"]):
+        trainer = make_grouped(
+            folder / "grouped", **config | {"max_steps": 4, "save_strategy": "no"}, max_tokens_per_batch=budget
+        )
+        trainer.train()
+        logged.setdefault("grouped", []).append(trainer.state.log_history)
     if trainer.accelerator.is_main_process:
         found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
         (folder / "logged.json").write_text(json.dumps(found))

@@ -123,8 +123,20 @@ class Run:
             rows = [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, mask, strict=True)]
             counts["padded"] += mask.numel()
             counts["padding-free"] += sum(map(len, rows))
-            counts["prefix sharing"] += len({row[: i + 1] for row in rows for i in range(len(row))})
+            counts["prefix sharing"] += _shared(rows)
         return counts
+
+
+def _shared(rows: list[tuple[int, ...]]) -> int:
+    """Tokens of a batch with prefix sharing: each distinct prefix once, unless gathering keys costs more than that."""
+    seen: set[tuple[int, ...]] = set()
+    gathered = 0
+    for row in sorted(rows):
+        before = len(seen)
+        seen |= {row[: i + 1] for i in range(len(row))}
+        gathered += len(row) if len(seen) > before else 0
+    saved = sum(map(len, rows)) - len(seen)
+    return len(seen) if saved * 64 >= gathered or gathered == len(seen) else len(seen) + saved
 
 
 def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from kit.cells import slow_but
 from kit.commands import build_pairs
 
@@ -212,3 +213,70 @@ def test_a_file_without_pairs_is_an_error(tmp_path):
     build_pairs(3).remove_columns("rejected").to_json(path)
     with pytest.raises(ValueError, match=r"has no column \['rejected'\]; it has \['chosen'\]"):
         bench.load_pairs(str(path))
+
+
+# Data that branches
+
+
+ALL = ("trl", "trl_padding_free", "trl_packing", "padding_free", "prefix_sharing", "auto", "group_by_prefix")
+
+
+def test_rows_of_a_tree_cost_their_distinct_tokens_and_compare_with_all_that_trl_has():
+    tree = bench.parse_tree("tree:2x3/24/8")
+    settings = dataclasses.replace(TINY, trainer="sft", pairs=6, memory=False, max_length=tree.longest, shuffle=False)
+    rows = bench.tree_rows(tree, 18)
+    found = {r.name: r for r in bench.run(rows, dataclasses.replace(settings, variants=ALL))}
+    counted = rows.select(range(6, 18))["input_ids"]
+    distinct = sum(len({tuple(ids[: i + 1]) for ids in counted[b : b + 6] for i in range(len(ids))}) for b in (0, 6))
+    real = sum(map(len, counted))
+    assert 2 * distinct < real
+    assert found["prefix_sharing"].tokens == found["auto"].tokens == distinct
+    assert found["group_by_prefix"].tokens == distinct  # each step is a tree, in whatever order
+    assert found["padding_free"].tokens == found["trl_padding_free"].tokens == found["trl_packing"].tokens == real
+    assert [r.loss for r in found.values()] == pytest.approx([found["trl"].loss] * len(ALL), rel=1e-5)
+    assert found["trl_packing"].steps >= 2
+    assert found["trl"].grad_norm > 0
+
+
+def test_pairs_branch_from_one_tree_and_are_grouped():
+    tree = bench.parse_tree("tree:2x3/24/8")
+    variants = ("trl", "prefix_sharing", "group_by_prefix")
+    settings = dataclasses.replace(TINY, pairs=6, steps=4, warmup=0, memory=False, variants=variants)
+    trl, sharing, grouped = bench.run(bench.tree_pairs(tree, 24), settings)
+    assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
+    assert grouped.tokens < 0.8 * sharing.tokens < trl.tokens
+
+
+def test_turns_are_made_rows_of(tmp_path):
+    talk = [("user", "alpha beta"), ("assistant", "gamma"), ("user", "delta"), ("assistant", "omega alpha")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    Dataset.from_list([{"messages": messages}] * 6).to_json(tmp_path / "talks.jsonl")
+    Dataset.from_dict({"question": ["alpha"] * 3, "answer": ["beta"] * 3}).to_json(tmp_path / "answers.jsonl")
+    settings = dataclasses.replace(TINY, trainer="sft", memory=False, expand_turns=True)
+    rows = bench.load_dialogues(str(tmp_path / "talks.jsonl"), expand_turns=True)
+    trl, _, sharing = bench.run(rows, settings)
+    assert sharing.tokens < trl.tokens
+    assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
+    assert bench.load_dialogues(str(tmp_path / "answers.jsonl")).column_names == ["prompt", "completion"]
+    with pytest.raises(ValueError, match="no column `messages`"):
+        bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
+
+
+@pytest.mark.parametrize("data", ["tree:", "tree:4/600/80", "tree:0x8/600/80", "tree:4x8/600/3"])
+def test_sizes_that_are_no_tree_are_an_error(data):
+    with pytest.raises(ValueError, match="write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`"):
+        bench.parse_tree(data)
+
+
+def test_trls_padding_free_and_packing_are_those_of_sft():
+    with pytest.raises(ValueError, match="are SFT's, and the trainer is dpo"):
+        BenchSettings(variants=("trl", "trl_packing"))
+
+
+@pytest.mark.slow
+def test_linear_attention_shares_a_tree():
+    tree = bench.parse_tree("tree:2x2/16/8")
+    settings = dataclasses.replace(TINY, trainer="sft", pairs=4, steps=1, shape="hybrid-tiny", shuffle=False)
+    trl, packed, sharing = bench.run(bench.tree_rows(tree, 8), settings)
+    assert sharing.tokens < packed.tokens < trl.tokens
+    assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)

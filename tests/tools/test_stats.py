@@ -195,6 +195,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_picture(files, tmp_path
     found = json.loads(figures.read_text())
     assert [b["batch_size"] for b in found["batches"]] == [1, 2, 4, 8, 16]
     assert [w["processes"] for w in found["waiting"]] == [2, 8]
+    lines = found["verdict"]["lines"]
+    assert len(lines) <= 8
+    assert all(line in result.output.replace("\n", " ") or line in result.output for line in lines)
     assert found["batches"][3]["distinct"] < found["batches"][3]["real"] < found["batches"][3]["padded"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -204,6 +207,20 @@ def test_a_recipe_brings_its_own_settings(files):
     assert result.exit_code == 0, result.output
     assert "tokenized with a BPE of 2048" in result.output
     assert "max_length=512" in result.output
+
+
+def test_columns_of_other_names_are_mapped(tokenizer, tmp_path):
+    Dataset.from_dict({"q": ["alpha beta"] * 9, "a": ["gamma"] * 9, "text": ["x"] * 9}).to_json(tmp_path / "qa.jsonl")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    command = ["stats", str(tmp_path / "qa.jsonl"), "--tokenizer", str(tmp_path / "tokenizer"), "--world-size", "2"]
+    figures = tmp_path / "qa.json"
+    result = trl_padfix_command(*command, "--columns", "q=prompt,a=completion", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    assert json.loads(figures.read_text())["lengths"]["text"]["mean"] > 2
+    for columns, message in (("q", "is no mapping of columns"), ("z=prompt", "has no column")):
+        result = trl_padfix_command(*command, "--columns", columns)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
 
 
 def test_texts_have_no_prompt_to_share(tokenizer, tmp_path):

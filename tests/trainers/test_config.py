@@ -27,6 +27,8 @@ OURS = {
     "generation_kwargs": None,
     "eval_generation_samples": None,
     "max_tokens_per_batch": None,
+    "group_by_prefix": False,
+    "group_by_prefix_buffer": None,
     "exact_eval_means": False,
 }
 
@@ -71,6 +73,23 @@ def test_another_padding_side_is_an_error(side):
 def test_prefix_sharing_without_padding_free_is_an_error():
     with pytest.raises(ValueError, match=r"`prefix_sharing=True` needs `padding_free=True`.* Set both, or neither"):
         DPOConfig(prefix_sharing=True, **ON_CPU)
+
+
+def test_sharing_may_be_left_to_the_counts(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("padding_free: true\nprefix_sharing: auto\n")
+    configs = [
+        DPOConfig(padding_free=True, prefix_sharing="auto", **ON_CPU),
+        parse("--padding_free", "--prefix_sharing", "auto"),
+        parse("--config", str(path)),
+    ]
+    assert [config.prefix_sharing for config in configs] == ["auto"] * 3
+    assert parse("--padding_free", "--prefix_sharing", "false").prefix_sharing is False
+    for value in ("always", None, 1):
+        with pytest.raises(ValueError, match=f"True, False or 'auto', got {value!r}"):
+            DPOConfig(padding_free=True, prefix_sharing=value, **ON_CPU)
+    with pytest.raises(ValueError, match=r"`prefix_sharing=auto` needs `padding_free=True`"):
+        DPOConfig(prefix_sharing="auto", **ON_CPU)
 
 
 def test_trls_own_checks_still_run():

@@ -40,8 +40,8 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
     ("name", "hooks"),
     {
         "DPOTrainer": ["_prepare_dataset", *BUDGET],
-        "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps"],
-        "RewardTrainer": ["_prepare_dataset"],
+        "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps", *BUDGET],
+        "RewardTrainer": ["_prepare_dataset", *BUDGET],
         "SFTTrainer": ["_prepare_dataset", "evaluation_loop", *BUDGET],
         "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
         "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
@@ -59,8 +59,10 @@ def test_configurations_are_trls_with_our_fields(name):
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
-    both = {*GeneratingConfig.__dataclass_fields__, "max_tokens_per_batch", "exact_eval_means"}
+    both = {*GeneratingConfig.__dataclass_fields__, "exact_eval_means"}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
+    both |= {"max_tokens_per_batch"}
+    both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     ours = {"padding_free", "prefix_sharing", "parity_check", "attn_implementation"}
     assert added == ours | sided | with_reference | both

@@ -7,25 +7,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from trl_padfix.trainers.row_costs import RowCosts, StepPlan, arrange, assign, pair_costs, split, text_costs
+from trl_padfix.trainers.prefix_groups import prefix_order
+from trl_padfix.trainers.row_costs import StepPlan, assign, balance, pair_costs, prefix_costs, split, text_costs
 
 
 @st.composite
-def drawn_costs(draw, most=24):
-    """Pairs of which some have one prompt; few lengths, so that many are equal."""
-    rows = draw(st.integers(1, most))
-    prompts = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
-    lengths = draw(st.lists(st.integers(1, 9), min_size=5, max_size=5))
-    own = draw(st.lists(st.integers(2, 12), min_size=rows, max_size=rows))
-    grouped = draw(st.booleans())
-    shared = np.array([lengths[p] for p in prompts]) if grouped else np.zeros(rows, dtype=np.int64)
-    return RowCosts(np.array(own), shared, np.array(prompts) if grouped else np.arange(rows))
+def drawn_rows(draw, most=24):
+    """Rows of few tokens, so that many begin alike."""
+    rows = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7), min_size=1, max_size=most))
+    return [np.array(row) for row in rows]
 
 
-def counted(costs, rows):
-    """Tokens of a batch, prompts once, row by row."""
-    prompts = {costs.group[r]: costs.shared[r] for r in rows}
-    return sum(costs.own[r] for r in rows) + sum(prompts.values())
+def costs_of(rows):
+    each = np.array([len(row) for row in rows])
+    return prefix_costs(each, each, *prefix_order(rows))
+
+
+def drawn_costs(most=24):
+    """Costs of such rows, or of rows that share nothing."""
+    apart = st.lists(st.integers(2, 12), min_size=1, max_size=most).map(text_costs)
+    return st.one_of(drawn_rows(most).map(costs_of), apart)
+
+
+def counted(rows, part):
+    """Tokens of a batch, common prefixes once, row by row."""
+    return len({tuple(rows[r][: i + 1]) for r in part for i in range(len(rows[r]))})
+
+
+@given(drawn_rows(), st.data())
+def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
+    costs = costs_of(rows)
+    distinct = st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True)
+    part = data.draw(distinct)
+    assert costs.total(part) == counted(rows, part)
+    within = data.draw(st.lists(st.integers(0, len(part) - 1), min_size=1, unique=True))
+    assert costs[part].total(within) == counted(rows, [part[i] for i in within])
+    everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
+    while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
+        everywhere -= 1
+    assert costs.in_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))
@@ -33,25 +53,25 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     parts = split(costs, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     for part in parts:
-        assert costs.total(part) == counted(costs, part)
         assert costs.total(part) <= budget or len(part) == 1
     sizes = [costs.total(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(drawn_costs(), st.integers(1, 60))
-def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(costs, budget):
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
+def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
+    costs = pair_costs([9] * len(prompts), [3] * len(prompts), [4] * len(prompts), prompts=prompts)
     parts = split(costs, budget)
-    for prompt in set(costs.group.tolist()):
-        rows = np.flatnonzero(costs.group == prompt)
+    for prompt in set(prompts):
+        rows = np.flatnonzero(np.array(prompts) == prompt)
         holding = [part for part in parts if set(part) & set(rows.tolist())]
-        assert len(holding) == 1 or costs.total(rows) > budget
+        assert len(holding) == 1 or len(set(prompts)) == 1 or costs.total(rows) > budget
 
 
 @given(drawn_costs(), st.integers(1, 60))
 def test_no_two_micro_batches_fit_into_one(costs, budget):
     sizes = sorted(costs.total(part) for part in split(costs, budget))
-    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.common.any()
 
 
 def test_a_split_is_even_where_the_budget_allows_it():
@@ -89,21 +109,49 @@ def test_processes_have_even_work(processes):
 
 
 def test_rows_of_one_prompt_go_to_one_process():
-    costs = RowCosts(np.full(8, 5), np.full(8, 9), np.array([0, 1, 0, 2, 1, 3, 0, 2]))
-    parts = assign(costs, 2)
-    assert sum(len(set(costs.group[part])) for part in parts) == 4
+    prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
+    parts = assign(pair_costs([9] * 8, [2] * 8, [3] * 8, prompts=prompts), 2)
+    assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
-@given(drawn_costs(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_an_arranged_epoch_keeps_rows_and_global_batches(costs, per_process, processes, draw):
-    order = list(range(len(costs)))
-    draw.shuffle(order)
-    arranged = list(arrange(order, costs, per_process, processes))
-    assert arranged == list(arrange(order, costs, per_process, processes))
-    size = per_process * processes
+@given(drawn_costs(), st.integers(1, 4))
+def test_balanced_processes_have_each_row_once(costs, processes):
+    processes = min(processes, len(costs))
+    parts = balance(costs, processes)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert len(parts) == processes
+    assert all(parts)
+
+
+@pytest.mark.parametrize("processes", [8, 64])
+def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
+    draw = np.random.default_rng(0)
+    rows = []
+    while len(rows) < 32 * processes:  # rollouts of tasks whose turns grow
+        task = draw.integers(0, 9999, 100 + int(draw.lognormal(4, 0.6)))
+        for _ in range(4):
+            row = task
+            for _ in range(draw.integers(4, 12)):
+                row = np.concatenate([row, draw.integers(0, 9999, 1 + int(draw.lognormal(4, 0.6)))])
+                rows.append(row)
+    costs = costs_of(rows[: 32 * processes])
+    waiting = {}
+    for deal in (balance, assign):
+        tokens = [costs.total(part) for part in deal(costs, processes)]
+        waiting[deal] = 1 - np.mean(tokens) / max(tokens)
+    assert waiting[balance] < 0.05 < waiting[assign]
+
+
+@given(drawn_costs(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulated, processes, draw):
+    order = draw.sample(range(len(costs)), len(costs))
+    plan = StepPlan(len(costs), micro_batch, accumulated, processes)
+    dealt = list(plan.in_micro_batches(order, costs))
+    assert dealt == list(plan.in_micro_batches(order, costs))
+    size = plan.per_process * processes
     for begin in range(0, len(order), size):
-        assert sorted(arranged[begin : begin + size]) == sorted(order[begin : begin + size])
-    assert sorted(arranged) == sorted(order)
+        assert sorted(dealt[begin : begin + size]) == sorted(order[begin : begin + size])
+    assert len(dealt) == len(order)
 
 
 def steps_of_trl(plan, order):
@@ -132,26 +180,29 @@ def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulated, processes, 
     order = list(range(rows))
     draw.shuffle(order)
     costs = text_costs([draw.randint(1, 9) for _ in order])
-    arranged = list(plan.arrange(order, costs))
-    assert len(arranged) == len(plan)
     expected = steps_of_trl(plan, order)
-    size = plan.per_process * processes
-    begins = range(0, len(arranged), size)
-    assert len(begins) == len(expected)
-    for begin, step in zip(begins, expected, strict=True):
-        given = arranged[begin : begin + size]
-        per_process = len(given) // processes
-        shares = [given[i * per_process : (i + 1) * per_process] for i in range(processes)]
-        is_last = begin + size >= len(arranged)
-        if is_last and plan.last:
-            shares = [share[: plan.last] for share in shares]
+    for equal in (False, True):
+        dealt = list(plan.shares(order, costs, equal=equal))
+        assert len(dealt) == len(plan) == len(expected) * processes
+        check_steps(plan, [dealt[i : i + processes] for i in range(0, len(dealt), processes)], expected, equal)
+
+
+def check_steps(plan, steps, expected, equal):
+    processes, micro_batch = plan.processes, plan.micro_batch
+    for dealt, step in zip(steps, expected, strict=True):
+        shares = [share for _, share in dealt]
+        assert {of_step for of_step, _ in dealt} == {sum(map(len, shares))}
         assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
+        assert all(shares)
+        if equal:
+            assert len({len(share) for share in shares}) == 1
         # The mean over micro-batches of means over rows, which all processes with several have alike.
-        weights = plan.weights(len(shares[0]))
-        assert weights.sum() == pytest.approx(1)
+        weights = [plan.weights(len(share), dealt[0][0]) for share in shares]
+        assert sum(w.sum() for w in weights) == pytest.approx(processes)
+        assert len({round(w, 9) for each in weights for w in each}) == 1 or processes == 1
         if processes == 1:
             expected_weights = {r: 1 / len(b) / len(step[0]) for b in step[0] for r in b}
-            assert dict(zip(shares[0], weights.tolist(), strict=True)) == pytest.approx(expected_weights)
+            assert dict(zip(shares[0], weights[0].tolist(), strict=True)) == pytest.approx(expected_weights)
         else:
             assert all(len(b) == micro_batch for own in step for b in own)
 

@@ -20,7 +20,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit import budget_runs
-from kit.budget_runs import BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
+from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
 from kit.cells import slow_but
 from kit.trainer_runs import build_model, build_tokenizer
 
@@ -37,7 +37,8 @@ def figures(history, but=()):
     """Everything that is logged of each step, but for what depends on the clock or on the padding."""
     steps = [log for log in history if "loss" in log]
     names = sorted(set(steps[0]) - ELSEWHERE - set(but))
-    assert {"loss", "grad_norm", "entropy", "mean_token_accuracy"} <= set(names)
+    assert {"loss", "grad_norm"} <= set(names)
+    assert len(names) > 6
     return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
 
 
@@ -58,6 +59,11 @@ def watched(trainer):
     return steps
 
 
+def lists(config):
+    """A configuration whose lists were given as tuples, which can be told apart by a cache."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+
+
 def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -68,7 +74,7 @@ def fixed(tmp_path_factory):
 
     @cache
     def run(name, **config):
-        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | config)
+        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | lists(config))
         trainer.train()
         return trainer.state.log_history
 
@@ -82,18 +88,19 @@ CASES = {
     "dpo, accumulation": ("dpo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
     "dpo, workers": ("dpo", {"dataloader_num_workers": 1}),
     "sft": ("sft", {}),
+    "reward": ("reward", {}),
     "sft, accumulation": ("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(["dpo", "dpo, left", "sft", "sft, accumulation"], CASES))
+@pytest.mark.parametrize("case", slow_but(["dpo", "dpo, left", "reward", "sft", "sft, accumulation"], CASES))
 def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     name, config = CASES[case]
     trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
     steps = watched(trainer)
     assert_same(figures(trainer.state.log_history), figures(fixed(name)))
     # It was split, unevenly, and within the budget; the decoder computed no more than that.
-    rows = 2 if name == "dpo" else 1
+    rows = 1 if name == "sft" else 2
     assert all(sum(map(len, step)) == rows * GLOBAL_BATCH for step in steps)
     assert all(len(step) > 1 for step in steps)
     assert any(len({len(batch) for batch in step}) > 1 for step in steps)
@@ -122,13 +129,76 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
     trainer = make(name, tmp_path, ours=True, max_steps=9)
-    rising = staticmethod(lambda rows: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
+    rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
     monkeypatch.setattr(trainer, "_metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     with pytest.raises(AssertionError, match="not close"):
         assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+COMPARING = {
+    "kto": ("kto", {}),
+    "kto, precomputed": ("kto", {"precompute_ref_log_probs": True}),
+    "dpo, aot and sft": ("dpo", {"loss_type": ("aot", "sft")}),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["kto", "dpo, aot and sft"], COMPARING))
+def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path):
+    name, config = COMPARING[case]
+    loss = {key: value for key, value in config.items() if key == "loss_type"}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
+    entered = count_forwards(trainer)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
+    assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
+    assert max(entered) <= BUDGET[name]
+    assert len(entered) > 9 * 2 * 2
+
+
+def count_forwards(trainer):
+    """Tokens of each forward of the policy."""
+    entered = []
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    return entered
+
+
+@pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
+def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
+    name, config = COMPARING[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
+    monkeypatch.setattr(trainer, "_compares_rows", lambda: False)
+    monkeypatch.setattr(type(trainer), "_loss_items", lambda self, batch: len(batch["input_ids"]), raising=False)
+    monkeypatch.setattr(type(trainer), "_metric_items", lambda self, batch: {}, raising=False)
+    trainer.train()
+    ours, theirs = (
+        torch.tensor([log["loss"] for log in history if "loss" in log][:3])
+        for history in (trainer.state.log_history, fixed(name, **config))
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ALL_TRAINERS)
+def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
+    data = build_data(name).select(range(12))
+    logs = {}
+    for ours in (True, False):
+        given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
+        trainer = make(name, tmp_path, ours=ours, **given)
+        entered = count_forwards(trainer)
+        trained = trainer._prepare_dataset
+        arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
+        logs[ours] = trainer.evaluate(trained(data, *arguments))
+        if ours:
+            assert len(entered) > 2
+            assert max(entered) <= BUDGET[name]
+    names = [n for n in logs[False] if not n.endswith(("runtime", "_time", "_per_second", "num_tokens"))]
+    assert len(names) > 3
+    assert_same(*(torch.tensor([log[n] for n in names]) for log in (logs[True], logs[False])))
 
 
 def test_reference_log_probabilities_that_were_computed_before_are_split_with_their_pairs(fixed, tmp_path):
@@ -209,8 +279,12 @@ def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
     config = {"per_device_train_batch_size": 4, "max_steps": 4, "data": data}
     theirs = make("dpo", tmp_path, ours=False, **config)
     theirs.train()
-    sort = staticmethod(lambda plan, order, costs: [order[i] for i in np.argsort(costs.group[order], kind="stable")])
-    monkeypatch.setattr(token_budget.StepPlan, "arrange", lambda *args: iter(sort(*args)))
+    shares = token_budget.StepPlan.shares
+
+    def sorted_shares(plan, order, costs, **how):
+        return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
+
+    monkeypatch.setattr(token_budget.StepPlan, "shares", sorted_shares)
     ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
     ours.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -235,7 +309,7 @@ def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path, m
     build = budget_runs.build_model
     kind = "rope_parameters" if "rope_parameters" in build().config.to_dict() else "rope_scaling"
     limits = {"max_position_embeddings": 16, kind: rope}
-    monkeypatch.setattr(budget_runs, "build_model", lambda **more: build(**more, **limits))
+    monkeypatch.setattr(budget_runs, "build_model", lambda *kind, **more: build(*kind, **more, **limits))
     with pytest.raises(
         ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
     ):
@@ -275,23 +349,49 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
     assert done.returncode == 0, done.stderr
     logged = json.loads((tmp_path / "logged.json").read_text())
     assert logged["distributed"] == kind
-    for name in TRAINERS:
+    for name in ALL_TRAINERS:
         whole, *resumed = logged[name]
-        assert_same(figures(whole), figures(fixed(name)))
+        expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
+        assert_same(figures(whole), figures(expected))
         for history in resumed:
-            assert_same(figures(history, COUNTED), figures(fixed(name), COUNTED))
+            assert_same(figures(history, COUNTED), figures(expected, COUNTED))
+    one = budget_runs.make_grouped(tmp_path, max_tokens_per_batch=None)
+    one.train()
+    steps = [[log for log in history if "loss" in log] for history in (one.state.log_history, *logged["grouped"])]
+    losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
+    assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
     halved = token_budget._halved
-    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count: halved(pieces, count + 2))
+    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
     steps = watched(trainer)
     rows = 2 if name == "dpo" else 1
     assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
     assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+def test_a_process_with_too_few_rows_computes_one_without_a_weight():
+    batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
+    pieces = token_budget._halved([(batch, 0.75)], 4, rows_per_item=2)
+    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
+        ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
+    ]  # fmt: skip
+    assert [weight for _, weight in pieces] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+
+
+def test_an_empty_piece_changes_nothing(fixed, tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(
+        token_budget, "_halved", lambda pieces, count, rows: [*halved(pieces, count, rows), (pieces[0][0], 0.0)]
+    )
+    for name in TRAINERS:
+        trainer = make(name, tmp_path, ours=True, max_steps=3, parity_check=False)
+        trainer.train()
+        assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed(name, max_steps=3), COUNTED))
 
 
 # Input
@@ -347,14 +447,20 @@ def test_packed_rows_are_not_split():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"loss_type": ["aot"]}, "'aot' compares the pairs of a forward"),
-        ({"loss_type": ["sigmoid", "sft"]}, "'sft' compares the pairs of a forward, or weighs them"),
         ({"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"),
     ],
 )
-def test_what_is_no_mean_over_pairs_is_refused(config, message, tmp_path):
+def test_settings_that_deal_out_rows_otherwise_are_refused(config, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         make("dpo", tmp_path, ours=True, **config)
+
+
+@pytest.mark.parametrize("name", ["sft", "kto"])
+def test_a_sequence_beyond_the_budget_is_an_error(name, tmp_path):
+    trainer = make(name, tmp_path, ours=True, max_length=None, max_tokens_per_batch=20, max_steps=1)
+    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .* 2\d \("):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_stream_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.version import __version__
-from . import bench, doctor, parity, stats, train
+from . import bench, doctor, parity, plan, stats, train
 from .methods import METHODS
 from .mistakes import DEBUG, MistakesExplained
 from .network import count_nothing
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
+app.command()(plan.plan)
 app.command()(parity.parity)
 for method in METHODS:
     app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))

@@ -26,7 +26,8 @@ def bench(
     data: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="Local file of preference pairs, Hub id, 'equal', or 'lengths:PROMPT/COMPLETION'. "
+            help="Local file of preference pairs (sft: also of texts or conversations), Hub id, 'equal', "
+            "'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair for each turn. "
             "[default: Anthropic/hh-rlhf; with --report random lengths]"
         ),
     ] = None,
@@ -37,8 +38,8 @@ def bench(
     variants: Annotated[
         str,
         typer.Option(
-            help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, token_budget, padding_free_compiled, "
-            "prefix_sharing_compiled; trl first."
+            help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, auto, group_by_prefix, token_budget, "
+            "padding_free_compiled, prefix_sharing_compiled, with sft trl_padding_free, trl_packing; trl first."
         ),
     ] = "trl,padding_free,prefix_sharing",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
@@ -51,14 +52,26 @@ def bench(
     ] = 0.25,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
-    shape: Annotated[str, typer.Option(help="Model shape: tiny, small, 0.5b or 7b.")] = "small",
+    group_by_prefix: Annotated[
+        bool,
+        typer.Option("--group-by-prefix", help="Shuffle rows, and also measure batches of rows that begin alike."),
+    ] = False,
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
+    ] = False,
+    shape: Annotated[
+        str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
+    ] = "small",
     device: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="cpu or cuda. [default: cpu; with --report cuda]"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
-    max_length: Annotated[int, typer.Option(min=2, help="Longest sequence, in tokens.")] = 1024,
+    max_length: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+    ] = None,
     max_tokens_per_batch: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches."),
@@ -103,21 +116,27 @@ def bench(
 
     from ..core.attention import refuse_implementation
     from ..tools import bench as b
-    from ..tools.tiny import SHAPES
+    from ..tools.tiny import BENCH_SHAPES
 
-    one_of("--shape", shape, SHAPES)
+    one_of("--shape", shape, BENCH_SHAPES)
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
     one_of("--device", device, ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     if reason := refuse_implementation(attn):
         raise typer.BadParameter(reason, param_hint="--attn")
+    with mistakes_of("--data"):
+        tree = b.parse_tree(data)
+    if expand_turns and (trainer != "sft" or tree is not None):
+        raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
     try:
         settings = b.BenchSettings(
-            trainer=trainer, variants=_named(variants, compile), pairs=pairs, generations=generations,
+            trainer=trainer, variants=_named(variants, compile, group_by_prefix), pairs=pairs, generations=generations,
             prompt_length=prompt_length, completion_length=completion_length, steps=steps, warmup=warmup, shape=shape,
-            device=device, dtype=dtype, attn=attn, max_length=max_length, max_tokens_per_batch=max_tokens_per_batch,
+            device=device, dtype=dtype, attn=attn, max_tokens_per_batch=max_tokens_per_batch,
             lora=lora, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, memory=memory,
             peak_tflops=peak_tflops, seed=seed, liger=liger, compile_backend=compile_backend,
+            max_length=max_length or (1024 if tree is None else max(tree.longest, 1024)), expand_turns=expand_turns,
+            shuffle=tree is None or group_by_prefix,
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
@@ -137,7 +156,8 @@ def bench(
     about = b.describe(settings, name)
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
-    title = f"{what}, Qwen2 shape '{shape}', {dtype} on {about['device']}, {attn}"
+    family = "Qwen3.5" if shape.startswith("hybrid") else "Qwen2"
+    title = f"{what}, {family} shape '{shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if profile:
@@ -151,8 +171,10 @@ def bench(
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
 
 
-def _named(variants: str, compile: bool) -> tuple[str, ...]:
+def _named(variants: str, compile: bool, group_by_prefix: bool) -> tuple[str, ...]:
     named = variants.split(",")
+    if group_by_prefix and "group_by_prefix" not in named:
+        named.append("group_by_prefix")
     packed = [name for name in named if name in ("padding_free", "prefix_sharing")] if compile else []
     return (*named, *(f"{name}_compiled" for name in packed))
 
@@ -163,10 +185,15 @@ def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, st
     if settings.trainer == "grpo":
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
+    if tree := b.parse_tree(data):
+        rows = b.tree_rows if settings.trainer == "sft" else b.tree_pairs
+        return rows(tree, count, settings.seed), data
     if data == "equal":
         return b.equal_length_pairs(count), data
     if lengths := b.parse_lengths(data):
         return b.pairs_of_lengths(count, *lengths, spread, settings.seed), f"{data}, spread {spread:g}"
+    if settings.trainer == "sft":
+        return b.load_dialogues(data, settings.expand_turns), Path(data).name
     return b.load_pairs(data), Path(data).name
 
 

@@ -17,11 +17,21 @@ __all__ = ["stats"]
 
 
 def stats(
-    data: Annotated[str, typer.Argument(help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe.")],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe; or for a verdict alone what "
+            "`bench` makes up: 'equal', 'lengths:PROMPT/COMPLETION' or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN'."
+        ),
+    ],
     tokenizer: Annotated[Optional[str], typer.Option(help="Id or path of the tokenizer.")] = None,  # noqa: UP045
     train_tokenizer: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text."),
+    ] = None,
+    columns: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Columns of other names: 'question=prompt,answer=completion'."),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     max_length: Annotated[Optional[int], typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,  # noqa: UP045
@@ -33,17 +43,22 @@ def stats(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
+    trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
     plot: Annotated[Optional[Path], typer.Option(help="Draw lengths and a batch to this PNG.")] = None,  # noqa: UP045
     json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
 ) -> None:
-    """Count the tokens of a dataset: padding, repeated prompts, truncation, and waiting of many processes."""
+    """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation, waiting."""
     import json as json_module
     from dataclasses import asdict
 
+    if data == "equal" or data.startswith(("tree:", "lengths:")):
+        outputs(json=json)
+        return _made_up(data, trainer, batch_size, max_tokens_per_batch, seed, json)
     from ..tools import stats as s
     from ..tools import tiny
-    from ..tools.data import load_recipe, load_rows
+    from ..tools import verdict as v
+    from ..tools.data import load_recipe, load_rows, rename_columns
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
 
@@ -71,7 +86,7 @@ def stats(
     if (tokenizer is None) == (train_tokenizer is None):
         raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
     with mistakes_of("DATA"):
-        rows = load_rows(data, split)
+        rows = rename_columns(load_rows(data, split), columns)
 
     if train_tokenizer is not None:
         with console.status("Training a tokenizer"), mistakes_of("DATA"):
@@ -124,17 +139,63 @@ def stats(
     for wait in waits:
         table.add_row(str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}")
     console.print(table)
+    seen = v.sample(rows, loaded, max_length)
+    judged = v.judge(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
+    lines = [] if judged is None else v.verdict_lines(judged, data)
+    if judged is not None:
+        console.print(f"\nVerdict, by the first {judged.rows:,} {unit}:")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if json is not None:
         found = {
             "data": data, "tokenizer": name, **how, "seed": seed, "lengths": parts, "truncation": cut,
             "batches": [asdict(b) for b in batches],
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
+            "verdict": None if judged is None else {
+                **asdict(judged), "shares": judged.shares, "groups": judged.groups, "speed": judged.speed,
+                "by_tokens": judged.by_tokens, "lines": lines,
+            },
         }  # fmt: skip
         write_text("--json", json, json_module.dumps(found, indent=2))
     if plot is not None:
-        draw = partial(draw_picture, kept, batch_size=batch_size, max_length=max_length, seed=seed)
+        tree = v.prefix_tree(seen) if seen else None
+        draw = partial(draw_picture, kept, batch_size=batch_size, max_length=max_length, seed=seed, tree=tree)
         write_output("--plot", plot, draw)
+
+
+def _made_up(
+    data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int, json: Path | None
+) -> None:
+    """The verdict on data that `bench` makes up."""
+    import json as json_module
+    from dataclasses import asdict, replace
+
+    from datasets import Dataset
+
+    from ..tools import bench as b
+    from ..tools import verdict as v
+
+    one_of("--trainer", trainer, ["dpo", "sft"])
+    with mistakes_of("DATA"):
+        tree, lengths = b.parse_tree(data), b.parse_lengths(data)
+        if tree is not None:
+            batch_size = batch_size or tree.rows
+            rows = (b.tree_rows if trainer == "sft" else b.tree_pairs)(tree, 12 * max(batch_size, tree.rows), seed)
+        else:
+            batch_size = batch_size or 8
+            rows = b.pairs_of_lengths(400, *lengths, seed=seed) if lengths else b.equal_length_pairs(400, seed=seed)
+            if trainer == "sft":
+                whole = [row["prompt_ids"] + row["chosen_ids"] for row in rows]
+                rows = Dataset.from_dict({"input_ids": whole, "labels": whole})
+    seen = v.tokenized(rows)
+    found = v.judge(seen, batch_size=batch_size, budget=budget or 0, seed=seed)
+    found = replace(found, budget=budget or round(found.tokens))
+    lines = v.verdict_lines(found, data)
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    if json is not None:
+        figures = asdict(found) | {"speed": found.speed, "by_tokens": found.by_tokens, "lines": lines}
+        write_text("--json", json, json_module.dumps({"data": data, "verdict": figures}, indent=2))
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:

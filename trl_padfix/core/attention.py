@@ -16,7 +16,9 @@ No mask is larger than one block of one segment.
 
 from __future__ import annotations
 
+import dis
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -77,7 +79,17 @@ def names_attention(module: nn.Module) -> bool:
 
 def counts_columns(module: nn.Module) -> bool:
     """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
-    return "arange" in _forward_code(type(module)).co_names
+    code = _forward_code(type(module))
+    return "arange" in code.co_names or _computes_with(code, "cache_position")
+
+
+def _computes_with(code: Any, name: str) -> bool:
+    """Whether an argument is used for more than handing it on: some attribute or method of it is."""
+    instructions = list(dis.get_instructions(code))
+    return any(
+        one.opname.startswith("LOAD_FAST") and one.argval == name and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        for one, two in itertools.pairwise(instructions)
+    )
 
 
 def refuse_implementation(implementation: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,13 +20,46 @@ from .images import token_keys
 from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
 
 
-__all__ = ["layout_of", "layout_of_batch", "step_layouts"]
+__all__ = ["PrefixSharing", "layout_of", "layout_of_batch", "sharing_pays", "step_layouts"]
+
+PrefixSharing = bool | Literal["auto"]
+"""Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
+
+KEYS_PER_TOKEN = 64
+"""Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
+
+
+def sharing_pays(layout: Layout) -> bool:
+    """
+    Whether the tokens that a layout saves cost more than the keys that it gathers for it.
+
+    Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is not
+    computed, but it is done for whole rows, however short the prefix is that they share.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import prefix_sharing_layout
+    >>> from trl_padfix.core.batches import sharing_pays
+
+    >>> ids = torch.arange(400).view(2, 200)
+    >>> ids[1, 0] = ids[0, 0]  # one token of 200 in common
+    >>> sharing_pays(prefix_sharing_layout(ids, torch.ones_like(ids)))
+    False
+    >>> ids[1, :50] = ids[0, :50]
+    >>> sharing_pays(prefix_sharing_layout(ids, torch.ones_like(ids)))
+    True
+
+    ```
+    """
+    return (layout.real_tokens - layout.packed_tokens) * KEYS_PER_TOKEN >= layout.gathered_keys
 
 
 def layout_of(
     call: dict[str, Any],
     *,
-    prefix_sharing: bool = False,
+    prefix_sharing: PrefixSharing = False,
     packs_padded: bool = True,
     takes_positions: bool = True,
     model_call: ModelCall | None = None,
@@ -37,8 +70,9 @@ def layout_of(
     Args:
         call (`dict`):
             Arguments of the decoder, by name.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether repeated prefixes are computed once.
+        prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+            Whether repeated prefixes are computed once. A batch in which that would cost more than it saves is
+            computed without ([`sharing_pays`]); with `"auto"` also one whose tokens cannot be told apart by ids.
         packs_padded (`bool`, *optional*, defaults to `True`):
             Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
         takes_positions (`bool`, *optional*, defaults to `True`):
@@ -80,19 +114,25 @@ def layout_of(
     if model_call is not None and model_call.arguments:
         ids = ids if ids is not None else model_call.arguments.get("input_ids")
         if ids is not None:
-            return prefix_sharing_layout(ids, mask, token_keys(call, ids.shape))
-    _check_shareable(call)
+            return _shared_if_it_pays(ids, mask, token_keys(call, ids.shape))
+    if not _is_shareable(call, prefix_sharing):
+        return _in_step((mask,), "padding-free", lambda: padding_free_layout(mask))
     positions = call.get("position_ids")
     given = ids, call.get("attention_mask"), positions
-    return _in_step(given, "prefix sharing", lambda: prefix_sharing_layout(call["input_ids"], mask, positions))
+    return _in_step(given, "prefix sharing", lambda: _shared_if_it_pays(call["input_ids"], mask, positions))
 
 
-def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: bool) -> Layout:
+def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: PrefixSharing) -> Layout:
     """The layout of a call with these ids and this mask, and nothing else that could tell its tokens apart."""
-    return prefix_sharing_layout(ids, mask) if prefix_sharing else padding_free_layout(mask)
+    return _shared_if_it_pays(ids, mask) if prefix_sharing else padding_free_layout(mask)
 
 
-def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: bool) -> Layout | None:
+def _shared_if_it_pays(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> Layout:
+    layout = prefix_sharing_layout(ids, mask, positions)
+    return layout if sharing_pays(layout) else padding_free_layout(mask)
+
+
+def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: PrefixSharing) -> Layout | None:
     """The layout of a call without a mask whose positions, or bounds, show several sequences in one row."""
     positions, bounds = call.get("position_ids"), call.get("cu_seq_lens_q")
     if positions is None and bounds is None:
@@ -101,14 +141,17 @@ def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: b
         positions = torch.arange(batch.shape[1], device=batch.device).expand(batch.shape[:2])
     if positions.dim() != 2:
         return None  # rows of positions for images
-    ids = call.get("input_ids") if prefix_sharing else None
-    if prefix_sharing:
-        _check_shareable(call)
+    shares = bool(prefix_sharing) and _is_shareable(call, prefix_sharing)
 
     def build() -> Layout:
-        return packed_layout(positions.expand(batch.shape[:2]), cu_seqlens=bounds, input_ids=ids)
+        rows = positions.expand(batch.shape[:2])
+        if shares:
+            layout = packed_layout(rows, cu_seqlens=bounds, input_ids=call["input_ids"])
+            if sharing_pays(layout):
+                return layout
+        return packed_layout(rows, cu_seqlens=bounds)
 
-    layout = _in_step((batch, call.get("position_ids"), bounds), f"packed, {prefix_sharing}", build)
+    layout = _in_step((batch, call.get("position_ids"), bounds), f"packed, {shares}", build)
     return None if layout.is_trivial else layout
 
 
@@ -133,20 +176,29 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
 
 
-def _check_shareable(call: dict[str, Any]) -> None:
+def _is_shareable(call: dict[str, Any], prefix_sharing: PrefixSharing) -> bool:
+    """
+    Whether the ids of a call say which of its tokens are equal; with `"auto"` a call that does not share is no error.
+
+    Raises:
+        PaddingRemovalError: If they do not, and sharing was asked for.
+    """
     ids = call.get("input_ids")
     if ids is None:
+        if prefix_sharing == "auto":
+            return False
         raise PaddingRemovalError(
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."
         )
     others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
     others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")]
-    if others:
+    if others and prefix_sharing != "auto":
         raise PaddingRemovalError(
             f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
             "token. Attach with `prefix_sharing=False`, or leave them out."
         )
+    return not others
 
 
 class _Built(NamedTuple):

@@ -120,9 +120,12 @@ def register_mask_function(name: str, function: Callable) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
 
 
-def spare_packed_search(user: object, is_known: Callable[[torch.Tensor], bool]) -> None:
+def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], bool]) -> None:
     """
     Spare transformers its search for packed rows in positions for which `is_known`: it waits for the device.
+
+    `is_known(position_ids, or_rows)` is asked about forwards over the rows of a packed one too where the search waits.
+    Before 5.0 it does not: it calls every batch packed, upon which a mask is made that some layers need (Doge's).
 
     The search is as it was again when each `user` has called [`resume_packed_search`].
     """
@@ -150,11 +153,14 @@ def resume_packed_search(user: object) -> None:
 
 
 class _SparedSearch:
-    def __init__(self, search: Callable, is_known: Callable[[torch.Tensor], bool]):
+    def __init__(self, search: Callable, is_known: Callable[[torch.Tensor, bool], bool]):
         self.search, self.is_known = search, is_known
+        import torch  # at the top it would cost those who only ask for a version
+
+        self.waits = search(torch.arange(2)[None]) is None
 
     def __call__(self, position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None if self.is_known(position_ids) else self.search(position_ids)
+        return None if self.is_known(position_ids, self.waits) else self.search(position_ids)
 
 
 _search_lock = threading.Lock()
@@ -209,6 +215,13 @@ def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor
     if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
         given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
     return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
+
+
+def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:
+    """The mask of `(n, l)` rows without padding: none, but for older decoders that then attend to all tokens."""
+    # Moshi's: https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/moshi/modeling_moshi.py
+    is_written_out = getattr(decoder.config, "_attn_implementation", None) == "eager"
+    return rows.new_ones(rows.shape) if is_written_out and _transformers_in("<5") else None
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:

@@ -8,6 +8,7 @@ called with and hands its hidden states on. No layer computes anything, and the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from .calls import LAYOUT, RowsCall, bind, running
+from .compat import mask_of_rows
 from .handle import ForwardPatch
 from .views import bound_to_view, view_of
 
@@ -50,13 +52,15 @@ class DryRun:
         self.decoder, self.layers, self.last_position = decoder, layers, last_position
         # What is recomputed may come after the graph of the embeddings is gone; their values are all that is asked.
         self.packed = {k: _detached(v) for k, v in packed.items() if k != LAYOUT}
+        self.accepted = packed.keys() | inspect.signature(type(decoder).forward).parameters.keys()
 
     def __call__(self, rows: Any) -> list[LayerCalls]:
         return [self._over(rows, block) for block in range(len(rows.tokens))]
 
     def _over(self, rows: Any, block: int) -> LayerCalls:
         given = {k: _rows_of(k, v, rows, block) for k, v in self.packed.items()}
-        given |= {"attention_mask": None, "use_cache": False}
+        fixed = {"attention_mask": mask_of_rows(rows.tokens[block], self.decoder), "use_cache": False}
+        given |= {k: v for k, v in fixed.items() if k in self.accepted}
         positions: Any = given.get("position_ids")
         running_call = RowsCall(self.decoder, positions, self.last_position)
         for outputs in _OUTPUTS:

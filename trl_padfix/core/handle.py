@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .batches import layout_of
+from .batches import PrefixSharing, layout_of
 from .calls import ModelCall, PackedCall, packed_call, rows_call
 from .compat import resume_packed_search, spare_packed_search
 from .errors import PaddingRemovalError
@@ -43,11 +43,15 @@ class PaddingStats:
         padded_tokens (`int`): What the padded computation would have put through the decoder.
         real_tokens (`int`): Tokens that are not padding.
         packed_tokens (`int`): What was put through the decoder.
+        forwards (`int`): How many forwards there were.
+        shared_forwards (`int`): How many of them computed a prefix once for several rows.
     """
 
     padded_tokens: int = 0
     real_tokens: int = 0
     packed_tokens: int = 0
+    forwards: int = 0
+    shared_forwards: int = 0
 
     @property
     def pad_fraction(self) -> float:
@@ -65,10 +69,12 @@ class PaddingStats:
             self.padded_tokens += layout.padded_tokens
             self.real_tokens += layout.real_tokens
             self.packed_tokens += layout.packed_tokens
+            self.forwards += 1
+            self.shared_forwards += layout.packed_tokens < layout.real_tokens
 
     def reset(self) -> None:
         """Begin anew."""
-        self.padded_tokens = self.real_tokens = self.packed_tokens = 0
+        self.padded_tokens = self.real_tokens = self.packed_tokens = self.forwards = self.shared_forwards = 0
 
 
 _counting = threading.Lock()
@@ -142,7 +148,7 @@ class PaddingRemoval(Attachment):
             The decoder that packs its calls.
         multimodal (`torch.nn.Module`, *optional*):
             The module around it that makes its inputs from more than text.
-        prefix_sharing (`bool`):
+        prefix_sharing (`bool` or `"auto"`):
             Whether repeated prefixes are computed once.
         pool_last_token (`bool`):
             Whether a sequence classifier scores the last token of the mask, instead of the one that it looks for.
@@ -161,13 +167,14 @@ class PaddingRemoval(Attachment):
         decoder: nn.Module,
         multimodal: nn.Module | None = None,
         *,
-        prefix_sharing: bool = False,
+        prefix_sharing: PrefixSharing = False,
         pool_last_token: bool = False,
     ):
         super().__init__()
         self.decoder: Any = decoder
         self.multimodal: Any = multimodal
-        self.prefix_sharing, self.pool_last_token = prefix_sharing, pool_last_token
+        self.prefix_sharing: PrefixSharing = prefix_sharing
+        self.pool_last_token = pool_last_token
         self.packs_padded = True
         self.stats = PaddingStats()
         self._recomputable: set[int] = set()
@@ -307,7 +314,7 @@ def _is_given_positions(decoder: nn.Module) -> bool:
     return takes_positions(decoder) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def _are_packed(position_ids: torch.Tensor) -> bool:
+def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:
     """Whether `position_ids` are those of the packed forward that is running, or of a forward over its rows."""
-    call = packed_call() or rows_call()
+    call = packed_call() or (rows_call() if or_rows else None)
     return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()

@@ -8,12 +8,18 @@ tokens in one operation. [`FlatMaps`] takes the maps of a dataclass to a device 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 
-__all__ = ["FlatMaps", "sum_order"]
+__all__ = ["FlatMaps", "bounds_of", "sum_order"]
+
+
+def bounds_of(lengths: list[int]) -> torch.Tensor:
+    """Where parts of these lengths begin and end, `(n + 1,)`, int32: `cu_seqlens` of variable-length kernels."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def sum_order(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,8 +114,14 @@ def attend_by_segment(
         queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
-        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only.
-        whole = not is_eager and queries == keys and windowed is None and chunked is None
+        # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where less is
+        # shared than not, a row made whole by queries that nobody asks for is quicker than a mask.
+        shared = keys - queries
+        whole = not is_eager and shared <= queries and windowed is None and chunked is None
+        if whole and shared:
+            row = torch.cat([own_query.new_zeros(*own_query.shape[:2], shared, own_query.shape[3]), own_query], dim=2)
+            outputs.append(attend(module, row, own_key, own_value, None, **kwargs)[0][:, shared:])
+            continue
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 
-from .index_maps import FlatMaps, sum_order
-from .layout_checks import check_mask, checked_bounds
-from .trie import merge_prefixes
+from .index_maps import FlatMaps, bounds_of
+from .layout_checks import check_mask, check_positions, check_two_dimensional, checked_bounds
+from .trie import merge_prefixes, places_by_token, shared_paths
 
 
 __all__ = ["Layout", "pack", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "unpack"]
@@ -106,6 +107,11 @@ class Layout:
     def longest(self) -> tuple[int, int]:
         """Most queries and most keys of a segment."""
         return max(self.query_lengths), max(self.key_lengths)
+
+    @property
+    def gathered_keys(self) -> int:
+        """Keys that each layer gathers before it attends."""
+        return 0 if self.key_index is None else self.key_index.numel()
 
     @property
     def is_trivial(self) -> bool:
@@ -254,16 +260,7 @@ def packed_layout(
 
     ```
     """
-    if position_ids.dim() != 2:
-        raise ValueError(
-            f"Positions of shape {tuple(position_ids.shape)} do not say where the sequences of a packed row begin; "
-            "that takes `(B, L)`."
-        )
-    if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
-        raise ValueError(
-            f"Token ids of shape {tuple(input_ids.shape)} on {input_ids.device} and positions of shape "
-            f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
-        )
+    check_positions(position_ids, input_ids)
     given = [position_ids] if input_ids is None else [position_ids, input_ids]
     given_BL = torch.stack([x.to(torch.int64) for x in given]).cpu()
     B, L = position_ids.shape
@@ -332,51 +329,60 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     """The layout of `mask`, with rows that agree in all `keys` shared; without keys nothing is shared."""
-    if mask.dim() != 2:
-        raise ValueError(
-            f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
-            "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
-        )
-    # One copy to the host, and so one synchronisation, for everything that the layout is made from.
-    mask_BL, *keys_BL = torch.stack([mask.to(torch.int64), *(k.to(torch.int64) for k in keys)]).cpu()
-    check_mask(mask, mask_BL)
-    B, L = mask_BL.shape
-    lengths = mask_BL.sum(1)
-    real_index = mask_BL.flatten().nonzero().squeeze(1)
-    first_real = torch.arange(B) * L + mask_BL.argmax(1)
-    position_R = real_index - first_real.repeat_interleave(lengths)
-    keys_R = [k.flatten()[real_index] for k in keys_BL]
+    check_two_dimensional(mask)
+    given = [mask, *keys]
+    if mask.device.type != "cpu":  # one copy to the host, and so one synchronisation, for all that is read
+        given = list(torch.stack([x.to(torch.int64) for x in given]).cpu())
+    kept_BL, keys_BL = check_mask(mask, given[0]), given[1:]
+    B, L = kept_BL.shape
+    lengths = np.count_nonzero(kept_BL, axis=1)
+    is_full = bool((lengths == L).all())
+    real_index = torch.arange(B * L) if is_full else torch.from_numpy(np.flatnonzero(kept_BL))
+    # Rows without holes are counted from 0 on, and need no positions to be told apart by.
+    first, behind = kept_BL.argmax(1), L - kept_BL[:, ::-1].argmax(1)
+    position_R = None
+    if (behind - first != lengths).any():
+        begins = torch.from_numpy(np.arange(B) * L + first)
+        position_R = real_index - begins.repeat_interleave(torch.from_numpy(lengths))
+    keys_R = [k.flatten() if is_full else k.flatten()[real_index] for k in keys_BL]
     return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
 
 
 def _lay_out(
     batch_shape: tuple[int, int],
     real_index: torch.Tensor,
-    position_R: torch.Tensor,
+    position_R: torch.Tensor | None,
     lengths: list[int],
     keys_R: list[torch.Tensor],
 ) -> Layout:
     """
     The layout of the real tokens of sequences of `lengths`, one behind the other, on the host.
 
-    Sequences that agree in all `keys_R` and in their positions are shared; without keys nothing is.
+    Sequences that agree in all `keys_R` and in their positions (by default without holes) are shared.
     """
+    begins = [0, *accumulate(lengths)][:-1]
     if not keys_R:
-        source, key_index, packed_index, positions = None, None, real_index, position_R
-        query_lengths = key_lengths = lengths
+        segments = [(begin, 0, length) for begin, length in zip(begins, lengths, strict=True)]
+        source, packed_index = None, real_index
     else:
-        new, paths = merge_prefixes(torch.stack([position_R, *keys_R], dim=1), lengths)
-        source = torch.cat([paths[row] for row in range(len(lengths))])
-        packed_index, positions = (torch.cat([x[tokens] for tokens in new.values()]) for x in (real_index, position_R))
-        # Rows that are whole prefixes of others have no token of their own and no segment.
-        segments = {row: tokens.stop - tokens.start for row, tokens in new.items() if tokens.stop > tokens.start}
-        query_lengths, key_lengths = list(segments.values()), [len(paths[row]) for row in segments]
-        shares = sum(key_lengths) > packed_index.numel()
-        key_index = torch.cat([paths[row] for row in segments]) if shares else None
+        trie = merge_prefixes(keys_R if position_R is None else [position_R, *keys_R], lengths)
+        rows = [(begins[row], own, lengths[row]) for row, own in zip(*trie, strict=True)]
+        source = shared_paths(rows, len(real_index))
+        # A row that another one begins with, or is, may have no token of its own: then it has no segment.
+        segments = [(begin, own, length) for begin, own, length in rows if length > own]
+        packed_index = torch.cat([real_index[begin + own : begin + length] for begin, own, length in segments])
+    query_lengths, key_lengths = [n - own for _, own, n in segments], [n for *_, n in segments]
+    if position_R is None:
+        positions = torch.cat([torch.arange(own, n) for _, own, n in segments])
+    else:
+        positions = torch.cat([position_R[begin + own : begin + n] for begin, own, n in segments])
 
-    cu_seqlens_q = _cumulative(query_lengths)
-    cu_seqlens_k = cu_seqlens_q if key_index is None else _cumulative(key_lengths)
-    key_order, key_offsets = (None, None) if key_index is None else sum_order(key_index, packed_index.numel())
+    key_index = key_order = key_offsets = None
+    cu_seqlens_q = cu_seqlens_k = bounds_of(query_lengths)
+    if source is not None and query_lengths != key_lengths:
+        key_index = torch.cat([source[begin : begin + n] for begin, _, n in segments])
+        key_order, key_offsets = places_by_token([own for _, own, _ in segments], key_lengths)
+        cu_seqlens_k = bounds_of(key_lengths)
     return Layout(
         batch_shape=batch_shape,
         real_index=real_index,
@@ -392,7 +398,3 @@ def _lay_out(
         key_order=key_order,
         key_offsets=key_offsets,
     )
-
-
-def _cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

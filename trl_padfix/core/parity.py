@@ -225,7 +225,7 @@ def check_parity(
             packed_tokens=packed_tokens,
             dtype=dtype,
             implementation=decoder.config._attn_implementation,
-            prefix_sharing=handle.prefix_sharing,
+            prefix_sharing=bool(handle.prefix_sharing),
             finite=bool(padded.isfinite().all()),
             rounding=None if other is None else rounding.mean().item(),
         )

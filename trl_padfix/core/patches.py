@@ -33,7 +33,7 @@ from .dry_run import DryRun
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch, PaddingRemoval
 from .images import with_plain_mask
-from .layers import takes_any_argument
+from .layers import hands_arguments_on, takes_any_argument
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
 from .views import attends_otherwise
@@ -76,7 +76,7 @@ class DecoderPatch(ForwardPatch):
         self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
-        self.takes_any = takes_any_argument(module)
+        self.takes_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
@@ -131,7 +131,7 @@ class DecoderPatch(ForwardPatch):
         packed = self._accepted(packed)
         dry_run = DryRun(self.module, self.layers, packed, last)
         current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run)
-        if self.takes_any:
+        if self.hands_on:
             packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
         with running(current):

@@ -10,6 +10,7 @@ embeddings also look at the largest position of a forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Numbering:
     @classmethod
     def of(cls, decoder: nn.Module) -> Numbering:
         """The numbering of a decoder, found in its code."""
-        by_ids = next((m for m in decoder.modules() if hasattr(m, "create_position_ids_from_input_ids")), None)
+        by_ids = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
         forwards = (inspect.unwrap(type(module).forward) for module in decoder.modules())
         codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
         # The outermost module that numbers anything gives the positions to those within it.
@@ -98,7 +99,8 @@ def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout)
         `torch.Tensor` of shape `(T,)`: those that the decoder gives to the tokens of each row, were it alone.
     """
     numbers: Any = numbering.by_ids
-    if numbers is None:
+    number = _numbers_ids(numbers)
+    if number is None:
         return _ranks(layout) if numbering.by_mask else layout.positions
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     padding_idx: int = numbers.padding_idx
@@ -106,7 +108,17 @@ def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout)
         return layout.positions + padding_idx + 1
     if mask is not None:  # what stands before a row is padding to the numbering too, whatever its id
         ids = ids.masked_fill(mask.cumsum(1) == 0, padding_idx)
-    return pack(numbers.create_position_ids_from_input_ids(ids, padding_idx), layout)[0]
+    return pack(number(ids, padding_idx), layout)[0]
+
+
+def _numbers_ids(module: nn.Module | None) -> Callable[..., torch.Tensor] | None:
+    """The function by which an embedding numbers tokens by their ids: its method or, in older versions, a global."""
+    name = "create_position_ids_from_input_ids"
+    method = getattr(module, name, None)
+    if module is None or method is not None or not hasattr(module, "padding_idx") or isinstance(module, nn.Embedding):
+        return method
+    forward = inspect.unwrap(type(module).forward)
+    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
 
 
 def _ranks(layout: Layout) -> torch.Tensor:

@@ -13,6 +13,7 @@ of its own. The replacements call the very functions that the model would have c
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
@@ -37,9 +38,21 @@ __all__ = ["PrimitivesPatch", "primitives_of"]
 def primitives_of(module: nn.Module) -> set[str]:
     """Names of the functions through which `module` looks at other tokens; none if it does so in other ways too."""
     forward = inspect.unwrap(type(module).forward)
-    names = _KNOWN.keys() & set(forward.__code__.co_names) & forward.__globals__.keys()
+    loaded = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
+    names = _KNOWN.keys() & loaded & forward.__globals__.keys()
     by_attention = uses_attention_interface(module) or "attention_interface" in forward.__code__.co_varnames
-    return set() if by_attention else names
+    by_itself = (_convolves(module) and "causal_conv1d_fn" not in names) or (
+        _recurs(module) and not names & _RECURRENCES
+    )
+    return set() if by_attention or by_itself else names
+
+
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+
+
+def _recurs(module: nn.Module) -> bool:
+    return any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
 
 
 class PrimitivesPatch(ForwardPatch):
@@ -204,3 +217,8 @@ _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
     "mamba_inner_fn": _left_out,
 }
 """What stands for each function, by the name under which mixers call it."""
+
+_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
+_DECAYS = {"A_log", "dt_bias"}
+"""Parameters of a recurrence. Older mixers keep their functions as attributes, or call methods that hold them: such a
+mixer is handed rows."""

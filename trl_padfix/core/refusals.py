@@ -63,6 +63,14 @@ def refusal(
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) attends in both directions or to another "
                 "sequence, and a packed batch is attended causally"
             )
+        if mixer.how != PACKED and _needs_places_in_a_cache(mixer.module):
+            return (
+                f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
+                "rows that are computed together do not have; newer versions of transformers may have mended that"
+            )
+    asks = "is_decoder" in inspect.unwrap(type(decoder).forward).__code__.co_names
+    if asks and not getattr(config, "is_decoder", True):
+        return "`config.is_decoder` is False, so its tokens see later ones, and a packed batch is attended causally"
     # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
@@ -85,3 +93,8 @@ def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
 def _is_causal(module: nn.Module) -> bool:
     parts = [m for m in module.modules() if not getattr(m, "is_cross_attention", False)]
     return all(getattr(m, "is_causal", True) for m in parts)
+
+
+def _needs_places_in_a_cache(module: nn.Module) -> bool:
+    known = inspect.signature(inspect.unwrap(type(module).forward)).parameters.get("cache_position")
+    return known is not None and known.default is inspect.Parameter.empty

@@ -11,6 +11,7 @@ layer with the layout of its own forward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import register_packed_attention
+from .batches import PrefixSharing
 from .devices import refuse_devices
 from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
@@ -31,10 +33,14 @@ from .towers import MultimodalPatch, TowerPatch, towers
 from .whole_rows import needs_whole_rows
 
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["attachment_of", "attachments_of", "number_padded_rows", "remove_padding"]
 
 
-def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_token: bool = False) -> PaddingRemoval:
+def remove_padding(
+    model: nn.Module, *, prefix_sharing: PrefixSharing = False, pool_last_token: bool = False
+) -> PaddingRemoval:
     """
     Let the decoder of `model` compute real tokens only.
 
@@ -50,8 +56,10 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
         model (`torch.nn.Module`):
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
             wrapper.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute token prefixes that several rows have in common only once.
+        prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+            Whether to compute token prefixes that several rows have in common only once. A batch in which that would
+            cost more than it saves is computed without. With `"auto"` a model or a call that cannot share is not
+            refused: its padding is removed and nothing is shared.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, whatever its id. By
             default it scores what it scores without padding removal: the last token that is not the pad token.
@@ -61,7 +69,7 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
 
     Raises:
         TypeError: If there is no pretrained model in `model`, or more than one.
-        ValueError: If padding removal is attached to this decoder already.
+        ValueError: If padding removal is attached to this decoder already, or for another `prefix_sharing`.
         PaddingRemovalError: If the model cannot be packed with exact results; the message says which part and why.
 
     Example:
@@ -82,6 +90,8 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
 
     ```
     """
+    if prefix_sharing not in (True, False, "auto"):
+        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
     if attachment_of(pretrained) is not None:
@@ -97,7 +107,11 @@ def remove_padding(model: nn.Module, *, prefix_sharing: bool = False, pool_last_
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
             "`padding_free=False` in a trainer's configuration."
         )
-    if prefix_sharing and (why := needs_whole_rows(decoder)):
+    why = needs_whole_rows(decoder) if prefix_sharing else None
+    if why and prefix_sharing == "auto":
+        logger.info(f"prefix_sharing='auto': nothing is shared, since {type(decoder).__name__} {why}.")
+        prefix_sharing = False
+    elif why:
         raise PaddingRemovalError(
             f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
             "share. Attach with `prefix_sharing=False`: padding is removed all the same."

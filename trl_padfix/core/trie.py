@@ -1,40 +1,157 @@
-"""The trie of prefix sharing: rows sorted, and the prefix of each that a row before it has computed already."""
+"""
+The trie of prefix sharing: rows sorted, and the prefix of each that a row before it has computed already.
+
+Everything is made by whole slices of rows: rows are compared as bytes, paths are copied from the row before, and sums
+over the places of a token follow from the order of the trie. Time and memory are linear in the tokens.
+"""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
-__all__ = ["merge_prefixes"]
+__all__ = ["Trie", "merge_prefixes", "places_by_token", "shared_paths"]
 
 
-def merge_prefixes(keys_RC: torch.Tensor, lengths: list[int]) -> tuple[dict[int, slice], dict[int, torch.Tensor]]:
+class Trie(NamedTuple):
     """
-    Sort the rows and merge their common prefixes.
+    Rows in the order in which they are computed.
+
+    Attributes:
+        order (`list[int]`): The rows, sorted.
+        shared (`list[int]`): Tokens at the beginning of each of them, in that order, that the row before it has too.
+    """
+
+    order: list[int]
+    shared: list[int]
+
+
+def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
+    """
+    Sort the rows, and find what each has in common with the one before it.
 
     Args:
-        keys_RC (`torch.Tensor` of shape `(R, C)`):
+        keys_R (`list[torch.Tensor]`, each of shape `(R,)`):
             What each real token is told apart by, row after row.
         lengths (`list[int]`):
             Real tokens of each row.
 
     Returns:
-        By row, in sorted order: the real tokens that no row before it has, and the packed tokens of the whole row.
+        [`Trie`]: in sorted order a row shares with all rows before it what it shares with the one just before it.
     """
-    keys, each = keys_RC.flatten().numpy(), keys_RC.shape[1]
-    ends = list(accumulate(lengths))
-    rows = [keys[each * (end - length) : each * end] for end, length in zip(ends, lengths, strict=True)]
-    new, paths, begin = {}, {}, 0
-    before, path = keys[:0], torch.empty(0, dtype=torch.int64)
-    # Big-endian numbers are ordered as their bytes are.
-    for row in sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes()):
-        # In sorted order a row shares with all rows before it what it shares with the one just before it.
+    # Any order of tokens will do that keeps equal beginnings together; big-endian numbers are ordered as their bytes.
+    ordered = _big_endian(keys_R)
+    columns = ordered.size // sum(lengths)
+    keys = ordered.view(ordered.dtype.newbyteorder("="))  # to compare for equality, which no order of bytes changes
+    ends = columns * np.cumsum(lengths)
+    begins = (ends - columns * np.asarray(lengths)).tolist()
+    rows = [keys[begin:end] for begin, end in zip(begins, ends.tolist(), strict=True)]
+    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
+    shared, before = [], keys[:0]
+    for row in order:
         most = min(len(before), len(rows[row]))
-        differ = rows[row][:most] != before[:most]
-        shared = int(differ.argmax() if differ.any() else most) // each
-        new[row] = slice(ends[row] - lengths[row] + shared, ends[row])
-        path = torch.cat([path[:shared], torch.arange(begin, begin + lengths[row] - shared)])
-        paths[row], before, begin = path, rows[row], begin + lengths[row] - shared
-    return new, paths
+        shared.append(_common(rows[row], before, most) // columns)
+        before = rows[row]
+    return Trie(order, shared)
+
+
+def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
+    """
+    The packed token that computes each real token.
+
+    Args:
+        rows (`list[tuple[int, int, int]]`):
+            In sorted order: where a row begins among the real tokens, what it shares, and its length.
+        tokens (`int`):
+            Real tokens.
+
+    Returns:
+        `torch.Tensor` of shape `(R,)`.
+    """
+    source = np.empty(tokens, dtype=np.int64)
+    before = packed = 0
+    for begin, own, length in rows:
+        source[begin : begin + own] = source[before : before + own]
+        source[begin + own : begin + length] = np.arange(packed, packed + length - own)
+        before, packed = begin, packed + length - own
+    return torch.from_numpy(source)
+
+
+def places_by_token(shared: list[int], key_lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The order in which to add what was gathered for the keys of the segments back to the tokens that they are.
+
+    The segments that have a token among their keys stand one behind the other, so the places of all tokens that the
+    same segments have are a table: a line for each token, a column for each of these segments.
+
+    Args:
+        shared (`list[int]`):
+            Tokens that each segment has in common with the one before it: its keys without its queries.
+        key_lengths (`list[int]`):
+            Keys of each segment.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: as [`sum_order`] of the keys.
+    """
+    bounds = np.cumsum([0, *key_lengths])
+    order = np.empty(bounds[-1], dtype=np.int64)
+    counts = np.empty(sum(key_lengths) - sum(shared), dtype=np.int64)
+    at = token = 0
+    # For each segment the depths from which on fewer of the segments behind it have its tokens; deepest last.
+    steps = _steps(shared, key_lengths)
+    for segment, (own, length) in enumerate(zip(shared, key_lengths, strict=True)):
+        begin = own
+        for end, last in [*steps[segment], (length, segment)]:
+            if end <= begin:
+                continue
+            tokens, segments = end - begin, last + 1 - segment
+            table = order[at : at + tokens * segments].reshape(tokens, segments)
+            np.add(bounds[segment : last + 1], np.arange(begin, end)[:, None], out=table)
+            counts[token : token + tokens] = segments
+            at, token, begin = at + table.size, token + tokens, end
+    return torch.from_numpy(order), torch.from_numpy(np.cumsum(counts) - counts)
+
+
+def _steps(shared: list[int], lengths: list[int]) -> list[list[tuple[int, int]]]:
+    """
+    Of each segment, ascending: up to which depth its tokens are keys up to which segment behind it.
+
+    A token at depth `d` of a segment is a key of the next ones for as long as each shares more than `d`.
+    """
+    found: list[list[tuple[int, int]]] = [[] for _ in shared]
+    # Running minima of what the segments behind share, the smallest first, each with the last segment that has it.
+    minima: list[tuple[int, int]] = []
+    for segment in range(len(shared) - 1, -1, -1):
+        own = shared[segment]
+        found[segment] = [(depth, last) for depth, last in minima if depth > own]
+        # For the segment before this one: nothing beyond `own` is common to it and those from here on.
+        reach = segment
+        while minima and minima[-1][0] >= own:
+            reach = minima.pop()[1]
+        if own:
+            minima.append((own, max(reach, segment)))
+    return found
+
+
+def _big_endian(keys_R: list[torch.Tensor]) -> np.ndarray:
+    """The keys of each token side by side, as big-endian numbers: in 32 bits where they fit."""
+    numbers = [key.numpy() for key in keys_R]
+    # The bits of all numbers together: one pass says whether any is negative or large.
+    is_small = all(0 <= int(np.bitwise_or.reduce(x)) < 2**31 for x in numbers)
+    ordered = [x.astype(">i4" if is_small else ">i8") for x in numbers]
+    return ordered[0] if len(ordered) == 1 else np.stack(ordered, axis=1).ravel()
+
+
+def _common(row: np.ndarray, before: np.ndarray, most: int) -> int:
+    """How many of the first `most` values are equal: a few first, since most rows part early or late."""
+    begin, size = 0, 64
+    while begin < most:
+        end = min(begin + size, most)
+        differ = row[begin:end] != before[begin:end]
+        if differ.any():
+            return begin + int(differ.argmax())
+        begin, size = end, 8 * size
+    return most

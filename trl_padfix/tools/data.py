@@ -13,7 +13,7 @@ from datasets import Dataset, load_dataset
 from .reading import reading
 
 
-__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows"]
+__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns"]
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
@@ -59,6 +59,25 @@ def _load(data: str, split: str) -> Dataset:
             return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
     with reading(f"the data {data!r}", _ADVICE):
         return load_dataset(data, split=split)
+
+
+def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
+    """
+    Rows with columns renamed as `"question=prompt,answer=completion"` says; a column that has the new name is dropped.
+
+    Raises:
+        ValueError: If that is no mapping, or names a column that is not there.
+    """
+    if columns is None:
+        return rows
+    pairs = [part.split("=") for part in columns.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ValueError(f"{columns!r} is no mapping of columns: write `question=prompt,answer=completion`.")
+    names = {old.strip(): new.strip() for old, new in pairs}
+    if missing := sorted(names.keys() - set(rows.column_names)):
+        raise ValueError(f"The data has no column {missing}; it has {sorted(rows.column_names)}.")
+    replaced = set(names.values()) & set(rows.column_names) - names.keys()
+    return rows.remove_columns(sorted(replaced)).rename_columns(names)
 
 
 def load_recipe(path: str) -> dict[str, Any]:

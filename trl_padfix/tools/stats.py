@@ -32,6 +32,7 @@ __all__ = [
     "measure",
     "summary",
     "texts_of",
+    "token_rows",
     "truncated",
     "waiting",
 ]
@@ -265,7 +266,7 @@ def waiting(
     forwards = each[order].reshape(steps, accumulation, processes, batch_size).sum(3)
     tokens, fixed, split_up = forwards.sum(), processes * forwards.max(2).sum(), 0
     for step in order:
-        own = RowCosts(costs.own[step], costs.shared[step], np.arange(len(step)))
+        own = text_costs(costs.each[step])
         loads: list[int] = []
         for part in assign(own, processes):
             of_part = own[part]
@@ -294,6 +295,31 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
         "max": np.max,
     }
     return {name: {figure: float(f(part)) for figure, f in figures.items()} for name, part in parts.items()}
+
+
+def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """
+    Rows as TRL's DPO or SFT trainer tokenizes them, before truncation.
+
+    Returns:
+        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids` of pairs; of texts `input_ids`, and `prompt`, how
+        many of them are a prompt that is not trained on.
+    """
+    if "chosen" in rows[0]:
+        if "prompt" not in rows[0]:
+            rows = [extract_prompt(row) for row in rows]
+        prompts = _token_ids(rows, ["prompt"], tokenizer)
+        both = [_token_ids(rows, ["prompt", side], tokenizer) for side in ("chosen", "rejected")]
+        found = []
+        for prompt, chosen, rejected in zip(prompts, *both, strict=True):
+            at = min(_common(prompt, chosen), _common(prompt, rejected))
+            parts = {"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]}
+            found.append(parts)
+        return found
+    names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
+    whole = _token_ids(rows, names, tokenizer)
+    prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
+    return [{"input_ids": ids, "prompt": _common(p, ids)} for p, ids in zip(prompts, whole, strict=True)]
 
 
 def _pair_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:

@@ -1,18 +1,28 @@
-"""The picture of `trl-padfix stats`: lengths, and a batch padded, packed and with each prompt once."""
+"""The picture of `trl-padfix stats`: lengths, a batch padded, packed and with each prompt once, the prefix tree."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .stats import Lengths
+from .verdict import PrefixTree
 
 
 __all__ = ["plot"]
 
 
-def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length: int | None = None, seed: int = 0):
+def plot(
+    lengths: Lengths,
+    path: str | Path,
+    *,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    seed: int = 0,
+    tree: PrefixTree | None = None,
+) -> None:
     """
     Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
 
@@ -29,6 +39,8 @@ def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length:
             Longest sequence.
         seed (`int`, *optional*, defaults to `0`):
             Which batch.
+        tree ([`PrefixTree`], *optional*):
+            Rows sorted by their tokens, to draw what each has in common with the one before it.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -44,8 +56,9 @@ def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length:
     once = [[piece for piece in s if i % 2 == 0 or piece[0] != _PROMPT] for i, s in enumerate(pieces)]
     shared = np.concatenate([np.repeat([k for k, _ in s], [n for _, n in s]) for s in once])
 
-    figure = Figure(figsize=(13, 6.4), layout="constrained")
-    histograms, picture = np.ravel(figure.subfigures(2, 1, height_ratios=(1, 1.2)))
+    figure = Figure(figsize=(13, 6.4 if tree is None else 9.6), layout="constrained")
+    heights = (1, 1.2) if tree is None else (1, 1.2, 1.2)
+    histograms, picture, *below = np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights))
     for axes, (name, part) in zip(histograms.subplots(1, len(lengths.parts), squeeze=False)[0], lengths.parts.items(),
                                   strict=True):  # fmt: skip
         axes.hist(part, bins=50, color=_COLOURS[_KINDS[name]])
@@ -58,7 +71,35 @@ def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, max_length:
         axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
         axes.set_ylim(len(padded) - 0.5, -0.5)
+    parts = {"padding": _COLOURS[1]} | {name: _COLOURS[_KINDS[name]] for name in lengths.parts}
+    _explain(picture, parts)
+    if tree is not None:
+        _draw_tree(below[0], tree)
     figure.savefig(path, dpi=120)
+
+
+def _draw_tree(figure: Any, tree: PrefixTree) -> None:
+    """How many rows reach each depth, and how many of them have the same tokens up to there as another row."""
+    depth = np.arange(int(tree.lengths.max()) + 1)
+    reach, alike = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.common))
+    axes = figure.subplots()
+    axes.fill_between(depth, reach, step="post", color=_COLOURS[_PROMPT], linewidth=0)
+    axes.fill_between(depth, alike, step="post", color=_COLOURS[1], linewidth=0)
+    saved = tree.common.sum() / max(tree.lengths.sum(), 1)
+    axes.set(
+        title=f"prefix tree: of {len(tree.lengths):,} rows together {saved:.0%} of the tokens are computed already",
+        xlabel="depth in tokens", ylabel="rows", xlim=(0, len(depth)), ylim=(0, None),
+    )  # fmt: skip
+    grey = "rows that begin with the same tokens as another one, up to this depth"
+    _explain(figure, {grey: _COLOURS[1], "rows with tokens of their own at this depth": _COLOURS[_PROMPT]})
+
+
+def _explain(figure: Any, colours: dict[str, str]) -> None:
+    """A legend below a part of the picture."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
 _COLOURS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
 
-__all__ = ["CHAT_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_llava", "build_qwen2", "train_tokenizer"]
+__all__ = [
+    "BENCH_SHAPES",
+    "CHAT_TEMPLATE",
+    "SHAPES",
+    "VISION_CHAT_TEMPLATE",
+    "build_hybrid",
+    "build_llava",
+    "build_qwen2",
+    "train_tokenizer",
+]
 
 PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
@@ -42,6 +51,12 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": _shape(28, 3584, 28, 4, 18944, 152064),
 }
 """Qwen2 shapes: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
+
+BENCH_SHAPES: dict[str, dict[str, int]] = SHAPES | {
+    "hybrid": _shape(4, 256, 4, 2, 704, 8192) | {"linear_heads": 4},
+    "hybrid-tiny": _shape(4, 64, 2, 1, 96, 2048) | {"linear_heads": 2},
+}
+"""These, and small ones of Qwen3.5: three layers of gated delta rules to one of attention."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -112,6 +127,57 @@ def build_qwen2(
                 num_hidden_layers=layers,
                 num_attention_heads=heads,
                 num_key_value_heads=kv_heads,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
+                tie_word_embeddings=True,
+                **config,
+            )
+        )
+
+
+def build_hybrid(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    intermediate_size: int,
+    linear_heads: int,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    **config: Any,
+) -> PreTrainedModel:
+    """
+    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention.
+
+    Args:
+        tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size, seed:
+            As in [`build_qwen2`].
+        linear_heads (`int`):
+            Heads of linear attention.
+        **config:
+            More of [`~transformers.Qwen3_5TextConfig`].
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    size = hidden_size // heads
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                vocab_size=vocab_size or len(tokenizer),
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=size,
+                linear_num_key_heads=linear_heads,
+                linear_num_value_heads=linear_heads,
+                linear_key_head_dim=size,
+                linear_value_head_dim=size,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 bos_token_id=None,

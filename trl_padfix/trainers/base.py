@@ -89,7 +89,7 @@ class PaddingRemovalMixin:
             given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
             config = given.get("args")
             self._handles: list[PaddingRemoval] = []
-            self._numberings: list[Attachment] = []
+            self._attachments: list[Attachment] = []
             self._parity_pending = {"train", "eval"}
             self._token_counters = {"train": TokenCounter(), "eval": TokenCounter()}
             self._is_observing = False
@@ -134,7 +134,7 @@ class PaddingRemovalMixin:
         """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
         models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
         self._set_up_collator()
-        if self._handles or self._numberings:
+        if self._handles or self._attachments:
             return
         # A trainer before this one may have left its own on the models, as training in stages does.
         for attachment in (a for model in models for a in attachments_of(model) if a.is_trainers):
@@ -142,8 +142,8 @@ class PaddingRemovalMixin:
         if not self._removes_padding:
             is_ours = type(self.data_collator) in self._collators.values()
             if is_ours and self.data_collator.padding_side == "left":
-                self._numberings = [n for n in map(number_padded_rows, models) if n is not None]
-            for numbering in self._numberings:
+                self._attachments = [n for n in map(number_padded_rows, models) if n is not None]
+            for numbering in self._attachments:
                 numbering.is_trainers = True
             return
         self._check_launch()
@@ -164,7 +164,11 @@ class PaddingRemovalMixin:
 
     def _packing_options(self) -> dict[str, Any]:
         """Keyword arguments of `remove_padding`."""
-        return {"prefix_sharing": bool(getattr(self.args, "prefix_sharing", False))}
+        sharing = getattr(self.args, "prefix_sharing", False)
+        if sharing == "auto" and getattr(self.args, "neftune_noise_alpha", None):
+            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+            sharing = False
+        return {"prefix_sharing": sharing}
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.
@@ -230,10 +234,10 @@ class PaddingRemovalMixin:
 
         After training they stay attached, until this is called or another trainer of this package takes them over.
         """
-        for attachment in (*self._handles, *self._numberings):
+        for attachment in (*self._handles, *self._attachments):
             attachment.remove()
         self._undo_call_event.close()
-        self._handles, self._numberings, self._removes_padding = [], [], False
+        self._handles, self._attachments, self._removes_padding = [], [], False
 
     def get_train_dataloader(self) -> Any:
         # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.
@@ -264,15 +268,18 @@ class PaddingRemovalMixin:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, batch | self._multimodal_inputs(inputs))
         self._token_counters[mode].start()
-        before, self._is_observing = self._forward_counts(), True
+        before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
         try:
-            sharing = bool(self._handles and self._handles[0].prefix_sharing)
+            sharing = self._handles[0].prefix_sharing if self._handles else False
             with layouts_of_step(inputs, layout, sharing):  # the reference's forward takes that of the policy's
                 yield
         finally:
             self._is_observing = False
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
-        self._token_counters[mode].add(*self._summed_over_processes(_step_counts(batches, counted)))
+        chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
+        counts = self._summed_over_processes([*_step_counts(batches, counted), *chose])
+        self._token_counters[mode].add(*counts[:3])
+        self._token_counters[mode].chose(*counts[3:])
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""
@@ -296,6 +303,13 @@ class PaddingRemovalMixin:
             return 0, 0, 0
         stats = self._handles[0].stats
         return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
+
+    def _choices(self) -> tuple[int, int]:
+        """With `prefix_sharing="auto"`: forwards of the policy that shared prefixes so far, and all of them."""
+        if not self._handles or self._handles[0].prefix_sharing != "auto":
+            return 0, 0
+        stats = self._handles[0].stats
+        return stats.shared_forwards, stats.forwards
 
     def _summed_over_processes(self, counts: list[int]) -> list[int]:
         if self.accelerator.num_processes == 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..core.batches import layout_of_batch, step_layouts
+from ..core.batches import PrefixSharing, layout_of_batch, step_layouts
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
 
@@ -34,12 +34,12 @@ class LayoutCollator:
     Args:
         collator (`Callable`):
             Makes a batch of examples.
-        prefix_sharing (`bool`):
+        prefix_sharing (`bool` or `"auto"`):
             Whether repeated prefixes are computed once.
     """
 
     collator: Callable[[list[Any]], Any]
-    prefix_sharing: bool
+    prefix_sharing: PrefixSharing
 
     def __call__(self, examples: list[Any]) -> Any:
         batch = self.collator(examples)
@@ -57,7 +57,7 @@ def without_layout(batch: dict[str, Any]) -> tuple[dict[str, Any], Layout | None
 
 
 def layouts_of_step(
-    batch: dict[str, Any], layout: Layout | None, prefix_sharing: bool
+    batch: dict[str, Any], layout: Layout | None, prefix_sharing: PrefixSharing
 ) -> AbstractContextManager[None]:
     """The scope of a step on `batch`, in which its forwards find `layout`."""
     if layout is None:
@@ -67,7 +67,7 @@ def layouts_of_step(
     return step_layouts([(*given, layout)])
 
 
-def _layout(batch: dict[str, Any], prefix_sharing: bool) -> Layout | None:
+def _layout(batch: dict[str, Any], prefix_sharing: PrefixSharing) -> Layout | None:
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not all(isinstance(x, torch.Tensor) and x.dim() == 2 and x.device.type == "cpu" for x in (ids, mask)):
         return None

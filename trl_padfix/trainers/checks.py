@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 from ..core.errors import PaddingRemovalError
 from .collators import check_padding_side
 from .columns import first_misplaced_image, list_lengths
-from .config import check_prefix_sharing
+from .sharing import check_prefix_sharing
 from .vision_collators import misplaced, misplaced_images
 
 
@@ -59,7 +59,7 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
     check_prefix_sharing(config)
-    if getattr(config, "prefix_sharing", False) and getattr(config, "neftune_noise_alpha", None):
+    if getattr(config, "prefix_sharing", False) is True and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
             "there is no prefix to share. Set `prefix_sharing=False`: `padding_free` alone keeps the noise of the "

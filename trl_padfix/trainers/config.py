@@ -11,6 +11,9 @@ import trl
 from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
+from .sharing import Sharing, check_prefix_sharing
+from .step_config import BudgetConfig, OnlineBudgetConfig
+from .turns import check_turn_settings
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
@@ -101,11 +104,14 @@ class PackingConfig:
             "is refused."
         },
     )
-    prefix_sharing: bool = field(
+    prefix_sharing: Sharing = field(
         default=False,
         metadata={
             "help": "Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a "
-            "system prompt of many. Needs `padding_free`."
+            "system prompt of many. A batch in which that would cost more than it saves is computed without. 'auto': "
+            "where it is possible and pays, and log how often that is. Needs `padding_free`.",
+            "nargs": "?",
+            "const": True,
         },
     )
     parity_check: bool = field(
@@ -119,18 +125,6 @@ class PackingConfig:
     def __post_init__(self) -> None:
         check_prefix_sharing(self)
         super().__post_init__()  # type: ignore[misc]
-
-
-def check_prefix_sharing(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `prefix_sharing` is set without `padding_free`.
-    """
-    if getattr(config, "prefix_sharing", False) and not config.padding_free:
-        raise ValueError(
-            "`prefix_sharing=True` needs `padding_free=True`: prefixes are shared in the packed row, and without "
-            "it there is none. Set both, or neither."
-        )
 
 
 @dataclass
@@ -201,68 +195,16 @@ class ExactEvalConfig(PaddingConfig):
 
 
 @dataclass
-class BudgetConfig(ExactEvalConfig):
-    """[`ExactEvalConfig`] and `max_tokens_per_batch`, for trainers that split a step by tokens."""
-
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens that one forward computes on a device: the rows of an optimizer step are split into "
-            "micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of "
-            "them. The batch of an optimizer step stays `per_device_train_batch_size` x "
-            "`gradient_accumulation_steps` x processes. Needs `padding_free`."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        check_token_budget(self)
-        # A row weighs what it weighs in TRL's micro-batches, of which the last one of an epoch may have fewer rows.
-        self._rows_per_micro_batch = self.per_device_train_batch_size
-        if self.max_tokens_per_batch is not None:
-            # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
-            self.per_device_train_batch_size *= self.gradient_accumulation_steps
-            self.gradient_accumulation_steps = 1
-        super().__post_init__()
-
-
-def check_token_budget(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `max_tokens_per_batch` is no number of tokens, is less than one row may have, or is set without
-            `padding_free` or with `packing`.
-    """
-    budget = getattr(config, "max_tokens_per_batch", None)
-    if budget is None:
-        return
-    if not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
-    if not config.padding_free:
-        raise ValueError(
-            f"`max_tokens_per_batch={budget}` needs `padding_free=True`: it counts the tokens that are computed, and "
-            "a padded batch computes others."
-        )
-    if getattr(config, "packing", False):
-        raise ValueError(
-            "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
-            "of `packing` and `max_tokens_per_batch`."
-        )
-    if config.max_length is not None and config.max_length > budget:
-        raise ValueError(
-            f"A row may have `max_length={config.max_length}` tokens, more than `max_tokens_per_batch={budget}`, and "
-            f"no batch could hold it. Raise the budget to {config.max_length} at least, or lower `max_length`."
-        )
-
-
-@dataclass
-class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DPOConfig):
+class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to compute no padding.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once. Needs `padding_free`.
+        prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+            Whether to compute prefixes that rows have in common only once; with `"auto"` where that is possible and
+            pays. Needs `padding_free`.
         padding_side (`str`, *optional*):
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
@@ -283,6 +225,10 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
         max_tokens_per_batch (`int`, *optional*):
             Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
             then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
+        group_by_prefix (`bool`, *optional*, defaults to `False`):
+            Whether rows with long common prefixes come in one optimizer step. Needs `prefix_sharing`.
+        group_by_prefix_buffer (`int`, *optional*):
+            Rows of a streamed dataset among which they are looked for.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Whether an evaluation averages over all its pairs (or tokens). By default over batches, as TRL does.
         **kwargs:
@@ -297,12 +243,13 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, trl.DP
 
 
 @dataclass
-class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
+class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
     """
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation:
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
+        group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: whether the score of a row is that of the last token of its attention mask. By default
@@ -330,13 +277,14 @@ class RewardConfig(AttentionConfig, PaddingConfig, trl.RewardConfig):
 
 
 @dataclass
-class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
+class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation:
-            As in [`DPOConfig`].
+        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation,
+        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+            As in [`DPOConfig`]. With a budget the KL term of a step is estimated from all its rows.
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -346,7 +294,7 @@ class KTOConfig(ReferenceAttentionConfig, PaddingConfig, trl.KTOConfig):
 
 
 @dataclass
-class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
+class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -356,6 +304,10 @@ class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
         padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
             of a group is computed once for all its completions.
+        max_tokens_per_batch (`int`, *optional*):
+            Most tokens of a forward that takes log-probabilities. `per_device_train_batch_size` is then multiplied
+            with `gradient_accumulation_steps`, which becomes 1, where the steps of a generation are whole optimizer
+            steps and `generation_batch_size` is not given; a step keeps its rows and its loss.
         **kwargs:
             All fields of [`~trl.GRPOConfig`].
 
@@ -365,12 +317,12 @@ class GRPOConfig(ReferenceAttentionConfig, PackingConfig, trl.GRPOConfig):
 
 
 @dataclass
-class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
+class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -381,19 +333,36 @@ class RLOOConfig(ReferenceAttentionConfig, PackingConfig, trl.RLOOConfig):
 
 
 @dataclass
-class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
-        exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples:
+        group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens,
+        generation_kwargs, eval_generation_samples:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
+        expand_turns (`bool`, *optional*, defaults to `False`):
+            Whether a conversation becomes one row for each turn of the assistant; see [`expand_turns`].
+
     Raises:
-        ValueError: As [`DPOConfig`].
+        ValueError: As [`DPOConfig`], and for `expand_turns` with `assistant_only_loss` or without
+            `completion_only_loss`.
     """
 
+    expand_turns: bool = field(
+        default=False,
+        metadata={
+            "help": "Make one row of each turn of the assistant in `messages`, as the chat template renders it then, "
+            "trained on that turn. For templates that drop earlier thinking, and for agents' rollouts."
+        },
+    )
+
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        check_turn_settings(self)
+        super().__post_init__(attn_implementation)

@@ -17,7 +17,8 @@ from .collators import DataCollatorForPreference, empty_completion
 from .columns import count_equal, empty_lists
 from .eval_generation import GeneratingMixin
 from .metrics import ExactEvalMixin
-from .token_budget import BudgetMixin, PairMeasure
+from .row_measures import PairMeasure
+from .token_budget import BudgetMixin
 from .vision_collators import DataCollatorForVisionPreference
 
 
@@ -77,14 +78,12 @@ class DPOTrainer(
 
     _rows_per_item = 2
 
-    def _reason_not_to_split(self) -> str | None:
-        for loss in set(self.loss_types) & {"aot", "aot_unpaired", "sft"}:
-            return f"The loss {loss!r} compares the pairs of a forward, or weighs them by their tokens"
-        return super()._reason_not_to_split()
+    def _compares_rows(self) -> bool:
+        # These sort the rows of a forward, or weigh them by their tokens.
+        return bool({"aot", "aot_unpaired", "sft"} & set(self.loss_types))
 
-    def _measure(self) -> PairMeasure:
-        sharing = bool(getattr(self.args, "prefix_sharing", False))
-        return PairMeasure(self.args.max_length, self.args.truncation_mode, sharing)
+    def _row_measure(self) -> type[PairMeasure]:
+        return PairMeasure
 
     def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

@@ -15,6 +15,8 @@ from .base import PaddingRemovalMixin
 from .checks import require_columns
 from .collators import EMPTY, SidedCollator
 from .columns import empty_lists
+from .row_measures import UnpairedMeasure
+from .token_budget import BudgetMixin
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -80,7 +82,7 @@ def _empty(where: str) -> str:
     )
 
 
-class KTOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.KTOTrainer):
+class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTOTrainer):
     """
     TRL's [`~trl.KTOTrainer`] without padding.
 
@@ -122,3 +124,9 @@ class KTOTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.KTOTrainer):
         if self.calculate_KL:
             batches.append({name: inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask")})
         return batches
+
+    def _compares_rows(self) -> bool:
+        return True  # with the KL term, a mean over all of them
+
+    def _row_measure(self) -> type[UnpairedMeasure]:
+        return UnpairedMeasure

@@ -20,6 +20,7 @@ class TokenCounter:
 
     def __init__(self) -> None:
         self.padded = self.real = self.packed = 0
+        self.shared_forwards = self.forwards = 0
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -37,10 +38,16 @@ class TokenCounter:
         self.real += real
         self.packed += packed
 
+    def chose(self, shared: int, forwards: int) -> None:
+        """Count forwards in which `prefix_sharing="auto"` had the choice."""
+        self.shared_forwards += shared
+        self.forwards += forwards
+
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; begins anew."""
         self.pause()
         padded, real, packed, seconds = self.padded, self.real, self.packed, self.seconds
+        shared, forwards = self.shared_forwards, self.forwards
         self.__init__()
         if not padded:
             return {}
@@ -48,6 +55,8 @@ class TokenCounter:
         metrics = {"perf/tokens_per_second": real / seconds}
         if padding_free:
             metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
+        if forwards:
+            metrics["padfix/auto_shared"] = shared / forwards
         return metrics
 
 

@@ -10,6 +10,7 @@ import contextlib
 from typing import Any
 
 import torch
+import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
 
@@ -17,6 +18,8 @@ from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import column_names, require_columns
 from .columns import blank_texts
+from .step_config import check_token_budget
+from .token_budget import SplittingMixin
 
 
 __all__ = ["OnlineMixin"]
@@ -24,13 +27,20 @@ __all__ = ["OnlineMixin"]
 logger = get_logger(__name__)
 
 
-class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
+class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
 
     _takes_images = False
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
+        check_token_budget(config)
+        scores = "_get_per_token_logps_and_entropies"
+        if getattr(config, "max_tokens_per_batch", None) is not None and not hasattr(super(), scores):
+            raise ValueError(
+                f"`max_tokens_per_batch` splits the forwards of `{scores}`, and TRL {trl.__version__} has no such "
+                "method. Update TRL, or leave the budget out."
+            )
         dataset = given.get("train_dataset")
         if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
             require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
@@ -77,6 +87,17 @@ class OnlineMixin(AttentionChoiceMixin, PaddingRemovalMixin):
             for handle in self._handles:
                 stack.enter_context(handle.disabled())
             return super()._generate_single_turn(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        batch_size: int | None = None, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if getattr(self.args, "max_tokens_per_batch", None) is not None:
+            batch_size = len(input_ids)  # the budget says how many rows are computed at once
+        with self._splitting():
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
+            )
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self._token_counters["train" if self.model.training else "eval"].start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
@@ -13,12 +14,14 @@ from .base import PaddingRemovalMixin
 from .checks import require_columns
 from .collators import DataCollatorForReward, empty_sequence
 from .columns import empty_lists, rows_of_only
+from .row_measures import RewardMeasure
+from .token_budget import BudgetMixin
 
 
 __all__ = ["RewardTrainer"]
 
 
-class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer):
+class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.RewardTrainer):
     """
     TRL's [`~trl.RewardTrainer`] without padding.
 
@@ -90,3 +93,15 @@ class RewardTrainer(AttentionChoiceMixin, PaddingRemovalMixin, trl.RewardTrainer
     def _wrap_model_for_loss(self, model: Any) -> Any:
         # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
         return lambda margin=None, **inputs: model(**inputs)
+
+    _rows_per_item = 2
+    _extremes = {"min_reward": torch.min, "max_reward": torch.max}
+
+    def _row_measure(self) -> type[RewardMeasure]:
+        return RewardMeasure
+
+    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor:
+        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
+
+    def _metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {}

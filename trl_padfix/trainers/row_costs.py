@@ -7,6 +7,7 @@ here knows of trainers, and everything is a function of its arguments alone, so 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,41 +15,72 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["RowCosts", "StepPlan", "arrange", "assign", "pair_costs", "split", "text_costs"]
+__all__ = ["RowCosts", "StepPlan", "assign", "balance", "pair_costs", "prefix_costs", "split", "text_costs"]
+
+
+WORTH_JOINING = 0.1
+"""Share of a row that it must have in common with another one for them to be brought together."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowCosts:
     """
-    Tokens that rows put through the decoder: their own, and those that the rows of one group have in common.
+    Tokens that rows put through the decoder, and what they begin with in common, which is computed once.
 
     Attributes:
-        own (`np.ndarray` of shape `(n,)`): Tokens that are computed for each row.
-        shared (`np.ndarray` of shape `(n,)`): Tokens that are computed once for all rows of its group.
-        group (`np.ndarray` of shape `(n,)`): Rows with one number have one prompt.
+        each (`np.ndarray` of shape `(n,)`): Tokens of each row in a batch of its own.
+        order (`np.ndarray` of shape `(n,)`): The rows, those that begin alike next to one another.
+        common (`np.ndarray` of shape `(n,)`): Tokens that each row of `order` has in common with the one before it.
     """
 
-    own: np.ndarray
-    shared: np.ndarray
-    group: np.ndarray
+    each: np.ndarray
+    order: np.ndarray
+    common: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.each)
 
     def __getitem__(self, rows: Any) -> RowCosts:
-        return RowCosts(self.own[rows], self.shared[rows], self.group[rows])
+        """The costs of some rows, as often as they are named."""
+        rows = np.arange(len(self))[rows]
+        rank = np.empty(len(self), dtype=np.int64)
+        rank[self.order] = np.arange(len(self))
+        order = np.argsort(rank[rows], kind="stable")
+        return RowCosts(self.each[rows], order, self._between(rank[rows[order]]))
+
+    def _between(self, ranks: np.ndarray) -> np.ndarray:
+        """What each row of `ranks`, which ascend, has in common with the one before: the least of all on the way."""
+        common = np.zeros(len(ranks), dtype=np.int64)
+        if len(ranks) > 1:
+            found = np.minimum.reduceat(np.append(self.common, 0), ranks + 1)[:-1]
+            common[1:] = np.where(np.diff(ranks), found, 0)
+        return common
 
     @property
-    def each(self) -> np.ndarray:
-        """Tokens of each row in a batch of its own, `(n,)`."""
-        return self.own + self.shared
+    def in_all(self) -> int:
+        """Tokens that all rows begin with."""
+        return int(self.common[1:].min(initial=self.each.max(initial=0))) if len(self) > 1 else 0
+
+    def beyond(self, tokens: int) -> RowCosts:
+        """The costs without the first `tokens` of each row, which they have in common."""
+        return RowCosts(self.each - tokens, self.order, np.maximum(self.common - tokens, 0))
+
+    @property
+    def joined(self) -> np.ndarray:
+        """
+        Whether each row of `order` belongs to the one before it, `(n,)`: a good part of it is in common with it.
+
+        What all rows have in common counts for nothing, since it is in every batch.
+        """
+        costs = self.beyond(self.in_all)
+        each, common = costs.each[costs.order], costs.common
+        shorter = np.minimum(each, np.roll(each, 1))
+        return (common > 0) & (common >= WORTH_JOINING * shorter)
 
     def total(self, rows: Any = slice(None)) -> int:
         """Tokens of one batch of `rows`."""
-        groups = _numbered(self.group[rows])
-        shared = np.zeros(len(groups), dtype=np.int64)
-        np.maximum.at(shared, groups, self.shared[rows])
-        return int(self.own[rows].sum() + shared.sum())
+        costs = self[rows]
+        return int(costs.each.sum() - costs.common.sum())
 
 
 def pair_costs(
@@ -93,18 +125,38 @@ def pair_costs(
     limit = np.iinfo(np.int64).max if max_length is None else max_length
     real = np.minimum(rows, limit).sum(0)
     if prompts is None:
-        return RowCosts(real, np.zeros_like(real), np.arange(len(real)))
+        return RowCosts(real, np.arange(len(real)), np.zeros_like(real))
     in_common = np.minimum(prompt, limit)
     if truncation_mode == "keep_end":
         in_common = np.where((rows <= limit).all(0), in_common, 0)
-    return RowCosts(real - 2 * in_common, in_common, np.asarray(prompts))
+    order = np.argsort(np.asarray(prompts), kind="stable")
+    number = np.asarray(prompts)[order]
+    common = np.where(number == np.roll(number, 1), np.minimum(in_common[order], np.roll(in_common[order], 1)), 0)
+    common[:1] = 0
+    return RowCosts(real - in_common, order, common)
 
 
 def text_costs(tokens: Sequence[int] | np.ndarray, *, max_length: int | None = None) -> RowCosts:
     """Tokens of rows that have nothing in common."""
     tokens = np.asarray(tokens, dtype=np.int64)
-    own = tokens if max_length is None else np.minimum(tokens, max_length)
-    return RowCosts(own, np.zeros_like(own), np.arange(len(own)))
+    each = tokens if max_length is None else np.minimum(tokens, max_length)
+    return RowCosts(each, np.arange(len(each)), np.zeros_like(each))
+
+
+def prefix_costs(each: np.ndarray, keys: np.ndarray, order: np.ndarray, common: np.ndarray) -> RowCosts:
+    """
+    Tokens of rows that are sorted by what they begin with; see [`~trl_padfix.trainers.prefix_groups.prefix_order`].
+
+    Args:
+        each (`np.ndarray` of shape `(n,)`):
+            Tokens of each row in a batch of its own.
+        keys (`np.ndarray` of shape `(n,)`):
+            Tokens at the beginning of each row that may be shared with others, at most.
+        order, common (`np.ndarray` of shape `(n,)`):
+            The rows, sorted, and what each has in common with the one before it.
+    """
+    limit = np.minimum(keys[order], np.roll(keys[order], 1))
+    return RowCosts(each, order, np.minimum(common, limit))
 
 
 def split(costs: RowCosts, budget: int) -> list[list[int]]:
@@ -132,8 +184,13 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
 
     ```
     """
-    units = [piece for rows in _groups(costs) for piece in _pieces(costs, rows, budget)]
-    sizes = [costs.total(unit) for unit in units]
+    in_all = costs.in_all
+    costs, budget = costs.beyond(in_all), budget - in_all
+    units, sizes = [], []
+    for rows, size in _groups(costs):
+        pieces = [rows] if size <= budget else list(_pieces(costs, rows, budget))
+        units += pieces
+        sizes += [size] if size <= budget else [costs.total(piece) for piece in pieces]
     largest_first = sorted(range(len(units)), key=lambda u: -sizes[u])
     bins: list[list[int]] = []
     loads: list[int] = []
@@ -188,10 +245,9 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     room = np.full(processes, len(costs) // processes)
     load = np.zeros(processes)
     parts: list[list[int]] = [[] for _ in range(processes)]
-    units = _groups(costs)
-    sizes = [costs.total(unit) for unit in units]
-    for u in sorted(range(len(units)), key=lambda u: -sizes[u]):
-        rows = units[u]
+    costs = costs.beyond(costs.in_all)
+    for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
+        whole = len(rows)
         while rows:
             # The lightest process with room for all; else the lightest with any.
             fits = room >= len(rows)
@@ -199,46 +255,79 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
             now, rows = rows[: room[at]], rows[room[at] :]
             parts[at] += now
             room[at] -= len(now)
-            load[at] += costs.total(now)
+            load[at] += size if len(now) == whole else costs.total(now)
     return [sorted(part) for part in parts]
 
 
-def arrange(order: Sequence[int] | np.ndarray, costs: RowCosts, per_process: int, processes: int) -> Iterator[int]:
+def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Rearrange the rows of an epoch so that the processes of each global batch have even work.
+    Give the processes about equally many tokens, however many rows that is.
 
-    Rows change places only within their global batch. A last batch that is not full is left as it is.
+    Rows that belong together stay together as far as that goes: groups are cut more and more finely, or all rows along
+    their common beginnings, and that is taken which leaves the process with the most tokens the fewest.
 
     Args:
-        order (`Sequence[int]`):
-            Rows in the order of the epoch, shuffled or not.
         costs ([`RowCosts`]):
-            Tokens of all rows.
-        per_process (`int`):
-            Rows of one process in a global batch: the first as many are those of the first process, and so on.
+            Tokens of the rows, at least one row for each process.
         processes (`int`):
-            How many processes.
+            How many parts.
 
     Returns:
-        `Iterator[int]` over the same rows.
+        `list[list[int]]`: rows of each process.
 
     Example:
 
     ```python
-    >>> from trl_padfix.trainers.row_costs import arrange, text_costs
+    >>> from trl_padfix.trainers.row_costs import balance, text_costs
 
-    >>> list(arrange([3, 2, 1, 0, 4], text_costs([9, 8, 2, 1, 5]), per_process=2, processes=2))
-    [3, 0, 2, 1, 4]
+    >>> balance(text_costs([9, 3, 2, 4]), processes=2)
+    [[0], [3, 1, 2]]
 
     ```
     """
-    order, size = np.asarray(order), per_process * processes
-    for begin in range(0, len(order), size):
-        batch = order[begin : begin + size]
-        if processes == 1 or len(batch) < size:
-            yield from batch.tolist()
-        else:
-            yield from (int(batch[i]) for part in assign(costs[batch], processes) for i in part)
+    costs = costs.beyond(costs.in_all)
+    even = (costs.each.sum() - costs.common.sum()) / processes
+    found = [_largest_first(costs, processes, int(even / cuts)) for cuts in (1, 2, 4, 8)]
+    found.append(_along_beginnings(costs, processes))
+    whole = [parts for parts in found if all(parts)] or [assign(costs[: len(costs)], processes)]
+    return min(whole, key=lambda parts: max(map(costs.total, parts)))
+
+
+def _largest_first(costs: RowCosts, processes: int, most: int) -> list[list[int]]:
+    """Groups of at most `most` tokens, the largest first, each to the process with the fewest tokens."""
+    units: list[tuple[int, list[int]]] = []
+    for rows, size in _groups(costs):
+        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
+    units.sort(key=lambda unit: -unit[0])
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    loads = [(0, at) for at in range(processes)]
+    for size, rows in units:
+        load, at = loads[0]
+        parts[at] += rows
+        heapq.heapreplace(loads, (load + size, at))
+    return parts
+
+
+def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
+    """The rows in the order of what they begin with, cut so that the part with the most tokens has few."""
+    each, common = costs.each[costs.order].tolist(), costs.common.tolist()
+
+    def cuts(most: int) -> list[int]:
+        found, load = [0], 0
+        for at, (tokens, shared) in enumerate(zip(each, common, strict=True)):
+            added = tokens - (shared if at > found[-1] else 0)
+            if at > found[-1] and load + added > most:
+                found.append(at)
+                load, added = 0, tokens
+            load += added
+        return found
+
+    low, high = max(max(each), (sum(each) - sum(common)) // processes), sum(each)
+    while low < high - high // 100:  # to a percent
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cuts(middle)) <= processes else (middle + 1, high)
+    parts = np.split(costs.order, cuts(high)[1:])
+    return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
 
 
 @dataclass(frozen=True)
@@ -292,57 +381,93 @@ class StepPlan:
         # Several processes have equally many full micro-batches: accelerate repeats the first rows of the epoch.
         return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
 
-    def weights(self, rows: int) -> np.ndarray:
-        """Weight of each row of a process in a step: TRL averages the means of its micro-batches."""
+    def weights(self, rows: int, of_step: int | None = None) -> np.ndarray:
+        """
+        Weight of each of a process's rows in the loss of a step.
+
+        TRL averages the means of its micro-batches. Several processes have equally many full ones, and the gradients
+        of their losses are averaged: each of the `of_step` rows weighs as much as every other.
+        """
+        if self.processes > 1:
+            return np.full(rows, self.processes / (of_step or rows * self.processes))
         micro_batches = np.arange(rows) // self.micro_batch
         return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
 
-    def arrange(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+    def shares(
+        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
+    ) -> Iterator[tuple[int, list[int]]]:
         """
-        The rows of an epoch, each process's share of a step behind one another, with even work.
+        The rows of an epoch, dealt out to the processes.
 
-        With several processes the last step is filled up to the size of a full one; of its rows only the first `last`
-        of each process count.
+        Args:
+            order (`Sequence[int]`):
+                Rows in the order of the epoch, shuffled or not; they change places only within their step.
+            costs ([`RowCosts`]):
+                Tokens of all rows.
+            equal (`bool`, *optional*, defaults to `False`):
+                Whether all processes have equally many rows, and not only about equally many tokens.
+
+        Returns:
+            `Iterator[tuple[int, list[int]]]`: the rows of a step (how many) and those of a process, process after
+            process and step after step.
         """
-        order = np.asarray(order)
-        whole = len(order) - len(order) % (self.per_process * self.processes)
-        yield from arrange(order[:whole], costs, self.per_process, self.processes)
-        rest = order[whole : whole + self.remainder]
-        if self.processes == 1 or not len(rest):
-            yield from rest.tolist()
-            return
-        missing = self.last * self.processes - len(rest)
-        first = order[: self.micro_batch * self.processes]
-        rest = np.concatenate([rest, np.resize(first, missing)])
-        for part in assign(costs[rest], self.processes):
-            yield from rest[part].tolist() + [int(rest[0])] * (self.per_process - self.last)
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size:
+                step = step[: self.remainder]
+                # What accelerate makes of it: the first rows of the epoch come again.
+                missing = self.last * self.processes - len(step)
+                step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
+            if self.processes == 1:
+                parts = [list(range(len(step)))] if len(step) else []
+            else:
+                parts = (assign if equal else balance)(costs[step], self.processes) if len(step) else []
+            yield from ((len(step), step[part].tolist()) for part in parts)
+
+    def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+        """
+        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+
+        Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
+        are in one of them. Those that run at one time have about equally many tokens.
+        """
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size or self.accumulated * self.processes == 1:
+                yield from step.tolist()
+                continue
+            of_step = costs[step]
+            parts = assign(of_step, self.accumulated * self.processes)
+            for part in sorted(parts, key=of_step.total, reverse=True):
+                yield from step[part].tolist()
 
     def __len__(self) -> int:
-        """Rows that [`StepPlan.arrange`] gives out."""
-        size = self.per_process * self.processes
-        whole = self.rows // size * size
-        return whole + (self.remainder if self.processes == 1 else size * bool(self.last))
+        """Shares of an epoch, over all processes."""
+        return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
 
 
-def _numbered(group: np.ndarray) -> np.ndarray:
-    """Groups by number, 0 for that of the first row, and so on as they come."""
-    _, first, which = np.unique(group, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[which]
-
-
-def _groups(costs: RowCosts) -> list[list[int]]:
-    """The rows of each group."""
-    groups = _numbered(costs.group)
-    order = np.argsort(groups, kind="stable")
-    return [part.tolist() for part in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(part)]
+def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
+    """The rows of each group that is joined, and their tokens."""
+    if not len(costs):
+        return []
+    first = np.flatnonzero(~costs.joined)
+    tokens = costs.each[costs.order] - np.where(costs.joined, costs.common, 0)
+    parts = np.split(costs.order, first[1:])
+    return [(part.tolist(), int(size)) for part, size in zip(parts, np.add.reduceat(tokens, first), strict=True)]
 
 
 def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
     """The rows of one group, in as many pieces as the budget wants."""
+    inner = costs[rows]
     piece: list[int] = []
-    for row in rows:
-        if piece and costs.total([*piece, row]) > budget:
+    tokens = 0
+    for at, common in zip(inner.order.tolist(), inner.common.tolist(), strict=True):
+        each = int(inner.each[at])
+        if piece and tokens + each - common > budget:
             yield piece
-            piece = []
-        piece.append(row)
+            piece, tokens, common = [], 0, 0
+        piece.append(rows[at])
+        tokens += each - common
     yield piece

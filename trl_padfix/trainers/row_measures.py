@@ -2,67 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 from datasets import Dataset
 
 from .columns import list_lengths
-from .row_costs import RowCosts, pair_costs, text_costs
+from .prefix_groups import common_prefixes, prefix_order
+from .row_costs import RowCosts, pair_costs, prefix_costs, text_costs
 
 
-__all__ = ["PairMeasure", "TextMeasure"]
+__all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "UnpairedMeasure"]
+
+
+class _Columns(Protocol):
+    def lengths(self, name: str) -> np.ndarray: ...
+
+    def ids(self, name: str) -> list[np.ndarray]: ...
 
 
 @dataclass(frozen=True)
-class PairMeasure:
-    """Token costs of tokenized preference pairs, given as examples or as a dataset."""
+class RowMeasure:
+    """
+    Token costs of tokenized rows, given as examples or as a dataset.
+
+    Attributes:
+        max_length (`int`, *optional*): Longest row; longer ones are truncated.
+        truncation_mode (`str`): `"keep_start"`, or `"keep_end"`, which leaves truncated rows nothing in common.
+        sharing (`bool`): Whether tokens that rows begin with in common are computed once.
+    """
 
     max_length: int | None = None
     truncation_mode: str = "keep_start"
     sharing: bool = False
 
-    def examples(self, examples: list[dict[str, Any]]) -> RowCosts:
-        lengths = [[len(e[name]) for e in examples] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-        return self._costs(lengths, _numbers(tuple(e["prompt_ids"]) for e in examples))
+    def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
+        return self._costs(_Examples(examples))
 
     def dataset(self, dataset: Dataset) -> RowCosts:
-        lengths = [list_lengths(dataset, name) for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
-        return self._costs(lengths, _numbers(_contents(dataset, "prompt_ids")) if self.sharing else None)
+        return self._costs(_Table(dataset))
 
-    def _costs(self, lengths: list[Any], prompts: list[int] | None) -> RowCosts:
-        return pair_costs(
-            *lengths,
-            prompts=prompts if self.sharing else None,
-            max_length=self.max_length,
-            truncation_mode=self.truncation_mode,
-        )
+    def longest(self, dataset: Dataset) -> np.ndarray:
+        """Tokens of the longest sequence of each row, as it is trained on."""
+        longest = self._longest(_Table(dataset))
+        return longest if self.max_length is None else np.minimum(longest, self.max_length)
+
+    def _costs(self, columns: _Columns) -> RowCosts:
+        raise NotImplementedError
+
+    def _longest(self, columns: _Columns) -> np.ndarray:
+        raise NotImplementedError
+
+    def _shared(self, each: np.ndarray, begins: list[np.ndarray], rows: np.ndarray) -> RowCosts:
+        """Costs of rows of `rows` tokens that begin with `begins`, and cost `each` by themselves."""
+        keys = np.array([len(ids) for ids in begins], dtype=np.int64)
+        if self.max_length is not None:
+            keys = np.minimum(keys, self.max_length)
+            if self.truncation_mode == "keep_end":
+                keys = np.where(rows <= self.max_length, keys, 0)
+        return prefix_costs(each, keys, *prefix_order(begins))
 
 
 @dataclass(frozen=True)
-class TextMeasure:
-    """Token costs of tokenized texts, given as examples or as a dataset."""
+class PairMeasure(RowMeasure):
+    """[`RowMeasure`] of the preference pairs of DPO."""
 
-    max_length: int | None = None
+    def _costs(self, columns: _Columns) -> RowCosts:
+        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
+        how = {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
+        if not self.sharing:
+            return pair_costs(prompt, chosen, rejected, **how)
+        each = pair_costs(prompt, chosen, rejected, prompts=np.arange(len(prompt)), **how).each
+        return self._shared(each, columns.ids("prompt_ids"), prompt + np.maximum(chosen, rejected))
 
-    def examples(self, examples: list[dict[str, Any]]) -> RowCosts:
-        return text_costs([len(e["input_ids"]) for e in examples], max_length=self.max_length)
-
-    def dataset(self, dataset: Dataset) -> RowCosts:
-        return text_costs(list_lengths(dataset, "input_ids"), max_length=self.max_length)
-
-
-def _numbers(keys: Any) -> list[int]:
-    """Equal keys by one number."""
-    known: dict[Any, int] = {}
-    return [known.setdefault(key, len(known)) for key in keys]
+    def _longest(self, columns: _Columns) -> np.ndarray:
+        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
+        return prompt + np.maximum(chosen, rejected)
 
 
-def _contents(dataset: Dataset, column: str) -> Iterator[bytes]:
-    """The token ids of each row, as something to compare."""
-    for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
-        for chunk in table[column].chunks:
-            offsets, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy()
-            yield from (ids[a:b].tobytes() for a, b in pairwise(offsets))
+@dataclass(frozen=True)
+class RewardMeasure(RowMeasure):
+    """[`RowMeasure`] of the preference pairs of a reward model, whose prompt is a part of both sequences."""
+
+    def _costs(self, columns: _Columns) -> RowCosts:
+        chosen, rejected = columns.lengths("chosen_ids"), columns.lengths("rejected_ids")
+        limit = np.iinfo(np.int64).max if self.max_length is None else self.max_length
+        each = np.minimum(chosen, limit) + np.minimum(rejected, limit)
+        if not self.sharing:
+            return text_costs(each)
+        ids = columns.ids("chosen_ids")
+        alike = np.minimum(common_prefixes(ids, columns.ids("rejected_ids")), limit)
+        return self._shared(each - alike, ids, np.maximum(chosen, rejected))
+
+    def _longest(self, columns: _Columns) -> np.ndarray:
+        return np.maximum(columns.lengths("chosen_ids"), columns.lengths("rejected_ids"))
+
+
+@dataclass(frozen=True)
+class UnpairedMeasure(RowMeasure):
+    """[`RowMeasure`] of prompts with one completion each, as KTO takes them."""
+
+    def _costs(self, columns: _Columns) -> RowCosts:
+        tokens = self._longest(columns)
+        costs = text_costs(tokens, max_length=self.max_length)
+        return self._shared(costs.each, columns.ids("prompt_ids"), tokens) if self.sharing else costs
+
+    def _longest(self, columns: _Columns) -> np.ndarray:
+        return columns.lengths("prompt_ids") + columns.lengths("completion_ids")
+
+
+@dataclass(frozen=True)
+class TextMeasure(RowMeasure):
+    """[`RowMeasure`] of texts."""
+
+    def _costs(self, columns: _Columns) -> RowCosts:
+        tokens = self._longest(columns)
+        costs = text_costs(tokens, max_length=self.max_length)
+        return self._shared(costs.each, columns.ids("input_ids"), tokens) if self.sharing else costs
+
+    def _longest(self, columns: _Columns) -> np.ndarray:
+        return columns.lengths("input_ids")
+
+
+@dataclass(frozen=True)
+class _Examples:
+    """Columns of a list of examples."""
+
+    examples: Sequence[dict[str, Any]]
+
+    def lengths(self, name: str) -> np.ndarray:
+        return np.array([len(example[name]) for example in self.examples], dtype=np.int64)
+
+    def ids(self, name: str) -> list[np.ndarray]:
+        return [np.asarray(example[name], dtype=np.int64) for example in self.examples]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Columns of a dataset."""
+
+    rows: Dataset
+
+    def lengths(self, name: str) -> np.ndarray:
+        return list_lengths(self.rows, name)
+
+    def ids(self, name: str) -> list[np.ndarray]:
+        found = []
+        for table in self.rows.select_columns([name]).with_format("arrow").iter(10_000):
+            for chunk in table[name].chunks:
+                offsets, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False)
+                found += [ids[a:b] for a, b in pairwise(offsets.tolist())]
+        return found

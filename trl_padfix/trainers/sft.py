@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from .collators import DataCollatorForLanguageModeling, drop_first_labels, pad_r
 from .columns import untrained_rows
 from .eval_generation import GeneratingMixin
 from .metrics import ExactEvalMixin
-from .token_budget import BudgetMixin, TextMeasure
+from .row_measures import TextMeasure
+from .token_budget import BudgetMixin
+from .turns import check_turn_settings, check_turns, expand_datasets
 from .vision_collators import DataCollatorForVisionLanguageModeling
 
 
@@ -43,6 +46,9 @@ class SFTTrainer(
     `padding_side`. With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any
     attention implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of
     the padded computation.
+
+    With `expand_turns=True` a conversation becomes a row for each turn of the assistant, as the chat template renders
+    it at that moment, trained on that turn; see [`expand_turns`].
 
     Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
     [`DPOTrainer`] does. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained
@@ -70,8 +76,14 @@ class SFTTrainer(
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            bound = inspect.signature(type(self)).bind(*args, **kwargs)
+            if getattr(bound.arguments.get("args"), "expand_turns", False):
+                check_turn_settings(bound.arguments["args"])
+                for name in ("train", "eval"):
+                    given = bound.arguments.get(f"{name}_dataset")
+                    bound.arguments[f"{name}_dataset"] = expand_datasets(given, name)
             with packing_with_any_attention():
-                super().__init__(*args, **kwargs)
+                super().__init__(*bound.args, **bound.kwargs)
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -94,6 +106,8 @@ class SFTTrainer(
         require_rows(dataset, dataset_name)
         if formatting_func is None:
             _check_rows(dataset, processing_class, args, dataset_name)
+        if getattr(args, "expand_turns", False):
+            check_turns(dataset, processing_class, dataset_name)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if isinstance(prepared, Dataset):
             _report_rows(prepared, len(dataset), packing, args.max_length, dataset_name)
@@ -126,8 +140,8 @@ class SFTTrainer(
             return f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward"
         return super()._reason_not_to_split()
 
-    def _measure(self) -> TextMeasure:
-        return TextMeasure(self.args.max_length)
+    def _row_measure(self) -> type[TextMeasure]:
+        return TextMeasure
 
     def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return (self._scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None

@@ -5,6 +5,9 @@ A batch of the data loader is one optimizer step. The sampler deals its rows out
 collator splits those of a process into micro-batches, and `training_step` runs them one after another: counts of steps
 and epochs, shuffling and resuming stay Trainer's. A step has the rows that it has without a budget, and each row
 weighs in the loss what it weighs in TRL's mean over micro-batches, however the rows were split.
+
+A loss that compares the rows of a forward is computed from all rows of a process at once, and its forwards are split
+(`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
 """
 
 from __future__ import annotations
@@ -17,97 +20,131 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
+from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
+from ..core.handle import Attachment
 from .base import field_set
 from .checks import length_dependent_rope, splitting_parallelism
-from .config import check_token_budget
 from .metrics import without_gathering
-from .row_costs import RowCosts, StepPlan, split
-from .row_measures import PairMeasure, TextMeasure
+from .row_costs import StepPlan, split
+from .row_measures import RowMeasure
+from .split_forward import Splits, attach_splitting, splitting
+from .step_config import check_token_budget
+from .step_sampler import StepMixin, StepRows
 
 
-__all__ = ["BudgetCollator", "BudgetMixin", "BudgetSampler"]
+__all__ = ["BudgetCollator", "BudgetMixin", "SplittingMixin"]
 
-logger = get_logger(__name__)
-
-MICRO_BATCHES, ROWS = "micro_batches", "rows"
-"""Keys of a batch that is a list of micro-batches, and of the places that their rows had in the batch."""
+MICRO_BATCHES, WEIGHTS = "micro_batches", "weights"
+"""Keys of a batch that is a list of micro-batches, and of their weights in the loss of the step."""
 
 
-Piece = tuple[dict[str, Any], list[int]]
-"""A micro-batch, and the places of its rows in the batch of the data loader."""
+Piece = tuple[dict[str, Any], float]
+"""A micro-batch and its weight."""
 
 
 @dataclass
 class BudgetCollator:
     """
-    Splits the rows of a batch into micro-batches and collates each.
+    Splits what a process has of a step into micro-batches, and collates each.
 
     Args:
         collator (`Callable`):
             Makes a batch of examples.
-        measure ([`PairMeasure`] or [`TextMeasure`]):
+        measure ([`RowMeasure`]):
             What examples cost.
         budget (`int`):
             Most tokens of a micro-batch.
         plan ([`StepPlan`]):
             The micro-batches of TRL, by which rows weigh.
+        whole (`bool`, *optional*, defaults to `False`):
+            Whether all rows stay in one batch, whose forwards are split.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
-    measure: PairMeasure | TextMeasure
+    measure: RowMeasure
     budget: int
     plan: StepPlan
+    whole: bool = False
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples))
+    def __call__(self, shares: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, Any]:
+        ((of_step, examples),) = shares
+        if self.whole:
+            return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
+        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples), of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
         parts = [rows[part].tolist() for rows in alike for part in split(costs[rows], self.budget)]
-        return {MICRO_BATCHES: [self.collator([examples[i] for i in rows]) for rows in parts], ROWS: parts}
+        batches = [self.collator([examples[i] for i in rows]) for rows in parts]
+        return {MICRO_BATCHES: batches, WEIGHTS: [float(weights[rows].sum()) for rows in parts]}
 
 
-class BudgetSampler(Sampler[int]):
-    """
-    The order of another sampler, rearranged so that the processes of each global batch have even work.
+class SplittingMixin:
+    """Forwards that are split by `max_tokens_per_batch`; stands in front of `PaddingRemovalMixin`."""
 
-    Args:
-        order (`Sampler[int]`):
-            Order of the rows; the same on all processes.
-        costs ([`RowCosts`]):
-            Tokens of all rows.
-        plan ([`StepPlan`]):
-            The optimizer steps of an epoch.
-        epoch (`Callable`):
-            The epoch that an iteration is for. It is asked, since a dataloader that skips batches at several processes
-            does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
-    """
+    _attachments: list[Attachment]
 
-    def __init__(self, order: Sampler[int], costs: RowCosts, plan: StepPlan, epoch: Callable[[], int]):
-        self.order, self.costs, self.plan, self.epoch = order, costs, plan, epoch
+    def _set_up_padding(self) -> None:
+        attached = bool(self._handles)
+        super()._set_up_padding()
+        if getattr(self.args, "max_tokens_per_batch", None) is None:
+            return
+        if reason := self._reason_not_to_split():
+            raise ValueError(
+                f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
+                "`max_tokens_per_batch` cannot split it. Leave one of them out."
+            )
+        if not attached:
+            models = (m for m in (self.model, getattr(self, "ref_model", None)) if m is not None)
+            self._attachments += map(attach_splitting, models)
 
-    def __len__(self) -> int:
-        return len(self.plan)
+    def _reason_not_to_split(self) -> str | None:
+        """Why the loss of a batch depends on which rows are in one forward, if it does."""
+        if getattr(self, "_is_vision_dataset", False):
+            return "The dataset has images, which are not split with their rows"
+        if getattr(self, "aux_loss_enabled", False):
+            return "The load-balancing loss of the experts (`router_aux_loss_coef`) is taken over a whole forward"
+        if splitting_parallelism(self.accelerator, "tp_size"):
+            return "Under tensor parallelism several processes compute one batch"
+        if kind := length_dependent_rope(self.model, getattr(self.args, "max_length", None)):
+            return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
+        return None
 
-    def __iter__(self) -> Iterator[int]:
-        if isinstance(self.order, SeedableRandomSampler):
-            self.order.set_epoch(self.epoch())
-        return self.plan.arrange(list(self.order), self.costs)
+    def _splitting(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose forwards are split by the budget, if there is one."""
+        budget = getattr(self.args, "max_tokens_per_batch", None)
+        if budget is None:
+            return contextlib.nullcontext()
+        sharing = bool(self._handles and self._handles[0].prefix_sharing)
+        # Sharded models meet in every forward, the others at the end of the step.
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return splitting(Splits(budget, sharing, self._most_over_processes if sharded else None))
+
+    def _most_over_processes(self, count: int) -> int:
+        if self.accelerator.num_processes == 1:
+            return count
+        counts = torch.tensor([count], device=self.args.device)
+        return int(accelerate_gather(counts).max())
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._set_up_padding()
+        with self._splitting():
+            return super()._precompute_ref_logps(*args, **kwargs)
 
 
-class BudgetMixin:
+class BudgetMixin(SplittingMixin, StepMixin):
     """Micro-batches of `max_tokens_per_batch` for a TRL trainer; stands in front of `PaddingRemovalMixin`."""
 
     _weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
 
-    _plan: StepPlan | None = None
-    """The steps of the epochs that are running."""
+    _rows_per_item = 1
+    """Rows of a batch that belong together, as in [`ExactEvalMixin`]."""
+
+    _extremes: dict[str, Callable] = {}
+    """Metrics of TRL that are no means but the least or the most over rows, and what takes it."""
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -137,93 +174,32 @@ class BudgetMixin:
                 "`Dataset.from_generator`), or leave the budget out."
             )
 
-    def _set_up_padding(self) -> None:
-        super()._set_up_padding()
-        if getattr(self.args, "max_tokens_per_batch", None) is None:
-            return
-        if reason := self._reason_not_to_split():
-            raise ValueError(
-                f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
-                "`max_tokens_per_batch` cannot split it. Leave one of them out."
-            )
-
     def _reason_not_to_split(self) -> str | None:
-        """Why the loss of a batch depends on which rows are in one forward, if it does."""
-        if getattr(self, "_is_vision_dataset", False):
-            return "The dataset has images, which are not split with their rows"
-        if getattr(self, "aux_loss_enabled", False):
-            return "The load-balancing loss of the experts (`router_aux_loss_coef`) is taken over a whole forward"
-        if splitting_parallelism(self.accelerator, "tp_size"):
-            return "Under tensor parallelism several processes compute one batch"
-        if kind := length_dependent_rope(self.model, self.args.max_length):
-            return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
-        return None
-
-    def _measure(self) -> PairMeasure | TextMeasure:
-        """Token costs of the rows of this trainer's data."""
-        raise NotImplementedError
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(train_dataset)
-        if getattr(self.args, "max_tokens_per_batch", None) is None:
-            return sampler
-        if not isinstance(sampler, RandomSampler | SequentialSampler):
-            raise ValueError(
-                f"`max_tokens_per_batch` rearranges rows by their lengths, and the configuration asks for a "
-                f"`{type(sampler).__name__}`, which does the same in another way. Leave `train_sampling_strategy` "
-                "(or `group_by_length`) out."
-            )
-        dataset = train_dataset if train_dataset is not None else self.train_dataset
-        if isinstance(sampler, RandomSampler):
-            # What accelerate makes of it: all processes draw alike, each epoch from its own seed.
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = SeedableRandomSampler(dataset, data_seed=seed)
-        costs = self._measure().dataset(dataset)
-        over = costs.each > self.args.max_tokens_per_batch
-        if over.any():
-            logger.warning(
-                f"{over.sum()} of {len(costs)} rows of the train dataset have more tokens than "
-                f"`max_tokens_per_batch={self.args.max_tokens_per_batch}`, the longest {costs.each.max()}: each is a "
-                "micro-batch of its own, and needs the memory of its size. Raise the budget, or lower `max_length`."
-            )
-        return BudgetSampler(sampler, costs, self._plan or self._step_plan(), epoch=lambda: int(self.state.epoch or 0))
-
-    def _step_plan(self) -> StepPlan:
-        micro_batch = self.args._rows_per_micro_batch
-        return StepPlan(
-            len(self.train_dataset),
-            micro_batch,
-            self._train_batch_size // micro_batch,
-            self.accelerator.num_processes,
-            self.args.dataloader_drop_last,
-        )
+        if self._compares_rows() and self.is_deepspeed_enabled:
+            return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
+        return super()._reason_not_to_split()
 
     def get_train_dataloader(self) -> Any:
         budget = getattr(self.args, "max_tokens_per_batch", None)
         if budget is None:
             return super().get_train_dataloader()
         self._plan = self._step_plan()
-        collator = BudgetCollator(self.data_collator, self._measure(), budget, self._plan)
-        # The plan has left out what is to be dropped, which is less than a batch of the data loader.
-        with field_set(self, "data_collator", collator), field_set(self.args, "dataloader_drop_last", False):
+        collator = BudgetCollator(self.data_collator, self._measure(), budget, self._plan, self._compares_rows())
+        rows = self._remove_unused_columns(self.train_dataset, description="training")
+        # An item is a step of a process; the plan has left out the rows that are to be dropped.
+        fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
+        with contextlib.ExitStack() as stack:
+            for name, value in fields.items():
+                stack.enter_context(field_set(self, name, value))
+            stack.enter_context(field_set(self.args, "dataloader_drop_last", False))
             return super().get_train_dataloader()
-
-    def _counted_rows(self, batch: dict[str, Any]) -> list[Piece]:
-        """Micro-batches and the places of their rows, without the rows that only fill up a last batch."""
-        pieces = list(zip(batch[MICRO_BATCHES], batch[ROWS], strict=True))
-        last = self._plan.last
-        if self._plan.processes == 1 or not last or not self.accelerator.gradient_state.end_of_dataloader:
-            return pieces
-        kept = [(m, rows, [i for i, row in enumerate(rows) if row < last]) for m, rows in pieces]
-        return [(_selected(m, keep, len(rows)), [rows[i] for i in keep]) for m, rows, keep in kept if keep]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         return super()._get_num_items_in_batch(self._counted_batches(batch_samples), device)
 
     def _counted_batches(self, batch_samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The micro-batches of batches of the data loader."""
-        counted = [[m for m, _ in self._counted_rows(b)] if MICRO_BATCHES in b else [b] for b in batch_samples]
-        return [m for micro_batches in counted for m in micro_batches]
+        return [m for batch in batch_samples for m in _pieces(batch)]
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return sum(super(BudgetMixin, self).floating_point_ops(m) for m in _pieces(inputs))
@@ -235,24 +211,23 @@ class BudgetMixin:
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if MICRO_BATCHES not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
-        pieces = self._counted_rows(inputs)
-        most = len(pieces)
-        if self.accelerator.num_processes > 1:
-            most = int(self.accelerator.gather(torch.tensor([most], device=self.args.device)).max())
-        pieces = _halved(pieces, most)
-        weights = self._plan.weights(sum(len(rows) for _, rows in pieces))
-        weights = [float(weights[rows].sum()) for _, rows in pieces]
+        pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
+        if self._compares_rows():
+            return super().training_step(model, pieces[0][0], num_items_in_batch)
+        pieces = _halved(pieces, self._most_over_processes(len(pieces)), self._rows_per_item)
         loss = torch.zeros((), device=self.args.device)
-        with self._metrics_of_step([batch for batch, _ in pieces], weights, num_items_in_batch is not None):
-            for i, (batch, _) in enumerate(pieces):
-                if num_items_in_batch is None:
-                    self._weight = weights[i]
+        with self._metrics_of_step(pieces, num_items_in_batch is not None):
+            for i, (batch, weight) in enumerate(pieces):
+                # A piece without a weight only keeps step with the other processes.
+                self._weight = weight if num_items_in_batch is None or weight == 0 else None
                 with self._gradients_synchronised(model, i == len(pieces) - 1):
                     loss = loss + super().training_step(model, batch, num_items_in_batch)
         return loss
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        split = not self.model.training or self._compares_rows()
+        with self._splitting() if split else contextlib.nullcontext():
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss if self._weight is None else loss * self._weight
 
     @contextlib.contextmanager
@@ -272,9 +247,7 @@ class BudgetMixin:
             state._set_sync_gradients(saved)
 
     @contextlib.contextmanager
-    def _metrics_of_step(
-        self, batches: Sequence[dict[str, Any]], weights: list[float], counts_tokens: bool
-    ) -> Iterator[None]:
+    def _metrics_of_step(self, pieces: Sequence[Piece], counts_tokens: bool) -> Iterator[None]:
         """
         Let TRL log the means over all micro-batches of a step and all processes.
 
@@ -290,16 +263,17 @@ class BudgetMixin:
         finally:
             self._metrics["train"], self._weight = metrics, None
         sizes: dict[str, list[Any]] = defaultdict(list)
-        for batch, weight in zip(batches, weights, strict=True):
+        for batch, weight in pieces:
             rest = self._loss_items(batch) if counts_tokens else weight
             for name, size in {"": rest, **self._metric_items(batch)}.items():
-                sizes[name].append(size)
+                sizes[name].append(size if weight else 0)
         collected.pop("num_tokens", None)
-        names = sorted(name for name, values in collected.items() if len(values) == len(batches))
+        names = sorted(name for name, values in collected.items() if len(values) == len(pieces))
         device = self.args.device
         items = [[float(size) for size in sizes[n if n in sizes else ""]] for n in names]
         weighted_by = torch.tensor(items, dtype=torch.float64, device=device)
         values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device)
+        extremes = {n: take(values[names.index(n)]) for n, take in self._extremes.items() if n in names}
         seen = values.new_tensor([self._total_train_tokens - tokens])
         totals = torch.cat([(values * weighted_by).sum(1), weighted_by.sum(1), seen])
         if self.accelerator.num_processes > 1:
@@ -307,6 +281,8 @@ class BudgetMixin:
         *totals, seen = totals.tolist()
         for name, total, weight in zip(names, totals, totals[len(names) :], strict=False):
             metrics[name].append(total / weight if weight else 0.0)
+        for name, extreme in extremes.items():
+            metrics[name][-1] = float(self._extremes[name](self.accelerator.gather(extreme)))
         self._total_train_tokens = tokens + int(seen)
         metrics["num_tokens"] = [self._total_train_tokens]
 
@@ -315,19 +291,26 @@ def _pieces(batch: dict[str, Any]) -> list[dict[str, Any]]:
     return batch.get(MICRO_BATCHES, [batch])
 
 
-def _selected(batch: dict[str, Any], items: list[int], count: int) -> dict[str, Any]:
-    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
-    return {name: torch.cat([rows[items] for rows in value.split(count)]) for name, value in batch.items()}
+def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
+    """
+    `count` micro-batches, as many as the process with the most of them has.
 
-
-def _halved(pieces: list[Piece], count: int) -> list[Piece]:
-    """`count` micro-batches, as many as the process with the most of them has: the largest are cut in two."""
+    The largest are cut in two; where none has two rows, the last one comes again without a weight.
+    """
     pieces = list(pieces)
     while len(pieces) < count:
-        at = max(range(len(pieces)), key=lambda i: len(pieces[i][1]))
-        batch, rows = pieces[at]
-        items, middle = list(range(len(rows))), len(rows) // 2
+        items = [len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
+        at = max(range(len(pieces)), key=items.__getitem__)
+        (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
+        if not middle:
+            pieces.append((batch, 0.0))
+            continue
         pieces[at : at + 1] = [
-            (_selected(batch, part, len(rows)), [rows[i] for i in part]) for part in (items[:middle], items[middle:])
+            (_selected(batch, part, n), weight * len(part) / n) for part in (range(middle), range(middle, n))
         ]
     return pieces
+
+
+def _selected(batch: dict[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
+    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
+    return {name: torch.cat([rows[list(items)] for rows in value.split(count)]) for name, value in batch.items()}

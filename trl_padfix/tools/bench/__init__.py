@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,29 +22,37 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ...core.layout import padding_free_layout, prefix_sharing_layout
+from ...core.batches import layout_of_batch
+from ...core.layout import prefix_sharing_layout
 from ...core.version import __version__
+from ...trainers.prefix_groups import group_rows
 from ...trainers.row_costs import split
-from ...trainers.token_budget import PairMeasure, TextMeasure
-from .data import equal_length_pairs, load_pairs, pairs_of_lengths, parse_lengths
+from ...trainers.row_measures import PairMeasure, RowMeasure, TextMeasure
+from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
 from .peak import Peak
 from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
+from .tree import Tree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
+    "Tree",
     "Variant",
     "VariantResult",
     "describe",
     "equal_length_pairs",
+    "load_dialogues",
     "load_pairs",
     "pairs_of_lengths",
     "parse_lengths",
+    "parse_tree",
     "run",
     "to_json",
+    "tree_pairs",
+    "tree_rows",
 ]
 
 
@@ -186,16 +195,35 @@ def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: B
     if variant.batching == "fixed":
         return counted
     rows = [i for batch in counted for i in batch]
-    if variant.batching == "grouped":
+    if variant.batching == "packed":
+        packed = _packed_by_trl([len(step.rows[i]["input_ids"]) for i in rows], settings.max_length)
+        each = max(1, len(packed) // len(counted))  # packed rows of a batch
+        batches = [[rows[i] for part in packed[b : b + each] for i in part] for b in range(0, len(packed), each)]
+    elif variant.batching == "prefix":
+        costs = _measure(settings, sharing=True).examples([step.rows[i] for i in rows])
+        order = group_rows(range(len(rows)), costs, settings.pairs).tolist()
+        batches = [[rows[i] for i in order[b : b + settings.pairs]] for b in range(0, len(rows), settings.pairs)]
+    elif variant.batching == "grouped":
         rows.sort(key=lambda i: _longest(step.rows[i]), reverse=True)
         batches = [rows[i : i + settings.pairs] for i in range(0, len(rows), settings.pairs)]
     else:
-        measure = TextMeasure() if settings.trainer == "sft" else PairMeasure(sharing=variant.shares)
-        costs = measure.examples([step.rows[i] for i in rows])
+        costs = _measure(settings, sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
         budget = settings.max_tokens_per_batch or int(costs.each.sum() / len(counted))
         batches = [[rows[i] for i in part] for part in split(costs, budget)]
     random.Random(settings.seed).shuffle(batches)
     return batches
+
+
+def _measure(settings: BenchSettings, sharing: bool) -> RowMeasure:
+    return TextMeasure(sharing=sharing) if settings.trainer == "sft" else PairMeasure(sharing=sharing)
+
+
+def _packed_by_trl(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Which rows TRL's `packing=True` lays behind one another in each row of at most `max_length` tokens."""
+    numbered = Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
+    packed = trl.pack_dataset(numbered, max_length)
+    starts = [[0, *accumulate(row)][:-1] for row in packed["seq_lengths"]]
+    return [[ids[start] for start in at] for ids, at in zip(packed["input_ids"], starts, strict=True)]
 
 
 def _longest(row: dict[str, Any]) -> int:
@@ -206,16 +234,17 @@ def _longest(row: dict[str, Any]) -> int:
 
 def _batch(step: Step, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
     # Padded, ours differs from TRL's only on the left.
-    return step.batch(rows, "left" if variant.ours and not variant.packed else "right")
+    return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
 
 
 def _counts(step: Step, variant: Variant, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-    inputs = decoder_inputs(batch)
-    mask = inputs["attention_mask"]
+    if variant.flat:
+        tokens = batch["input_ids"].numel()
+        return {"tokens": tokens, "real": tokens, "weight": step.weight(batch)}
+    ids, mask = decoder_inputs(batch).values()
     tokens = mask.numel()
     if variant.packed:
-        layout = prefix_sharing_layout(**inputs) if variant.shares else padding_free_layout(mask)
-        tokens = layout.packed_tokens
+        tokens = layout_of_batch(ids, mask, prefix_sharing=variant.shares).packed_tokens
     return {"tokens": tokens, "real": int(mask.sum()), "weight": step.weight(batch)}
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from ..data import checked_rows, load_rows
 
 
-__all__ = ["equal_length_pairs", "load_pairs", "pairs_of_lengths", "random_completions"]
+__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "pairs_of_lengths", "random_completions"]
 
 
 def load_pairs(data: str) -> Dataset:
@@ -31,6 +31,38 @@ def load_pairs(data: str) -> Dataset:
                 "chat template of your model (`trl.apply_chat_template`), and give the file of that."
             )
     return dataset
+
+
+def load_dialogues(data: str, expand_turns: bool = False) -> Dataset:
+    """
+    Rows for SFT, from wherever [`load_rows`] finds them: `messages`, `text`, `prompt` and `completion`, `question` and
+    `answer` (as GSM8K has them), or preference pairs, of which the chosen ones are taken.
+
+    Raises:
+        FileNotFoundError: If `data` looks like a local file and there is none.
+        ValueError: If columns are missing.
+    """
+    dataset = load_rows(data, split="test")
+    columns = set(dataset.column_names)
+    if expand_turns:
+        if "messages" not in columns:
+            raise ValueError(
+                f"{data} has no column `messages`, of whose turns rows are made; it has {sorted(columns)}."
+            )
+        return dataset
+    if {"chosen", "rejected"} <= columns:
+        return load_pairs(data)
+    if {"question", "answer"} <= columns:
+        dataset = dataset.rename_columns({"question": "prompt", "answer": "completion"})
+    names = next(
+        (n for n in (["messages"], ["text"], ["prompt", "completion"]) if {*n} <= {*dataset.column_names}), None
+    )
+    if names is None:
+        raise ValueError(
+            f"{data} has columns {sorted(columns)}, and SFT is measured on `messages`, `text`, `prompt` and "
+            "`completion`, `question` and `answer`, or `chosen` and `rejected`: rename them."
+        )
+    return dataset.select_columns(names)
 
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...core.batches import PrefixSharing
+
 
 __all__ = [
     "TOLERANCE",
@@ -42,17 +44,21 @@ class Variant:
         name (`str`): Its name.
         ours (`bool`): Whether it is this package's, or TRL's.
         packed (`bool`): Whether padding is removed.
-        shares (`bool`): Whether prefixes are shared.
-        batching (`str`): `"fixed"`, `"grouped"` (rows of like length together) or `"budget"` (by distinct tokens).
+        shares (`bool` or `"auto"`): Whether prefixes are shared.
+        batching (`str`):
+            `"fixed"`, `"grouped"` (rows of like length together), `"prefix"` (rows that begin alike together),
+            `"budget"` (by distinct tokens) or `"packed"` (TRL's packing, as many tokens as the fixed batches have).
         compiled (`bool`): Whether the decoder layers are compiled one by one.
+        flat (`bool`): Whether TRL's collator lays rows behind one another: its own `padding_free`.
     """
 
     name: str
     ours: bool = True
     packed: bool = True
-    shares: bool = False
+    shares: PrefixSharing = False
     batching: str = "fixed"
     compiled: bool = False
+    flat: bool = False
 
 
 VARIANTS = {
@@ -60,9 +66,13 @@ VARIANTS = {
     for variant in (
         Variant("trl", ours=False, packed=False),
         Variant("trl_grouped", ours=False, packed=False, batching="grouped"),
+        Variant("trl_padding_free", ours=False, packed=False, flat=True),
+        Variant("trl_packing", ours=False, packed=False, flat=True, batching="packed"),
         Variant("padded", packed=False),
         Variant("padding_free"),
         Variant("prefix_sharing", shares=True),
+        Variant("auto", shares="auto"),
+        Variant("group_by_prefix", shares=True, batching="prefix"),
         Variant("token_budget", shares=True, batching="budget"),
         Variant("padding_free_compiled", compiled=True),
         Variant("prefix_sharing_compiled", shares=True, compiled=True),
@@ -96,6 +106,8 @@ class BenchSettings:
     seed: int = 0
     liger: bool = False
     compile_backend: str = "inductor"
+    shuffle: bool = True
+    expand_turns: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.variants if name not in VARIANTS]
@@ -105,6 +117,11 @@ class BenchSettings:
             )
         if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
             raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
+        if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
+            raise ValueError(
+                f"TRL's own `padding_free` and packing are SFT's, and the trainer is {self.trainer}: leave "
+                "`trl_padding_free` and `trl_packing` out."
+            )
 
 
 @dataclass

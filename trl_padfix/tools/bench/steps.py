@@ -7,7 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,9 @@ from ...core.layout import Layout
 from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layout
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
-from ..tiny import SHAPES, build_qwen2, train_tokenizer
+from ...trainers.turns import expand_turns
+from ..stats import texts_of
+from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
 
 
@@ -68,9 +70,11 @@ class Step:
     def models(self) -> list[torch.nn.Module]:
         return [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
 
-    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
-        """The collated batch of some rows, on the device: by TRL's collator, or padded left by ours."""
+    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
+        """The collated batch of some rows, on the device: by TRL's collator, padded or `flat`, or left by ours."""
         collator = self.trainer.data_collator
+        if flat:
+            collator = replace(collator, padding_free=True)
         if side == "left":
             given = {f.name: getattr(collator, f.name) for f in fields(collator)}
             collator = COLLATORS[type(collator)](**given, padding_side="left")
@@ -86,8 +90,8 @@ class Step:
         """Time one step; its loss and gradient, and on CUDA its peak memory."""
         cuda = self.settings.device == "cuda"
         # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
-        batch = {k: v.clone() for k, v in batch.items()}
-        host = {k: v.cpu() for k, v in batch.items()}
+        batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -122,7 +126,7 @@ class Step:
 
     def count_launches(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, int]:
         """Kernels that a step launches, and waits of the host in it, on CUDA; its optimizer is left out."""
-        host = {k: v.cpu() for k, v in batch.items()}
+        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with warnings.catch_warnings(record=True) as said, torch.profiler.profile(activities=activities) as profile:
             warnings.simplefilter("always")
@@ -251,9 +255,11 @@ def step_flops(step: Step, layout: Layout, scored: int) -> float:
     weights = sum(p.numel() for name, p in decoder.named_parameters() if "lora_" not in name) - embeddings
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = int((layout.positions + 1).sum())
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attending = sum(kind != "linear_attention" for kind in kinds)
     forward = (
         2 * weights * layout.packed_tokens
-        + 4 * config.num_hidden_layers * config.num_attention_heads * head_size * pairs
+        + 4 * attending * config.num_attention_heads * head_size * pairs
         + 2 * config.hidden_size * config.vocab_size * scored
     )
     references = int(step.settings.trainer == "dpo")  # with LoRA the policy without its adapters
@@ -269,11 +275,16 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     """
     if settings.trainer == "grpo":
         return _online(settings, count)
-    texts = [""] if data is None or "prompt_ids" in data.features else _texts(data, settings)
-    tokenizer = train_tokenizer(texts, min(SHAPES[settings.shape]["vocab_size"], 8192))
+    is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
+    texts = [""] if is_tokenized else _texts(data, settings)
+    tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+    if settings.shuffle:
+        data = data.shuffle(seed=settings.seed)
     # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
-    data = data.shuffle(seed=settings.seed).select(range(min(len(data), 2 * count)))
-    if settings.trainer == "sft":
+    data = data.select(range(min(len(data), 2 * count)))
+    if settings.expand_turns:
+        data = expand_turns(data)
+    if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
         data = data.map(_dialogue, remove_columns=data.column_names)
     given = dict(
         args=_arguments(settings, max_length=settings.max_length),
@@ -317,7 +328,7 @@ class _GivenCompletions(trl.GRPOTrainer):
 
 
 class _OnlineStep(Step):
-    def batch(self, rows: list[int], side: str = "right") -> dict[str, torch.Tensor]:
+    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
         return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
 
 
@@ -339,7 +350,7 @@ def _online(settings: BenchSettings, count: int) -> Step:
     )
     draw = torch.Generator().manual_seed(settings.seed)
     sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
-    vocab_size = SHAPES[settings.shape]["vocab_size"]
+    vocab_size = BENCH_SHAPES[settings.shape]["vocab_size"]
     return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
 
 
@@ -359,10 +370,11 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
 
 
 def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
-    shape = SHAPES[settings.shape]
+    shape = BENCH_SHAPES[settings.shape]
     with torch.device(settings.device):  # where a large model takes seconds, and not minutes
         dtype = weights_dtype(settings.dtype)
-        model = build_qwen2(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
+        build = build_hybrid if "linear_heads" in shape else build_qwen2
+        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
         return model.to(settings.device, dtype)
 
 
@@ -385,5 +397,7 @@ def _lora(settings: BenchSettings) -> Any:
 
 
 def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
+    if not {"chosen", "rejected"} <= set(data.column_names):
+        return texts_of(data)
     names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
     return (row[name] for row in data for name in names)

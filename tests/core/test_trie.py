@@ -1,0 +1,75 @@
+"""The trie: rows in order, what each has in common with the one before, and the places of every token."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.models import drawn_batches
+
+from trl_padfix import prefix_sharing_layout
+from trl_padfix.core.index_maps import sum_order
+from trl_padfix.core.trie import merge_prefixes, places_by_token, shared_paths
+
+
+def common(a: list, b: list) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 2, 300, 2**31 - 1]), min_size=1, max_size=6), min_size=1, max_size=9))
+def test_rows_are_sorted_and_share_what_they_begin_with(rows):
+    for offset in (0, 2**40, -5):  # numbers of 32 bits, of 64 bits, and negative ones
+        ids = torch.tensor([offset + token for row in rows for token in row])
+        order, shared = merge_prefixes([ids], [len(row) for row in rows])
+        in_order = [rows[row] for row in order]
+        assert sorted(order) == list(range(len(rows)))
+        assert shared == [0, *(common(a, b) for a, b in pairwise(in_order))]
+        # No row before it has more in common with a row than the one just before.
+        for i, row in enumerate(in_order[1:], 1):
+            assert shared[i] == max(common(before, row) for before in in_order[:i])
+
+
+def test_several_keys_tell_tokens_apart():
+    ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
+    assert merge_prefixes([ids], [2, 2]).shared == [0, 2]
+    assert merge_prefixes([places, ids], [2, 2]).shared == [0, 1]
+
+
+@given(drawn_batches())
+def test_places_of_a_token_are_those_that_a_sort_finds(batch):
+    layout = prefix_sharing_layout(*batch)
+    if layout.key_index is None:
+        return
+    order, offsets = sum_order(layout.key_index, layout.packed_tokens)
+    assert torch.equal(layout.key_order, order)
+    assert torch.equal(layout.key_offsets, offsets)
+
+
+def test_places_in_a_tree_of_three_levels():
+    # Segments 0-3, then one that shares two of them, one that shares three, and one that shares one.
+    order, offsets = places_by_token([0, 2, 3, 1], [4, 4, 5, 3])
+    keys = [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 4, 6, 7, 0, 8, 9]
+    expected = np.argsort(keys, kind="stable")
+    assert order.tolist() == expected.tolist()
+    assert offsets.tolist() == np.searchsorted(np.sort(keys), np.arange(10)).tolist()
+
+
+def test_paths_follow_the_row_before():
+    # In sorted order: the second row (four tokens), the first (shares two), and one that shares three with that.
+    rows = [(4, 0, 4), (0, 2, 4), (8, 3, 4)]
+    assert shared_paths(rows, 12).tolist() == [0, 1, 4, 5, 0, 1, 2, 3, 0, 1, 4, 6]
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_large_tree_is_laid_out_as_a_small_one(rows):
+    """Rows of many levels: every prefix once, and every key in its place."""
+    ids = torch.arange(rows)[:, None] // torch.tensor([rows, 32, 16, 8, 8, 4, 2, 1]) + 3
+    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
+    assert layout.packed_tokens == len({tuple(row[: i + 1]) for row in ids.tolist() for i in range(8)})
+    keys = torch.cat([layout.source.view(rows, 8)[row] for row in range(rows)])
+    assert torch.equal(layout.key_index, keys)
+    order, offsets = sum_order(layout.key_index, layout.packed_tokens)
+    assert torch.equal(layout.key_order, order)
+    assert torch.equal(layout.key_offsets, offsets)

@@ -1,0 +1,62 @@
+"""The verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from kit.commands import trl_padfix_command
+
+from trl_padfix import prefix_sharing_layout
+from trl_padfix.tools.bench import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
+from trl_padfix.tools.verdict import judge, prefix_tree, tokenized, verdict_lines
+
+
+TREE = parse_tree("tree:4x4/200/20")
+KINDS = {
+    # whether to share, and whether to group
+    "pairs": (lambda: tokenized(pairs_of_lengths(64, 100, 20)), True, False),
+    "a tree of rows": (lambda: tokenized(tree_rows(TREE, 16 * 16)), True, True),
+    "a tree of pairs": (lambda: tokenized(tree_pairs(TREE, 16 * 16)), True, True),
+    "equal lengths": (lambda: tokenized(equal_length_pairs(64)), False, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_advice_follows_the_data(kind):
+    build, shares, groups = KINDS[kind]
+    found = judge(build(), batch_size=8, budget=4096)
+    assert (found.shares, found.groups) == (shares, groups)
+    assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
+    assert found.real <= found.padded
+    text = "\n".join(verdict_lines(found, "data.jsonl"))
+    assert len(text.splitlines()) <= 8
+    assert ('prefix_sharing="auto"' in text) is shares
+    assert ("group_by_prefix=True" in text) is groups
+    assert f"{found.by_tokens:.1f}x" in text
+    if kind == "equal lengths":
+        assert found.speed == pytest.approx(1, abs=0.02)
+
+
+def test_one_batch_costs_what_its_layout_has():
+    rows = tokenized(tree_rows(TREE, 16))
+    found = judge(rows, batch_size=16, budget=4096)
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    mask = (torch.arange(longest) < torch.tensor([[len(row["input_ids"])] for row in rows])).long()
+    layout = prefix_sharing_layout(ids, mask)
+    assert (found.padded, found.real, found.auto) == (mask.numel(), layout.real_tokens, layout.packed_tokens)
+    tree = prefix_tree(rows)
+    assert tree.lengths.sum() - tree.common.sum() == layout.packed_tokens
+    assert np.all(tree.common < tree.lengths + 1)
+
+
+def test_the_command_judges_data_that_is_made_up(tmp_path):
+    figures = tmp_path / "verdict.json"
+    result = trl_padfix_command("stats", "tree:2x2/60/8", "--trainer", "sft", "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures.read_text())["verdict"]
+    assert found["batch_size"] == 4
+    assert found["real"] > 2 * found["grouped"]
+    assert "--data tree:2x2/60/8 --pairs 4" in result.output
+    assert trl_padfix_command("stats", "tree:2x2").exit_code == 2

@@ -1,0 +1,133 @@
+"""`expand_turns`: a row for each turn, as the template renders it at that moment, equal to rows written by hand."""
+
+import json
+import random
+
+import pytest
+from datasets import Dataset
+from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer, run, watch_inputs, words
+
+from trl_padfix import SFTConfig, SFTTrainer, expand_turns
+
+
+THINKING = (  # as Qwen3: what was thought is shown of the messages behind the last question only
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% if tools %}{{ 'w9 ' * tools|length }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ 'w5 ' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}{{ 'w7 ' + m.reasoning_content + ' w8 ' }}{% endif %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ ' ' + call.function.name + ' ' }}{% endfor %}"
+    "{{ ' <eos> ' }}{% else %}{{ 'w6 ' + m.content + ' w2 ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
+)
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, "reasoning_content": None, "tool_calls": None} | more
+
+
+def conversations(count=12):
+    draw = random.Random(0)
+    speak = lambda: words(draw, 2, 6).strip()  # noqa: E731
+    call = {"type": "function", "function": {"name": "w4", "arguments": json.dumps({"x": 1})}}
+    rows = []
+    for _ in range(count):
+        messages = [say("system", "w10 w11 w12"), say("user", speak())]
+        messages += [say("assistant", None, reasoning_content=speak(), tool_calls=[call]), say("tool", speak())]
+        for _ in range(draw.randint(1, 2)):
+            messages += [say("assistant", speak(), reasoning_content=speak()), say("user", speak())]
+        rows.append(
+            {"messages": [*messages, say("assistant", speak(), reasoning_content=speak())], "tools": "[{}, {}]"}
+        )
+    return Dataset.from_list(rows)
+
+
+def by_hand(rows):
+    made = []
+    for row in rows:
+        for i, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                made.append({"prompt": row["messages"][:i], "completion": [message], "tools": row["tools"]})
+    return Dataset.from_list(made)
+
+
+def trained(path, rows, tokenizer=None, **more):
+    args = SFTConfig(output_dir=str(path), **SETTINGS | {"max_steps": 3, "learning_rate": 1e-2}, **more)
+    tokenizer = tokenizer or build_tokenizer(chat_template=THINKING)
+    trainer = SFTTrainer(build_model(), args, train_dataset=rows, processing_class=tokenizer)
+    return run(trainer, watch_inputs(""))
+
+
+def test_turns_train_as_rows_written_by_hand(tmp_path):
+    rows = conversations()
+    expected = trained(tmp_path, by_hand(rows))
+    for mode in ({}, {"padding_free": True, "prefix_sharing": True}):
+        found = trained(tmp_path, rows, expand_turns=True, **mode)
+        assert_same(found.trajectory(), expected.trajectory())
+    columns = ("input_ids", "labels")
+    assert all(found.trainer.train_dataset[c][:] == expected.trainer.train_dataset[c][:] for c in columns)
+    assert found.entered < found.counts()["padding-free"]
+
+
+def test_each_turn_keeps_its_own_thinking_and_no_earlier_one(tmp_path):
+    rows = conversations(1)
+    dataset = trained(tmp_path, rows, expand_turns=True).trainer.train_dataset
+    tokenizer = build_tokenizer()
+    for row in dataset:
+        turn = [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+        text, whole = tokenizer.decode(turn), tokenizer.decode(row["input_ids"])
+        assert text.startswith("w7 ")
+        assert whole.endswith(text)
+        assert whole.startswith("w9 w9 w6 w10")  # both tools, the system prompt
+    last = tokenizer.decode(dataset[len(dataset) - 1]["input_ids"])
+    assert last.count("w7") <= 2  # thinking behind the last question only
+    whole = tokenizer.apply_chat_template  # the control: rendered as one row, earlier turns are other tokens
+    tokenizer.chat_template = THINKING
+    assert rows[0]["messages"][2]["reasoning_content"] not in whole(rows[0]["messages"], tokenize=False)
+
+
+def test_conversations_that_cannot_be_expanded_are_counted(caplog):
+    user, answer = say("user", "w3"), say("assistant", "w4")
+    rows = [[user], [answer, user, answer], [user, answer, answer], [user, answer], [answer]]
+    found = expand_turns(Dataset.from_list([{"messages": messages} for messages in rows]))
+    assert [(len(r["prompt"]), len(r["completion"])) for r in found] == [(2, 1), (1, 2), (1, 1)]
+    for text in (
+        "2 of 5 conversations of the train dataset have no turn of the assistant to train on",
+        "2 of 5 conversations of the train dataset begin with the assistant",
+        "1 of 5 conversations of the train dataset have messages of the assistant that follow one another",
+    ):
+        assert text in caplog.text
+    with pytest.raises(ValueError, match="None of the 2 conversations"):
+        expand_turns(Dataset.from_list([{"messages": [user]}, {"messages": [answer]}]))
+
+
+def test_conversations_of_another_format_are_turned_into_messages():
+    row = {"conversations": [{"from": "user", "value": "w3"}, {"from": "assistant", "value": "w4"}]}
+    (found,) = expand_turns(Dataset.from_list([row]))
+    assert [m["content"] for m in found["prompt"] + found["completion"]] == ["w3", "w4"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        (Dataset.from_dict({"text": ["w3"]}), ValueError, r"columns \['text'\]. Give a column `messages`"),
+        (Dataset.from_dict({"messages": [[]], "images": [[]]}), ValueError, "do not say which turn"),
+        (conversations(1).to_iterable_dataset(), TypeError, "is a `IterableDataset`"),
+    ],
+)
+def test_what_is_no_set_of_conversations_is_refused(rows, error, message):
+    with pytest.raises(error, match=message):
+        expand_turns(rows)
+
+
+def test_a_template_that_renders_another_prompt_is_refused(tmp_path):
+    template = "{% for m in messages %}{{ m.role ~ (' w3' if not loop.last else ' w4') ~ ' ' }}{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"does not render (\d+) of \1 prompts of the train dataset.*generation prompt"
+    ):
+        trained(tmp_path, conversations(3), build_tokenizer(chat_template=template), expand_turns=True)
+
+
+@pytest.mark.parametrize("other", [{"assistant_only_loss": True}, {"completion_only_loss": False}])
+def test_settings_that_train_on_other_tokens_are_refused(other, tmp_path):
+    with pytest.raises(ValueError, match="trains on that turn, and"):
+        SFTConfig(output_dir=str(tmp_path), expand_turns=True, **other, **SETTINGS)

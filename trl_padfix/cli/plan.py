@@ -1,0 +1,105 @@
+"""`trl-padfix plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.table import Table
+
+from .console import console, one_of, outputs, write_text
+from .mistakes import mistakes_of
+
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Hub id of a model, its folder, or its config.json.")],
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")] = 1,
+    memory: Annotated[float, typer.Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
+    method: Annotated[str, typer.Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
+    max_length: Annotated[Optional[int], typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,  # noqa: UP045
+    stats: Annotated[Optional[Path], typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,  # noqa: UP045
+    head_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
+    ] = 1024,
+    accelerate: Annotated[Optional[Path], typer.Option(help="Write accelerate's configuration to this file.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+) -> None:
+    """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
+    import json as json_module
+
+    import yaml
+
+    from ..tools import plan as p
+
+    one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
+    outputs(accelerate=accelerate, json=json)
+    tokens, per_row = max_length or 1024, None
+    if stats is not None:
+        with mistakes_of("--stats"):
+            tokens, per_row = _lengths(stats, max_length)
+    with mistakes_of("MODEL"):
+        sizes = p.load_sizes(model)
+    with mistakes_of("--memory"):
+        found = p.choose(
+            sizes, gpus=gpus, available=int(memory * 1e9), longest=tokens, lora=lora,
+            reference=method in ("dpo", "kto"), head_tokens=head_tokens,
+        )  # fmt: skip
+    what = f"LoRA of rank {lora}" if lora else "all weights"
+    console.print(f"{model}: {sizes.parameters / 1e9:.2f}e9 parameters, {method}, {what}, {gpus} x {memory:g} GB")
+    table = Table("item", "GB of each GPU")
+    table.columns[1].justify = "right"
+    for name, size in found.memory.items.items():
+        table.add_row(name, f"{size / 1e9:.2f}")
+    for name, size in found.memory.per_token.items():
+        table.add_row(f"{name}: {size / 1e6:.3f} MB x {found.tokens:,} tokens", f"{size * found.tokens / 1e9:.2f}")
+    table.add_row("together", f"{found.memory.total(found.tokens) / 1e9:.2f}")
+    console.print(table)
+    how = found.training
+    sharding = f"sharded over {gpus} GPUs (FSDP2)" if how.sharded else "not sharded"
+    console.print(f"{sharding}, {'with' if how.checkpointing else 'without'} gradient checkpointing")
+    if per_row:
+        console.print(
+            f"a forward of {found.tokens:,} tokens holds about {found.tokens / per_row:,.0f} rows of the data"
+        )
+    console.print("estimated by the formulas of docs/scaling.md, in bfloat16; nothing was measured on a GPU")
+    path = accelerate or Path("accelerate.yaml")
+    command = f"accelerate launch --config_file {path} -m trl_padfix {method} --model_name_or_path {model}"
+    console.print(
+        "\n" + " \\\n  ".join([command, *p.flags(found, tokens)]), soft_wrap=True, highlight=False, markup=False
+    )
+    config = yaml.safe_dump(p.accelerate_config(how), sort_keys=False)
+    if accelerate is None:
+        console.print(f"\n{path}:\n{config}", highlight=False, markup=False)
+    else:
+        write_text("--accelerate", accelerate, config.rstrip())
+    if json is not None:
+        write_text("--json", json, json_module.dumps({"model": model, "method": method, **found.to_dict()}, indent=2))
+
+
+def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None]:
+    """
+    The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`.
+
+    Raises:
+        ValueError: If the file has no such figures.
+    """
+    import json as json_module
+
+    from ..tools.reading import reading
+
+    with path.open("rb") as file, reading(f"the figures {str(path)!r}", "Give what `trl-padfix stats --json` wrote."):
+        found = json_module.load(file)
+    try:
+        parts = found["lengths"]
+        longest = int(parts["sequence" if "sequence" in parts else "text"]["max"])
+        batches = found["batches"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no {error}: give what `trl-padfix stats --json` wrote.") from error
+    limits = [n for n in (longest, found.get("max_length"), max_length) if n]
+    each = [batch["distinct"] / batch["batch_size"] for batch in batches]
+    return min(limits), each[-1] if each else None

@@ -1,0 +1,269 @@
+"""
+Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
+
+Token counts are those of a sample: of random batches, of batches of rows that begin alike, and of what TRL's own
+settings would compute. The speed that they allow is estimated with one figure beside them, what scoring a token over
+the vocabulary costs; it was fitted to the measurements of `docs/bench` on CPU, where it is about as much as a token
+costs in the decoder. With TRL's fused LM head on a GPU it is less, and the counts alone are the estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..core.batches import KEYS_PER_TOKEN
+from ..core.trie import merge_prefixes
+from ..trainers.prefix_groups import group_rows
+from ..trainers.row_measures import PairMeasure, TextMeasure
+from .data import checked_rows
+from .stats import token_rows
+
+
+__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+
+SAMPLE = 4096
+"""Rows that are looked at, the first ones: rows that begin alike often stand together."""
+
+BATCHES = 24
+"""Batches that counts are averaged over."""
+
+SCORING = 0.95
+"""What scoring a token costs on CPU, in tokens of the decoder: fitted to the measured steps in docs/bench."""
+
+WORTH_GROUPING = 0.9
+"""Share of the tokens that grouped batches must fall below for grouping to be advised."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """
+    Tokens of a batch on average, and what follows from them.
+
+    Attributes:
+        batch_size (`int`): Rows of a batch.
+        trainer (`str`): `"dpo"` or `"sft"`.
+        padded, grouped_by_length, real (`float`):
+            What TRL computes: padded, padded with rows of like length together, and with its own `padding_free` or
+            packing (SFT only).
+        auto (`float`): With padding removed and `prefix_sharing="auto"`.
+        grouped (`float`): The same, with rows that begin alike together.
+        scored (`float`): Tokens that are trained on.
+        rows (`int`): Rows of the sample.
+        budget (`int`): `max_tokens_per_batch` of the same memory as the largest batch.
+    """
+
+    batch_size: int
+    trainer: str
+    padded: float
+    grouped_by_length: float
+    real: float
+    auto: float
+    grouped: float
+    scored: float
+    rows: int
+    budget: int
+
+    @property
+    def shares(self) -> bool:
+        return min(self.auto, self.grouped if self.groups else self.auto) < 0.99 * self.real
+
+    @property
+    def groups(self) -> bool:
+        return self.grouped < WORTH_GROUPING * self.auto
+
+    @property
+    def tokens(self) -> float:
+        """With the settings that are advised."""
+        return self.grouped if self.groups else self.auto
+
+    @property
+    def by_tokens(self) -> float:
+        """The speed-up over TRL's padded step if time went with the tokens of the decoder alone."""
+        return self.padded / self.tokens
+
+    @property
+    def speed(self) -> float:
+        """The speed-up that `trl-padfix bench` is expected to measure on CPU."""
+        return self.padded * (1 + SCORING) / (self.tokens + SCORING * self.scored)
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """
+    Rows sorted by their tokens.
+
+    Attributes:
+        lengths (`np.ndarray` of shape `(n,)`): Tokens of each row, in sorted order.
+        common (`np.ndarray` of shape `(n,)`): What each begins with in common with the row before it.
+    """
+
+    lengths: np.ndarray
+    common: np.ndarray
+
+
+def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> list[dict[str, Any]]:
+    """
+    The first rows of a dataset, tokenized as TRL does, truncated at the end.
+
+    Returns:
+        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are
+        trained on.
+    """
+    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer)
+    kept = []
+    for row in rows:
+        if "input_ids" in row:
+            ids = row["input_ids"][:max_length]
+            kept.append({"input_ids": ids, "scored": max(0, len(ids) - row["prompt"])})
+            continue
+        prompt = len(row["prompt_ids"])
+        if max_length is not None and prompt >= max_length:
+            continue  # TRL leaves them out
+        cut = {side: row[side][: None if max_length is None else max_length - prompt] for side in _SIDES}
+        kept.append({"prompt_ids": row["prompt_ids"], **cut, "scored": sum(map(len, cut.values()))})
+    return kept
+
+
+def tokenized(dataset: Dataset) -> list[dict[str, Any]]:
+    """The same of rows that are tokenized already, pairs or texts with labels, as `trl-padfix bench` makes them."""
+    rows = []
+    for row in dataset:
+        if "labels" in row:
+            rows.append({"input_ids": row["input_ids"], "scored": sum(label != -100 for label in row["labels"])})
+        else:
+            rows.append({**row, "scored": sum(len(row[side]) for side in _SIDES)})
+    return rows
+
+
+def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
+    """
+    Count what the batches of a sample cost in every way.
+
+    Args:
+        rows (`Sequence[dict]`):
+            From [`sample`].
+        batch_size (`int`):
+            Rows of a batch.
+        budget (`int`):
+            `max_tokens_per_batch` to name.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the batches.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.tools.verdict import judge
+
+    >>> rows = [{"input_ids": [group] * 90 + [i] * 10, "scored": 10} for i in range(8) for group in (1, 2)]
+    >>> found = judge(rows, batch_size=4, budget=400)
+    >>> found.real, found.grouped < found.auto < found.real, found.groups
+    (400.0, True, True)
+
+    ```
+    """
+    draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
+    order = draw.permutation(len(rows))
+    is_text = "input_ids" in rows[0]
+    costs = (TextMeasure(sharing=True) if is_text else PairMeasure(sharing=True)).examples(rows)
+    grouped = group_rows(order, costs, size)
+    longest = np.array([max(map(len, _sequences(row))) for row in rows])
+    # As transformers does it: sorted by length within fifty batches.
+    by_length = np.concatenate(
+        [
+            part[np.argsort(-longest[part], kind="stable")]
+            for part in np.split(order, range(50 * size, len(order), 50 * size))
+        ]
+    )
+
+    def batches(of: np.ndarray) -> list[np.ndarray]:
+        whole = of[: len(of) // size * size].reshape(-1, size)
+        return list(whole[draw.permutation(len(whole))[:BATCHES]])
+
+    def padded(batch: np.ndarray) -> float:
+        return float(longest[batch].max()) * len(batch) * len(_sequences(rows[0]))
+
+    random = batches(order)
+    counted = [_counts([s for i in batch for s in _sequences(rows[i])]) for batch in random]
+    together = [_counts([s for i in batch for s in _sequences(rows[i])])[1] for batch in batches(grouped)]
+    return Verdict(
+        batch_size=size,
+        trainer="sft" if is_text else "dpo",
+        padded=float(np.mean([padded(batch) for batch in random])),
+        grouped_by_length=float(np.mean([padded(batch) for batch in batches(by_length)])),
+        real=float(np.mean([real for real, _ in counted])),
+        auto=float(np.mean([tokens for _, tokens in counted])),
+        grouped=float(np.mean(together)),
+        scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
+        rows=len(rows),
+        budget=budget,
+    )
+
+
+def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
+    """The sequences of a sample in sorted order."""
+    sequences = [s for row in rows for s in _sequences(row) if len(s)]
+    lengths = [len(s) for s in sequences]
+    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences))], lengths)
+    return PrefixTree(np.array(lengths)[order], np.array(shared))
+
+
+def verdict_lines(found: Verdict, data: str) -> list[str]:
+    """The verdict in words: at most eight lines."""
+    saved, more = 1 - found.auto / found.real, 1 - found.grouped / found.auto
+    pads = 1 - found.real / found.padded
+    settings = ["padding_free=True", 'prefix_sharing="auto"' if found.shares else "prefix_sharing=False"]
+    settings += ["group_by_prefix=True"] * found.groups
+    unit = "rows" if found.trainer == "sft" else "pairs"
+    lines = [
+        f"Use {', '.join(settings)}; {found.batch_size} {unit} a batch, or max_tokens_per_batch={found.budget}.",
+        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, "
+        + (
+            f"and grouped ones save {more:.0%} more."
+            if found.groups
+            else f"and grouping would save {max(more, 0):.0%}."
+        ),
+        f"Speed: about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, {found.by_tokens:.1f}x by "
+        "the tokens of the decoder alone, as with a fused LM head.",
+        f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
+        f"TRL's group_by_length: {found.padded / found.grouped_by_length:.1f}x by tokens.",
+    ]
+    if found.trainer == "sft":
+        lines.append(
+            f"TRL's padding_free (with FlashAttention) and packing: {found.padded / found.real:.1f}x by tokens, with "
+            "no prefix shared."
+        )
+    else:
+        lines.append("TRL's padding_free and packing: none for DPO.")
+    grouping = " --group-by-prefix" if found.groups else ""
+    lines.append(
+        f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} --variants "
+        f"trl,padding_free,auto{grouping}"
+    )
+    return lines
+
+
+_SIDES = ("chosen_ids", "rejected_ids")
+
+
+def _sequences(row: dict[str, Any]) -> list[list[int]]:
+    """The sequences that a batch has of a row."""
+    if "input_ids" in row:
+        return [row["input_ids"]]
+    return [row["prompt_ids"] + row[side] for side in _SIDES]
+
+
+def _counts(sequences: list[list[int]]) -> tuple[int, int]:
+    """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
+    lengths = [len(s) for s in sequences if len(s)]
+    real = sum(lengths)
+    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences).astype(np.int64))], lengths)
+    saved = sum(shared)
+    keys = sum(lengths[row] for row, own in zip(order, shared, strict=True) if lengths[row] > own)
+    return real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real

@@ -1,0 +1,173 @@
+"""
+A forward in pieces of at most so many tokens, for losses that compare the rows of a forward.
+
+[`SplitForward`] stands at the door of a model: within [`splitting`] it runs the rows of a call in pieces, filled by
+the tokens that are computed, and answers with the outputs of all of them. The loss sees one forward. Where gradients
+are wanted, the pieces are computed a second time in the backward pass, one after another, and memory holds the
+activations of one piece at a time: the gradient is that of the whole forward, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ..core.find import find_pretrained
+from ..core.handle import Attachment, ForwardPatch
+from .prefix_groups import prefix_order
+from .row_costs import prefix_costs, split, text_costs
+
+
+__all__ = ["SplitForward", "Splits", "attach_splitting", "splitting"]
+
+
+@dataclass
+class _Known:
+    """The pieces of a batch: their rows, and what they have instead of its ids and mask."""
+
+    given: tuple[torch.Tensor, torch.Tensor | None]
+    rows: list[torch.Tensor]
+    pieces: list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass
+class Splits:
+    """
+    How the forwards of a step are split; forwards on the same tensors are split alike.
+
+    Args:
+        budget (`int`):
+            Most tokens of a piece.
+        sharing (`bool`):
+            Whether prefixes that rows have in common count once.
+        agree (`Callable[[int], int]`, *optional*):
+            The number of pieces that all processes are to have, of the number that this one needs.
+    """
+
+    budget: int
+    sharing: bool
+    agree: Callable[[int], int] | None = None
+    known: list[_Known] = field(default_factory=list)
+
+    def of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _Known:
+        """The pieces of a batch with these ids and this mask."""
+        for known in self.known:
+            if known.given[0] is ids and known.given[1] is mask:
+                return known
+        rows = [torch.tensor(part, device=ids.device) for part in self._parts(ids, mask)]
+        pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
+        self.known.append(_Known((ids, mask), rows, pieces))
+        return self.known[-1]
+
+    def _parts(self, ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+        # One copy to the host for both; it is the only time that a step waits for the device on their account.
+        both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu().numpy()
+        real = both[1].astype(bool)
+        each = real.sum(1)
+        costs = text_costs(each)
+        if self.sharing:
+            rows = [row[keep] for row, keep in zip(both[0], real, strict=True)]
+            costs = prefix_costs(each, each, *prefix_order(rows))
+        parts = split(costs, self.budget)
+        wanted = len(parts) if self.agree is None else self.agree(len(parts))
+        while len(parts) < wanted:
+            largest = max(parts, key=len)
+            parts.remove(largest)
+            parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+        return parts
+
+
+_splits: ContextVar[Splits | None] = ContextVar("trl_padfix_splits", default=None)
+
+
+@contextmanager
+def splitting(splits: Splits | None) -> Iterator[None]:
+    """Split the forwards of models with [`SplitForward`] until the block ends; not, where `splits` is `None`."""
+    token = _splits.set(splits)
+    try:
+        yield
+    finally:
+        _splits.reset(token)
+
+
+class SplitForward(ForwardPatch):
+    """Runs the forward of a model in the pieces of [`splitting`]."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        splits, ids = _splits.get(), kwargs.get("input_ids")
+        cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
+        if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
+            return self.wrapped(*args, **kwargs)
+        known = splits.of(ids, kwargs.get("attention_mask"))
+        if len(known.rows) == 1:
+            return self.wrapped(**kwargs)
+        calls = []
+        for rows, (piece_ids, piece_mask) in zip(known.rows, known.pieces, strict=True):
+            of_rows = {k: v[rows] for k, v in kwargs.items() if _has_rows(v, len(ids))}
+            calls.append(kwargs | of_rows | {"input_ids": piece_ids})
+            if piece_mask is not None:
+                calls[-1]["attention_mask"] = piece_mask
+        # The last piece is the first that the backward pass comes to: it is not computed twice.
+        *twice, last = calls
+        if torch.is_grad_enabled():
+            outputs = [checkpoint(self._forward, call, use_reentrant=False) for call in twice]
+        else:
+            outputs = [self._forward(call) for call in twice]
+        outputs.append(self._forward(last))
+        return _joined(outputs, calls, torch.cat(known.rows))
+
+    def _forward(self, call: dict[str, Any]) -> Any:
+        return self.wrapped(**call)
+
+
+def attach_splitting(model: torch.nn.Module) -> Attachment:
+    """Let the forward of `model` be split within [`splitting`]; what an earlier trainer attached for it goes."""
+    pretrained = find_pretrained(model)
+    patch = vars(pretrained).get("forward")
+    while isinstance(patch, ForwardPatch):
+        if isinstance(patch, SplitForward):
+            patch.attachment.remove()
+        patch = patch.below
+    attachment = Attachment()
+    return attachment.attach([SplitForward(pretrained, attachment)])
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def _joined(outputs: list[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
+    """
+    The output of the whole call.
+
+    Raises:
+        ValueError: If the model answers with something that cannot be put together from its pieces.
+    """
+    back, joined = rows.argsort(), outputs[0]
+    for name, value in list(joined.items()):
+        values = [output[name] for output in outputs]
+        if all(_has_rows(v, len(call["input_ids"])) for v, call in zip(values, calls, strict=True)):
+            joined[name] = torch.cat(values).index_select(0, back)
+        elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
+            joined[name] = _joined_loss(values, calls)
+        elif value is not None:
+            raise ValueError(
+                f"`max_tokens_per_batch` computes a batch in {len(calls)} pieces, and `{name}` of the "
+                f"{type(joined).__name__} is a {type(value).__name__} that has no row for each row of its piece. "
+                "Leave the budget out, or ask the model for less."
+            )
+    return joined
+
+
+def _joined_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> torch.Tensor:
+    """A model's own loss is a mean over its labels, or a sum divided by a number that it is given."""
+    if calls[0].get("num_items_in_batch") is not None:
+        return torch.stack(losses).sum()
+    counts = torch.stack([(call["labels"][:, 1:] != -100).sum() for call in calls])
+    return (torch.stack(losses) * counts).sum() / counts.sum().clamp(min=1)
