@@ -46,7 +46,7 @@ def install(session: nox.Session, stack: Stack) -> None:
     if torch:
         session.install(torch)
     versions = [f"{name}=={version}" for name, version in stack._asdict().items()]
-    session.install("-e", str(ROOT), *versions, PEFT.get(stack.trl, "peft"), *TESTS)
+    session.install("-e", f"{ROOT}[cli]", *versions, PEFT.get(stack.trl, "peft"), *TESTS)
     session.run("pip", "list")
 
 

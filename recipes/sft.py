@@ -1,5 +1,5 @@
 """
-SFT without padding, on one process or many.
+SFT without padding, on one process or many: what `trl-padfix sft` runs, for `accelerate launch`.
 
 A tiny model built on the spot, offline, on CPU, in under a minute of training:
 
@@ -15,34 +15,10 @@ A real one (any flag of TRL's `trl sft`, and ours):
 Preference pairs are taken too: what is chosen is what is learned.
 """
 
-import trl
-from datasets import Dataset
-from dpo import RecipeArguments, load_pairs, model_to_train, run
-from transformers import set_seed
-from trl.data_utils import is_conversational
+import sys
 
-from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.cli.mistakes import explained
-
-
-def to_dialogues(dataset: Dataset) -> Dataset:
-    """The chosen side of preference pairs, as prompts with completions, chats or texts; other data as it is."""
-    columns = set(dataset.column_names or next(iter(dataset)))
-    if "chosen" not in columns:
-        return dataset
-    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
-    name = "completion" if "prompt" in columns else alone
-    return dataset.rename_column("chosen", name).select_columns([name, *columns & {"prompt"}])
-
-
-def main(script_args, training_args, model_args, dataset_args) -> None:
-    set_seed(training_args.seed)  # `test_split_size` draws the held-out rows
-    dataset = {name: to_dialogues(rows) for name, rows in load_pairs(script_args, dataset_args).items()}
-    model = model_to_train(script_args, training_args, model_args, dataset[script_args.dataset_train_split])
-    run(SFTTrainer, model, dataset, script_args, training_args, model_args)
+from trl_padfix.cli.launch import run
 
 
 if __name__ == "__main__":
-    parser = trl.TrlParser((RecipeArguments, SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    with explained("recipes/sft.py"):
-        main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    run("sft", sys.argv[1:])

@@ -21,13 +21,14 @@ from pathlib import Path
 
 import trl
 from datasets import Dataset, DatasetDict, Features, Image, List, load_dataset
-from dpo import run
 from PIL import Image as Pillow
 from PIL import ImageDraw
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.mistakes import explained
+from trl_padfix.cli.recipe_run import ReportCallback
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume, saying_what_is_safe
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
 
@@ -102,7 +103,33 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
         dataset = trl.get_dataset(dataset_args)
     else:
         dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
-    run(SFTTrainer, model, dataset, script_args, training_args, model_args)
+    run(model, dataset, script_args, training_args, model_args)
+
+
+def run(model: str, dataset: DatasetDict, script_args, training_args, model_args) -> None:
+    """Train and save a model; the callback says where it came out."""
+    evaluates = training_args.eval_strategy != "no"
+    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+    training_args.attn_implementation = model_args.attn_implementation
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision if model == model_args.model_name_or_path else None,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    trainer = SFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        callbacks=[ReportCallback()],
+        quantization_config=trl.get_quantization_config(model_args),
+        peft_config=trl.get_peft_config(model_args),
+    )
+    with saying_what_is_safe(training_args.output_dir):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 if __name__ == "__main__":

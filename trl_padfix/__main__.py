@@ -1,6 +1,6 @@
 """`python -m trl_padfix`: the `trl-padfix` command."""
 
-from .cli.app import app
+from .cli import main
 
 
-app(prog_name="trl-padfix")
+main()

@@ -383,15 +383,26 @@ def write_split(split):
     )
 
 
+def to_dialogues(pairs):
+    """The same prompts with their good replies, for SFT."""
+    rows = map(json.loads, pairs.splitlines())
+    return "".join(json.dumps({"prompt": row["prompt"], "completion": row["chosen"]}) + "\n" for row in rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare the files, do not write them")
     check = parser.parse_args().check
+    files = {}
     for split in SIZES:
-        path, text = HERE / "preferences" / f"{split}.jsonl", write_split(split)
+        pairs = write_split(split)
+        files[HERE / "preferences" / f"{split}.jsonl"] = pairs
+        files[HERE / "dialogues" / f"{split}.jsonl"] = to_dialogues(pairs)
+    for path, text in files.items():
         if check and not (path.exists() and path.read_text(encoding="ascii") == text):
             raise SystemExit(f"{path} is not what {Path(__file__).name} writes")
         if not check:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="ascii", newline="\n")
 
 

@@ -50,6 +50,15 @@ def test_every_option_of_bench_has_a_help_text():
         assert len(line.split()) > 4
 
 
+@pytest.mark.parametrize("command", ["bench", "stats", "parity", "doctor", "recipe"])
+def test_help_fits_a_terminal_and_cuts_no_name(command):
+    output = trl_padfix_command(command, "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= 80
+    if command != "recipe":
+        assert "--json" in output
+
+
 def test_bench_prints_a_table_and_writes_json(pairs, tmp_path):
     result = trl_padfix_command(*TINY, "--data", pairs, "--json", str(tmp_path / "figures.json"))
     assert result.exit_code == 0, result.output

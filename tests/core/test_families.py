@@ -33,7 +33,7 @@ from trl_padfix.core.mixers import FORKED, PACKED, ROWS, WHOLE
 WAYS = (PACKED, FORKED, ROWS, WHOLE)
 RECORD = Path(__file__).with_name("families.json")
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
-README = TABLE.parent.parent / "README.md"
+EVIDENCE = TABLE.parent / "numbers.md"
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
 REPRESENTATIVES += ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]
 
@@ -136,9 +136,9 @@ def test_the_table_is_that_of_the_record():
     assert TABLE.read_text() == table(record())
 
 
-def test_the_readme_has_the_counts_of_the_record():
+def test_the_page_of_evidence_has_the_counts_of_the_record():
     types = [outcomes for family, outcomes in record().items() if "," not in family]
-    line = next(line for line in README.read_text().splitlines() if "docs/families.md" in line)
+    line = next(line for line in EVIDENCE.read_text().splitlines() if "(families.md)" in line)
     assert f"({len(types)})" in line
     for outcome in ("exact", "refused"):
         counts = [sum(o.get(mode, {}).get("outcome") == outcome for o in types) for mode in MODES]

@@ -1,7 +1,4 @@
-"""The notebooks: executed from the first cell to the last, and committed without outputs."""
-
-import sys
-from pathlib import Path
+"""The notebooks: executed from the first cell to the last with their claims, and committed with their outputs."""
 
 import pytest
 
@@ -10,45 +7,45 @@ nbformat = pytest.importorskip("nbformat", reason="`pip install -e '.[notebooks]
 nbclient = pytest.importorskip("nbclient", reason="`pip install -e '.[notebooks]'`")
 pytest.importorskip("ipykernel", reason="`pip install -e '.[notebooks]'`")
 
-NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
+from kit.notebooks import CLAIMS, FOLDER, NAMES, execute, read, with_claims  # noqa: E402
 
 
-def read(name: str):
-    return nbformat.read(NOTEBOOKS / name, as_version=4)
+WITHOUT_OUTPUTS = {"2", "3"}
+"""Those that take minutes; `PYTHONPATH=tests python -m kit.notebooks` writes them."""
 
 
-def test_there_are_four():
-    assert [name[0] for name in NAMES] == ["1", "2", "3", "4"]
+def test_every_notebook_has_claims():
+    assert [name[0] for name in NAMES] == list(CLAIMS)
+    for name in NAMES:
+        code = [cell for cell in read(name).cells if cell.cell_type == "code"]
+        assert 0 < min(CLAIMS[name[0]]) <= max(CLAIMS[name[0]]) == len(code), name
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_committed_without_outputs_and_ends_with_its_claim(name):
+def test_a_notebook_is_committed_with_its_outputs_and_without_paths(name):
+    text = (FOLDER / name).read_text()
+    assert len(text) < 400_000
+    assert not any(path in text for path in ("/tmp/", "/home/", "/root/", "site-packages"))
     code = [cell for cell in read(name).cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
     assert code[0].source == "REAL_MODEL = False"
-    assert "assert" in code[-1].source
+    assert not any("assert" in cell.source for cell in code)
+    outputs = [output for cell in code for output in cell.outputs]
+    assert bool(outputs) == (name[0] not in WITHOUT_OUTPUTS)
+    assert not any(output.output_type == "error" for output in outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    notebook = read(name)
-    # The kernel of this environment, whatever kernels are registered for the user.
-    client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(NOTEBOOKS)}}
-    )
-    client.create_kernel_manager()
-    client.km.kernel_spec.argv[0] = sys.executable
-    client.execute()
+    execute(with_claims(read(name), name[0]))
 
 
 @pytest.mark.slow
 def test_a_claim_that_does_not_hold_stops_a_notebook(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     name = next(name for name in NAMES if name.startswith("4"))
-    notebook = read(name)
+    notebook = with_claims(read(name), "4")
     line = next(cell for cell in notebook.cells if "# the line" in cell.source)
     line.source = line.source.replace("handle = remove_padding(actor, prefix_sharing=True)", "handle = leaking(actor)")
     leak = (
@@ -62,6 +59,5 @@ def test_a_claim_that_does_not_hold_stops_a_notebook(monkeypatch):
         "    return remove.remove_padding(model)\n"
     )
     notebook.cells.insert(2, nbformat.v4.new_code_cell(leak))
-    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(NOTEBOOKS)}})
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="AssertionError"):
-        client.execute()
+        execute(notebook)

@@ -1,4 +1,4 @@
-"""What the README shows, runs."""
+"""What the README and the page on speed show, runs."""
 
 import re
 import shlex
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import trl
 from datasets import load_dataset
 from kit.cells import slow_but
 from typer.testing import CliRunner
 
-import trl_padfix
 from trl_padfix.cli.app import app
 from trl_padfix.cli.launch import parse
 from trl_padfix.cli.methods import METHODS
@@ -20,6 +18,7 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SPEED = (ROOT / "docs/speed.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -67,19 +66,22 @@ def test_the_one_line_example_packs(tiny_model, capsys):
     assert "packed_tokens=5" in capsys.readouterr().out
 
 
-def test_the_field_table_names_our_fields_and_their_defaults():
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", README, flags=re.MULTILINE))
-    ours, theirs = (config.__dataclass_fields__ for config in (trl_padfix.DPOConfig, trl.DPOConfig))
-    assert rows == {name: str(ours[name].default) for name in rows}
-    assert set(rows) == set(ours) - set(theirs) | {"padding_free"}
-
-
-def test_every_file_that_the_readme_names_exists():
-    for name in re.findall(r"(?:trl_padfix|tests|recipes|notebooks|docs)/[\w./]+\.(?:py|yaml|md|ipynb)", README):
+def test_it_is_short_and_its_links_lead_somewhere():
+    assert len(README.split()) <= 900
+    for name in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / name).exists(), name
+    assert not re.findall(r"https?://", README)  # no place that does not exist
 
 
-COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfix \w[^`]*)`", README)})
+def test_its_figures_are_those_of_the_page_on_speed():
+    for pairs in ("8 pairs", "16 pairs"):
+        shown = re.search(rf"^\| {pairs} per batch \|(.*)$", README, re.MULTILINE)[1]
+        held = re.search(rf"^\| DPO, {pairs} \|(.*)$", SPEED, re.MULTILINE)[1]
+        for figure in re.findall(r"[\d.]+x", shown):
+            assert figure in held or f"gave {figure}" in SPEED, figure
+
+
+COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfix \w[^`]*)`", README + SPEED)})
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     "--model Qwen/Qwen2.5-0.5B-Instruct": "--model {model}",
     "parity --config recipes/dpo_qwen2.5_0.5b.yaml": "parity --model {model} --data recipes/data/preferences --rows 2",

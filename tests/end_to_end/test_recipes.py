@@ -18,9 +18,9 @@ import yaml
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import trl_padfix
 from trl_padfix.cli.launch import main, parse
 from trl_padfix.cli.methods import METHODS
+from trl_padfix.cli.recipe_run import to_dialogues
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -42,14 +42,6 @@ def launch(recipe: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def import_recipe(name: str):
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
-
-
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("dpo_tiny")
@@ -67,6 +59,10 @@ def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
         assert row in result.stdout
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((output / "report.json").read_text())
+    assert report["configuration"]["prefix_sharing"] is True
+    assert report["versions"]["trl"] == trl.__version__
+    assert report["metrics"]["eval_loss"]["first"] == pytest.approx(0.6931, abs=1e-3)
     assert "it/s" in result.stderr  # the progress bar
     history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
@@ -133,15 +129,14 @@ def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
 
 
 def test_the_recipe_of_sft_learns_what_is_chosen():
-    sft = import_recipe("sft")
     data = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
-    assert set(sft.to_dialogues(data).column_names) == {"prompt", "completion"}
-    assert sft.to_dialogues(data)[0]["completion"] == data[0]["chosen"]
+    assert set(to_dialogues(data).column_names) == {"prompt", "completion"}
+    assert to_dialogues(data)[0]["completion"] == data[0]["chosen"]
     texts = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
-    assert sft.to_dialogues(texts).to_list() == [{"text": "a"}]
+    assert to_dialogues(texts).to_list() == [{"text": "a"}]
     chats = Dataset.from_dict({name: [[{"role": "user", "content": name}]] for name in ("chosen", "rejected")})
-    assert sft.to_dialogues(chats)[0] == {"messages": [{"role": "user", "content": "chosen"}]}
-    assert sft.to_dialogues(sft.to_dialogues(chats)).column_names == ["messages"]
+    assert to_dialogues(chats)[0] == {"messages": [{"role": "user", "content": "chosen"}]}
+    assert to_dialogues(to_dialogues(chats)).column_names == ["messages"]
 
 
 @SLOW
@@ -159,14 +154,36 @@ SCRIPTS = {name: re.search(r"recipes/(\w+)\.py", " ".join(command)) for name, co
 
 @pytest.mark.parametrize("name", sorted(name for name, script in SCRIPTS.items() if script and script[1] != "sft_vlm"))
 def test_every_recipe_of_a_script_parses(name):
-    method = SCRIPTS[name][1]
-    recipe, config = import_recipe(method), getattr(trl_padfix, f"{method.upper()}Config")
-    parser = trl.TrlParser((recipe.RecipeArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig))
-    script, training, _, mixture = parser.parse_args_and_config(
-        ["--config", str(ROOT / "recipes" / name)], fail_with_unknown_args=True
-    )
+    (script, training, _, mixture), _ = parse(SCRIPTS[name][1], ["--config", str(ROOT / "recipes" / name)])
     assert training.padding_free
     assert bool(script.dataset_name) != bool(mixture.datasets)
+
+
+OURS = {"tiny_model", "padding_free", "prefix_sharing"}
+
+
+@SLOW
+@pytest.mark.parametrize("method", ["dpo", "sft"])
+def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config, output = f"recipes/{method}_tiny.yaml", str(tmp_path / "ours")
+    few = ["--max_steps", "1", "--eval_strategy", "no", "--eval_on_start", "false", "--logging_steps", "1"]
+    few += ["--use_cpu", "true", "--disable_tqdm", "true", "--warmup_steps", "0"]
+    main(method, ["--config", config, "--output_dir", output, *few])
+    report = json.loads((tmp_path / "ours" / "report.json").read_text())
+    assert not (tmp_path / "ours" / "curves.png").exists()  # one point is no curve
+    plain = {name: value for name, value in yaml.safe_load(Path(config).read_text()).items() if name not in OURS}
+    (tmp_path / "plain.yaml").write_text(yaml.safe_dump(plain))
+    theirs = importlib.import_module(f"trl.scripts.{method}")
+    given = ["--config", str(tmp_path / "plain.yaml"), "--model_name_or_path", f"{output}/initial_model", *few]
+    parsed = theirs.make_parser().parse_args_and_config([*given, "--output_dir", str(tmp_path / "trl")])
+    theirs.main(*parsed)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trl").state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(f"{output}/initial_model").state_dict()
+    distance = sum((ours[name] - trained[name]).abs().sum() for name in ours)
+    assert distance < 0.05 * sum((before[name] - trained[name]).abs().sum() for name in ours)
+    assert report["metrics"]["loss"]["first"] > 0
 
 
 def test_every_recipe_is_run_by_one_of_our_commands():

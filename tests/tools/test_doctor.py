@@ -10,7 +10,7 @@ import torch
 import transformers
 import trl
 from kit.models import CONFIGS
-from transformers import Lfm2Config, XLNetConfig, XLNetLMHeadModel
+from transformers import BloomConfig, Gemma3Config, Lfm2Config, Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
 from typer.testing import CliRunner
 
 import trl_padfix
@@ -53,18 +53,37 @@ needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a ma
 
 
 @needs_cpu
-def test_doctor_names_every_missing_backend_with_its_reason():
+def test_the_verdict_comes_first_and_all_fits_a_terminal():
     result = doctor()
     assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == "READY. Padding can be removed here, with `sdpa` attention."
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 80
     output = words(result.output)
     for name in (*FLASH_PACKAGES, *HUB_KERNELS):
-        assert f"{name} no yes it needs a CUDA GPU, and this is CPU; it computes in float16 or bfloat16, not" in output
-    assert "sdpa yes yes torch's scaled-dot-product attention" in output
-    assert "flex_attention no no it has no backward pass on CPU" in output
-    assert "eager yes yes" in output
-    assert "'auto' is sdpa: " in output
-    assert "flash_attention_2: pip install flash-attn --no-build-isolation" in result.output.splitlines()
-    assert "cannot run" not in output
+        assert name in output  # never cut
+    assert "cannot run flash_attention_2, flash_attention_3, flash_attention_4, kernels-community/" in output
+    assert "it needs a CUDA GPU, and this is CPU" in output
+    assert "runs sdpa: torch's scaled-dot-product attention" in output
+    assert "cannot run flex_attention: it has no backward pass on CPU" in output
+    assert "pip install" not in output  # nothing that could not run here
+
+
+def test_only_what_this_machine_can_run_is_suggested(monkeypatch):
+    monkeypatch.setattr("trl_padfix.tools.doctor.platform.system", lambda: "Linux")
+    monkeypatch.setattr("trl_padfix.tools.doctor.shutil.which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kwargs: True)
+    monkeypatch.setattr("trl_padfix.tools.doctor.Machine.of", lambda: Machine("cuda", "NVIDIA A100", (8, 0)))
+    assert diagnose().to_install()[0] == "pip install flash-attn --no-build-isolation"
+    assert not any("hopper" in command or "flash-attn-4" in command for command in diagnose().to_install())
+    monkeypatch.setattr("trl_padfix.tools.doctor.shutil.which", lambda name: "/usr/local/cuda/bin/nvcc")
+    assert any("hopper" in command for command in diagnose().to_install())  # built from source, with the toolkit
+    output = doctor().output
+    assert "to install  pip install flash-attn --no-build-isolation" in output.splitlines()
+    assert len(output.splitlines()) <= 25
+    monkeypatch.setattr("trl_padfix.tools.doctor.Machine.of", lambda: Machine("cuda", "NVIDIA T4", (7, 5)))
+    assert diagnose().to_install() == []
 
 
 def test_doctor_shows_versions_and_whether_they_are_tested():
@@ -81,7 +100,7 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
     )
     result = doctor()
     assert result.exit_code == 0
-    assert "are no pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
+    assert "are not a pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
     # The oldest pair is for `remove_padding` alone, without the trainers.
     monkeypatch.setattr(
         "trl_padfix.tools.doctor._version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
@@ -90,8 +109,9 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
     monkeypatch.setattr("trl_padfix.tools.doctor._version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
     assert result.exit_code == 1
-    assert "cannot run trl 0.9.0: the trainers of this package need trl" in words(result.output)
-    assert "cannot run transformers is not installed" in words(result.output)
+    assert result.output.startswith("NOT READY.")
+    assert "trl 0.9.0: the trainers of this package need trl" in words(result.output)
+    assert "transformers is not installed: the trainers" in words(result.output)
 
 
 def test_doctor_shows_the_accelerator(monkeypatch):
@@ -99,10 +119,11 @@ def test_doctor_shows_the_accelerator(monkeypatch):
     monkeypatch.setattr("trl_padfix.tools.doctor.Machine.of", lambda: h100)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **kwargs: True)
     output = words(doctor().output)
-    assert "accelerator: NVIDIA H100 (cuda, compute capability 9.0)" in output
+    assert "NVIDIA H100" in output
+    assert "compute capability 9.0" in output
     assert "bfloat16 (yes)" in output
     assert "attention in bfloat16" in output
-    assert "flash_attention_2 no yes flash-attn is not installed" in output
+    assert "cannot run flash_attention_2: flash-attn is not installed" in output
 
 
 @needs_cpu
@@ -110,13 +131,13 @@ def test_doctor_shows_the_accelerator(monkeypatch):
 def test_the_exit_status_says_whether_an_attention_can_run(name, status):
     result = doctor("--attn", name)
     assert result.exit_code == status
-    assert ("cannot run `flash_attention_2`: it needs a CUDA GPU" in words(result.output)) == bool(status)
+    assert ("`flash_attention_2` cannot run: it needs a CUDA GPU" in words(result.output)) == bool(status)
 
 
 def test_an_unknown_attention_cannot_run():
     result = doctor("--attn", "telepathy")
     assert result.exit_code == 1
-    assert "cannot run `telepathy`: transformers knows no attention implementation" in words(result.output)
+    assert "`telepathy` cannot run: transformers knows no attention implementation" in words(result.output)
 
 
 def test_the_precision_is_the_one_that_is_asked_for():
@@ -132,15 +153,22 @@ def test_the_precision_is_the_one_that_is_asked_for():
 def test_a_model_is_judged_by_its_configuration_alone(qwen2):
     result = doctor("--model", qwen2)
     assert result.exit_code == 0, result.output
-    assert f"{qwen2}: qwen2, Qwen2ForCausalLM" in words(result.output)
-    assert "padding-free and prefix sharing: exact" in result.output
-    assert "padding_side: this transformers has no such check" in result.output
+    assert result.output.startswith("READY. Qwen2ForCausalLM: padding is removed exactly, with `sdpa` attention.")
+    assert f"{qwen2}: Qwen2ForCausalLM (qwen2)" in words(result.output)
+    assert "model.layers" not in result.output
+    assert "layers layers.0.self_attn and 2 more (Qwen2Attention): packed" in words(result.output)
+    assert "images" not in result.output
+    assert "this transformers refuses padded batches" not in result.output
+    assert len(result.output.splitlines()) <= 25
 
 
 def test_a_model_that_is_refused_names_the_rule(xlnet):
     result = doctor("--model", xlnet)
     assert result.exit_code == 1
-    refused = "refused: no module that attends or otherwise mixes tokens was found in the layers of XLNetModel"
+    refused = (
+        "Padding cannot be removed from XLNetLMHeadModel: no module that attends or otherwise mixes tokens was found "
+        "in the layers of XLNetModel"
+    )
     assert refused in words(result.output)
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
         remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
@@ -152,16 +180,37 @@ def test_a_hybrid_is_told_layer_by_layer(tmp_path):
     Lfm2Config(num_hidden_layers=2, layer_types=types, architectures=["Lfm2ForCausalLM"]).save_pretrained(tmp_path)
     result = doctor("--model", str(tmp_path))
     assert result.exit_code == 0
-    assert "padding-free and prefix sharing: exact" in words(result.output)
-    assert "layers.0.conv (Lfm2ShortConv) forked: convolution over the sequence" in words(result.output)
-    assert "layers.1.self_attn (Lfm2Attention) packed" in words(result.output)
+    assert "padding is removed exactly" in words(result.output)
+    assert "layers.0.conv (Lfm2ShortConv): forked, convolution over the sequence" in words(result.output)
+    assert "layers.1.self_attn (Lfm2Attention): packed" in words(result.output)
+    assert len(result.output.splitlines()) <= 25
+    assert diagnose(str(tmp_path)).model.rows_share == 0.0
     assert [mixer.how for mixer in diagnose(str(tmp_path)).model.mixers] == ["forked", "packed"]
 
 
 def test_a_transformers_that_checks_the_padding_side_is_told_by_its_source(qwen2, monkeypatch):
     source = """raise ValueError("You are attempting to perform batched generation with padding_side='right'")"""
     monkeypatch.setattr("trl_padfix.tools.doctor.inspect.getsource", lambda module: source)
-    assert "padding_side: this transformers raises its error" in doctor("--model", qwen2).output
+    assert "this transformers refuses padded batches on FlashAttention 2" in words(doctor("--model", qwen2).output)
+
+
+def test_the_share_of_work_on_rows_is_told(tmp_path):
+    BloomConfig(n_layer=2, hidden_size=32, n_head=4, architectures=["BloomForCausalLM"]).save_pretrained(tmp_path)
+    output, model = words(doctor("--model", str(tmp_path)).output), diagnose(str(tmp_path)).model
+    assert {mixer.how for mixer in model.mixers} == {"rows"}
+    assert 0.2 < model.rows_share < 0.5  # attention of a layer: 4 H^2 of 12 H^2 weights
+    assert f"{model.rows_share:.0%} of the decoder's work runs on rows" in output
+
+
+@pytest.mark.parametrize(("name", "images"), [("gemma3", "refused: tokens of an image"), ("qwen2_vl", "packed")])
+def test_text_and_images_are_told_apart(name, images, tmp_path):
+    config = {"gemma3": Gemma3Config, "qwen2_vl": Qwen2VLConfig}[name]()
+    config.architectures = [{"gemma3": "Gemma3", "qwen2_vl": "Qwen2VL"}[name] + "ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    output = words(doctor("--model", str(tmp_path)).output)
+    assert "text packed" in output
+    assert "cannot run flash_attention_2, flash_attention_3" in output or torch.cuda.is_available()
+    assert f"images {images}" in output
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "no-such/model"])
@@ -169,16 +218,14 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = doctor("--model", model)
     assert result.exit_code == 1
-    assert f"cannot run {model}: neither in a folder of this name nor on the Hub or in its cache" in words(
-        result.output
-    )
+    assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
 
 
 # As JSON, and as it is installed
 
 
 def test_json_says_the_same(qwen2):
-    result = doctor("--json", "--model", qwen2, "--attn", "telepathy")
+    result = doctor("--json", "-", "--model", qwen2, "--attn", "telepathy")
     assert result.exit_code == 1
     found = json.loads(result.output)
     assert found["versions"]["torch"] == torch.__version__
@@ -186,12 +233,19 @@ def test_json_says_the_same(qwen2):
     assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
     assert found["auto"]["usable"] is True
     assert found["model"]["refusal"] is None
-    assert found["problems"] == ["`telepathy`: transformers knows no attention implementation of this name"]
+    assert found["problems"] == ["`telepathy` cannot run: transformers knows no attention implementation of this name"]
+    assert {"os", "driver", "cuda", "gpus", "kernels", "memory_gib"} <= found["system"].keys()
+
+
+def test_json_goes_to_a_file_beside_the_text(tmp_path):
+    result = doctor("--json", str(tmp_path / "doctor.json"))
+    assert result.output.startswith("READY.")
+    assert json.loads((tmp_path / "doctor.json").read_text())["problems"] == []
 
 
 def test_the_installed_command_runs_without_a_network():
     command = str(Path(sys.executable).with_name("trl-padfix"))
-    done = subprocess.run([command, "doctor", "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run([command, "doctor", "--json", "-"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["problems"] == []
     text = "RuntimeError: FlashAttention only supports Ampere GPUs or newer."
@@ -199,7 +253,7 @@ def test_the_installed_command_runs_without_a_network():
         [command, "doctor", "--explain", "-"], input=text, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "cause: FlashAttention 2 needs an NVIDIA GPU of compute capability 8.0" in words(done.stdout)
+    assert "cause FlashAttention 2 needs an NVIDIA GPU of compute capability 8.0" in words(done.stdout)
 
 
 def test_explaining_costs_no_import_of_torch():
@@ -222,8 +276,8 @@ def test_an_error_is_found_in_the_middle_of_a_traceback():
     result = doctor("--explain", "-", stdin=f"Traceback (most recent call last):\n  File 'train.py', line 3\n{error}")
     assert result.exit_code == 0
     assert "padding_side" in result.output
-    assert "cause: Nobody need be generating" in words(result.output)
-    assert "fix: `remove_padding(model)`" in words(result.output)
+    assert "cause Nobody need be generating" in words(result.output)
+    assert "what to do `remove_padding(model)`" in words(result.output)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +290,9 @@ def test_an_error_that_is_not_known_is_said_to_be_so(text):
 
 
 def test_explanations_come_as_json_too():
-    result = doctor("--json", "--explain", "CUDA out of memory")
+    result = doctor("--json", "-", "--explain", "CUDA out of memory")
     assert (result.exit_code, [error["name"] for error in json.loads(result.output)]) == (0, ["out of memory"])
-    result = doctor("--json", "--explain", "no error")
+    result = doctor("--json", "-", "--explain", "no error")
     assert (result.exit_code, json.loads(result.output)) == (1, [])
 
 

@@ -1,5 +1,7 @@
 """`trl-padfix parity`: every mode and backend on the user's model and data, against eager float32."""
 
+import json
+
 import pytest
 import torch
 import yaml
@@ -46,18 +48,18 @@ def test_the_command_prints_a_table_for_an_issue(material):
     result = parity(material)
     assert result.exit_code == 0, result.output
     header, *rows = table(result.output)
-    assert header[:3] == ["attention", "mode", "dtype"]
+    assert header[:3] == ["attention", "mode", "tokens"]
+    assert max(len(line) for line in result.output.splitlines() if "split:" not in line) <= 80
     assert [row[:2] for row in rows] == [
         [backend, mode] for backend in ("eager", "sdpa") for mode in ("padded", "padding-free", "prefix sharing")
     ]
-    for _, mode, dtype, _, logps, gradient, packed, verdict in rows:
-        assert dtype == "float32"
+    for _, mode, _, logps, gradient, packed, verdict in rows:
         assert max(float(logps), float(gradient)) < 1e-5
         assert (packed == "-") == (mode == "padded")
         assert verdict == "ok"
-    padded, packed, shared = (int(row[3]) for row in rows[:3])
+    padded, packed, shared = (int(row[2]) for row in rows[:3])
     assert shared < packed < padded
-    assert "4 rows on cpu" in result.output
+    assert "in float32 on cpu, 4 rows of" in result.output
     assert "transformers" in result.output
 
 
@@ -76,8 +78,8 @@ def test_half_precision_may_be_as_far_off_as_it_is_padded(material):
     result = parity(material, "--dtype", "bfloat16", "--attn", "sdpa")
     assert result.exit_code == 0, result.output
     rows = table(result.output)[1:]
-    assert all(float(row[4]) > 1e-3 for row in rows)
-    assert {row[2] for row in rows} == {"bfloat16"}
+    assert all(float(row[3]) > 1e-3 for row in rows)
+    assert "in bfloat16 on cpu" in result.output
 
 
 def test_a_backend_that_cannot_run_fails_with_its_reason(material):
@@ -95,8 +97,33 @@ def test_a_yaml_of_a_training_names_model_and_data(material, tmp_path):
     result = trl_padfix_command("parity", "--config", str(path), "--attn", "sdpa", "--no-gradients")
     assert result.exit_code == 0, result.output
     (_, padded, *_) = table(result.output)
-    assert padded[3] == str(4 * 8)
-    assert padded[5] == "-"
+    assert padded[2] == str(4 * 8)
+    assert padded[4] == "-"
+
+
+def test_the_figures_are_written_as_json(material, tmp_path):
+    result = parity(material, "--attn", "sdpa", "--device", "auto", "--json", str(tmp_path / "parity.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "parity.json").read_text())
+    assert [(r["attention"], r["mode"], r["ok"]) for r in found["results"]] == [
+        ("sdpa", mode, True) for mode in ("padded", "padding-free", "prefix sharing")
+    ]
+    assert found["compared"]
+    assert found["ok"]
+    assert found["results"][2]["tokens"] < found["results"][1]["tokens"] == sum(found["lengths"])
+
+
+def test_rows_of_one_length_are_exchanged_for_others_or_it_is_said_that_there_was_no_padding(material, tmp_path):
+    texts = ["Who is there?", "Who is here?", "A friend of yours, and the wind."]
+    model, data = material["model"], tmp_path / "texts.jsonl"
+    Dataset.from_list([{"text": text} for text in (*texts[:2], texts[2])]).to_json(data)
+    command = ["parity", "--model", model, "--data", str(data), "--attn", "sdpa", "--no-gradients", "--rows", "2"]
+    result = trl_padfix_command(*command)
+    assert result.exit_code == 0, result.output
+    Dataset.from_list([{"text": text} for text in texts]).to_json(data)
+    result = trl_padfix_command(*command, "--max-length", "2", "--json", "-")
+    assert result.exit_code == 1
+    assert "There was no padding to compare: all 2 rows have 2 tokens" in result.output
 
 
 @pytest.mark.parametrize(

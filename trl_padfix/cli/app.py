@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..core.version import __version__
-from . import bench, doctor, parity, plan, stats, train
+from . import bench, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
 from .mistakes import DEBUG, MistakesExplained
 from .network import count_nothing
@@ -19,12 +19,14 @@ app = typer.Typer(
     no_args_is_help=True,
     help="TRL's trainers without padding.",
     pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
 app.command()(plan.plan)
 app.command()(parity.parity)
+app.add_typer(recipe.app, name="recipe")
 for method in METHODS:
     app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))
 

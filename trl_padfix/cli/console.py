@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 
-__all__ = ["console", "one_of", "outputs", "write_output", "write_text"]
+__all__ = ["console", "device_of", "one_of", "outputs", "write_output", "write_text"]
 
 console = Console()
 
@@ -21,6 +21,22 @@ def one_of(option: str, value: str, known: Iterable[str]) -> None:
     """
     if value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=option)
+
+
+def device_of(device: str) -> str:
+    """
+    The device that `--device` names; `auto` is the GPU where there is one.
+
+    Raises:
+        typer.BadParameter: If it is not there.
+    """
+    import torch
+
+    there = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    if device == "auto":
+        return there[0]
+    one_of("--device", device, ["cpu", "auto"] if there == ["cpu"] else ["cpu", "cuda", "auto"])
+    return device
 
 
 def outputs(**paths: Path | None) -> None:

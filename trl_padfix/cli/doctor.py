@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
-from rich.box import SIMPLE
-from rich.markup import escape
-from rich.table import Table
 
 from ..core.compat import TESTED
-from .console import console, one_of
+from .console import one_of, outputs, write_text
 
 
 if TYPE_CHECKING:
-    from ..tools.doctor import Diagnosis
+    from ..tools.doctor import Diagnosis, ModelReport
 
 
-__all__ = ["doctor"]
+__all__ = ["describe", "doctor"]
 
 
 def doctor(
@@ -29,13 +28,19 @@ def doctor(
         Optional[str],  # noqa: UP045
         typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Write everything to this file, for a bug report; - prints it."),
+    ] = None,
     explain: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:
-    """Say what is installed, which attention can run and why, what becomes of a model, and what an error means."""
+    """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
+    from json import dumps
+
+    outputs(json=json)
     if explain is not None:
         if model or attn or dtype:
             raise typer.BadParameter("looks at a text alone; leave the other options out.", param_hint="--explain")
@@ -46,78 +51,122 @@ def doctor(
     from ..tools.doctor import diagnose
 
     found = diagnose(model, attn, dtype)
-    if json:
-        console.print_json(data=found.to_dict())
-    else:
-        _show(found)
+    if str(json) != "-":
+        for line in describe(found):
+            typer.echo(line)
+    if json is not None:
+        write_text("--json", json, dumps(found.to_dict(), indent=2))
     raise typer.Exit(1 if found.problems else 0)
 
 
-def _show(found: Diagnosis) -> None:
-    versions = _table("package", "version")
-    for name, version in found.versions.items():
-        versions.add_row(name, version or "-")
-    console.print(versions)
-    console.print(
+def describe(found: Diagnosis) -> list[str]:
+    """What `trl-padfix doctor` prints: the verdict first, in lines of at most 80 characters."""
+    what = found.model.architecture if found.model is not None else "Padding"
+    lines = []
+    if found.problems:
+        lines += ["NOT READY."]
+        for problem in found.problems:
+            lines += _wrapped("", problem)
+    elif found.model is not None:
+        sharing = ""
+        if any(mixer.how == "whole rows" for mixer in found.model.mixers):
+            sharing = "; prefix_sharing is refused, because its decoder is given whole rows"
+        lines += _wrapped(
+            "", f"READY. {what}: padding is removed exactly, with `{found.auto.name}` attention{sharing}."
+        )
+    else:
+        lines += _wrapped("", f"READY. Padding can be removed here, with `{found.auto.name}` attention.")
+    lines += ["", *_machine(found), *_packages(found), *_attention(found)]
+    if found.model is not None:
+        lines += ["", *_model(found.model)]
+    return lines
+
+
+def _machine(found: Diagnosis) -> list[str]:
+    system, machine = found.system, found.machine
+    names: dict[str, int] = {}
+    for gpu in system["gpus"]:
+        name = f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)"
+        names[name] = names.get(name, 0) + 1
+    gpus = (
+        ", ".join(f"{count} x {name}" for name, count in names.items()) or f"{machine.name} ({system['cores']} cores)"
+    )
+    capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
+    precisions = ", ".join(f"{name} ({word})" for name, word in found.dtypes.items())
+    return _wrapped("machine", f"{gpus}{capability}; {precisions}")
+
+
+def _packages(found: Diagnosis) -> list[str]:
+    there = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
+    absent = ", ".join(name for name, version in found.versions.items() if not version)
+    tested = ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
+    pair = (
         "transformers and TRL are a pair that is tested together"
         if found.tested
-        else "transformers and TRL are no pair that is tested together; tested: "
-        + ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
+        else f"transformers and TRL are not a pair that is tested together; tested: {tested}"
     )
-    capability = f", compute capability {'.'.join(map(str, c))}" if (c := found.machine.capability) else ""
-    console.print(f"\naccelerator: {found.machine.name} ({found.machine.device}{capability})")
-    console.print("precision: " + ", ".join(f"{name} ({word})" for name, word in found.dtypes.items()))
+    return [*_wrapped("packages", there), *(_wrapped("absent", absent) if absent else []), *_wrapped("stack", pair)]
 
-    backends = _table("attention", "usable", "packed", "why")
+
+def _attention(found: Diagnosis) -> list[str]:
+    lines = ["", f"attention in {found.dtype}:"]
+    groups: dict[tuple[str, str], list[str]] = {}
     for backend in found.backends:
-        backends.add_row(backend.name, _yes(backend.usable), _yes(backend.packs), escape(backend.reason))
-    console.print(f"\nattention in {found.dtype}, of padded and of packed batches:")
-    console.print(backends)
-    for backend in found.backends:
-        if backend.install:
-            console.print(f"{backend.name}: {backend.install}", soft_wrap=True, highlight=False)
-    console.print(f"\n'auto' is {found.auto.name}: {escape(found.auto.note)}")
-
-    if (model := found.model) is not None:
-        console.print(f"\n{model.name}: {model.family}, {model.architecture}")
-        refused = f"refused: {escape(model.refusal)}" if model.refusal else "exact"
-        if any(mixer.how == "whole rows" for mixer in model.mixers):
-            refused = "exact, and prefix sharing refused: it is given whole rows"
-        console.print(f"padding-free and prefix sharing: {refused}")
-        if any(mixer.how != "packed" for mixer in model.mixers):
-            console.print("how its layers run (all that computes each token by itself is packed):")
-            for mixer in model.mixers:
-                why = f": {mixer.why}" if mixer.why else ""
-                console.print(f"  {mixer.name} ({mixer.module}) {mixer.how}{why}", soft_wrap=True, highlight=False)
-        console.print(
-            "padding_side: this transformers raises its error for padded batches on FlashAttention 2; packed ones pass"
-            if model.checks_padding_side
-            else "padding_side: this transformers has no such check for it"
-        )
-    for problem in found.problems:
-        console.print(f"\n[bold]cannot run[/bold] {escape(problem)}")
+        state = "runs" if backend.usable and backend.packs else "padded only" if backend.usable else "cannot run"
+        # Of a model, names alone; without one, the first obstacle. All of them are in the JSON.
+        reason = "" if found.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
+        groups.setdefault((state, reason), []).append(backend.name)
+    for state in ("runs", "padded only", "cannot run"):
+        for (group, reason), names in groups.items():
+            if group == state:
+                lines += _wrapped(state, ", ".join(names) + (f": {reason}" if reason else ""))
+    for command in found.to_install():
+        lines.append(f"{'to install':12}{command}")  # as it is typed, so not wrapped
+    return lines
 
 
-def _explain(text: str, json: bool) -> int:
+def _model(model: ModelReport) -> list[str]:
+    lines = _wrapped("model", f"{model.name}: {model.architecture} ({model.family})")
+    if model.refusal:
+        return lines
+    lines += _wrapped("text", "packed")
+    if model.images != "no images":
+        lines += _wrapped("images", model.images)
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for mixer in model.mixers:
+        groups.setdefault((mixer.module, mixer.how, mixer.why), []).append(mixer.name)
+    for (module, how, why), names in groups.items():
+        count = "" if len(names) == 1 else f" and {len(names) - 1} more"
+        lines += _wrapped("layers", f"{names[0]}{count} ({module}): {how}{f', {why}' if why else ''}")
+    if model.rows_share:
+        lines += _wrapped("rows", f"{model.rows_share:.0%} of the decoder's work runs on rows, the rest is packed")
+    if model.checks_padding_side:
+        lines += _wrapped("side", "this transformers refuses padded batches on FlashAttention 2; packed ones pass")
+    return lines
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """A line with its label, continued below itself; words are not cut."""
+    indent = " " * 12 if label else "  "
+    first = f"{label:12}" if label else ""
+    return textwrap.wrap(
+        text, 80, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _explain(text: str, json: Path | None) -> int:
     """Print what is known of a text; the exit status."""
+    from json import dumps
+
     from ..tools.known_errors import explain
 
     errors = explain(text)
-    if json:
-        console.print_json(data=[asdict(error) for error in errors])
-    for error in () if json else errors:
-        console.print(f"[bold]{escape(error.name)}[/bold]\n  cause: {escape(error.cause)}\n  fix: {escape(error.fix)}")
-    if not errors and not json:
-        console.print("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
+    if str(json) != "-":
+        for error in errors:
+            lines = _wrapped("cause", error.cause) + _wrapped("what to do", error.fix)
+            typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
+        if not errors:
+            typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
+    if json is not None:
+        write_text("--json", json, dumps([asdict(error) for error in errors], indent=2))
     return 0 if errors else 1
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE)
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from . import require_extra
 from .methods import METHODS
 
 
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["main", "make_parser", "parse"]
+__all__ = ["main", "make_parser", "parse", "run"]
+
+TINY = ("dpo", "sft")
+"""Methods that can train a tiny model, built on the spot."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -41,7 +45,7 @@ def make_parser(method: str) -> TrlParser:
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
     mixins = [c for c in config.__mro__ if c.__module__ == config.__module__ and not issubclass(c, TrainingArguments)]
-    own = {field.name for mixin in mixins for field in fields(mixin)}
+    own = {field.name for mixin in mixins for field in fields(mixin)} | {"tiny_model"}
     rest, group = parser._optionals, parser.add_argument_group("padding removal")
     group._group_actions = [action for action in rest._group_actions if action.dest in own]
     rest._group_actions = [action for action in rest._group_actions if action.dest not in own]
@@ -151,18 +155,23 @@ def main(method: str, args: Sequence[str]) -> None:
     from transformers import set_seed
 
     from ..trainers.checkpoints import saying_what_is_safe
+    from . import recipe_run
 
     parsed, _ = parse(method, args)
     # TRL's script ends the process group while its DDP model lives. If the model were the last to hold the group, its
     # end would wait for the threads of gloo, and they for the interpreter: `trl dpo` on CPU hangs in one of two runs.
     _group = torch.distributed.group.WORLD
     set_seed(parsed[1].seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-    with saying_what_is_safe(parsed[1].output_dir), _ours_in_trl(method):
+    if method in TINY:
+        parsed[2].model_name_or_path = recipe_run.model_to_train(*parsed)
+        set_seed(parsed[1].seed)
+    with saying_what_is_safe(parsed[1].output_dir), _ours_in_trl(method, reports=True):
         importlib.import_module(f"trl.scripts.{method}").main(*parsed)
 
 
 def run(method: str, args: Sequence[str]) -> None:
     """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
+    require_extra()
     from .mistakes import explained
     from .network import count_nothing
 
@@ -173,16 +182,27 @@ def run(method: str, args: Sequence[str]) -> None:
 
 
 @contextmanager
-def _ours_in_trl(method: str) -> Iterator[tuple[type, type]]:
-    """Let `from trl import ...` find our trainer and configuration of a method until the block ends."""
+def _ours_in_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
+    """
+    Let `from trl import ...` find our trainer and configuration of a method until the block ends; with `reports`, the
+    trainer ends with a report.
+    """
     import trl
 
     import trl_padfix
 
+    from . import recipe_run
+
     names = [f"{METHODS[method]}{kind}" for kind in ("Trainer", "Config")]
     trainer, config = (getattr(trl_padfix, name) for name in names)
-    theirs = {name: getattr(trl, name) for name in names}
-    vars(trl).update(zip(names, (trainer, config), strict=True))
+    ours = dict(zip(names, (trainer, config), strict=True))
+    if reports:
+        more = (recipe_run.to_dialogues,) if method == "sft" else ()
+        ours[names[0]] = recipe_run.reporting(trainer, *more)
+    if method in TINY:
+        ours["ScriptArguments"] = recipe_run.RecipeArguments
+    theirs = {name: getattr(trl, name) for name in ours}
+    vars(trl).update(ours)
     try:
         yield trainer, config
     finally:

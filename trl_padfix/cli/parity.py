@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .console import console, one_of
+from .console import console, device_of, one_of, outputs, write_text
 from .mistakes import mistakes_of
+
+
+if TYPE_CHECKING:
+    from ..tools.parity import Comparison
 
 
 __all__ = ["parity"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-WIDTH = 120
-COLUMNS = ("attention", "mode", "dtype", "tokens", "log-prob diff", "gradient diff", "packed - padded", "")
+COLUMNS = ("attention", "mode", "tokens", "logps", "gradient", "packed", "")
+WIDTH = 80
 
 
 def parity(
@@ -27,12 +31,14 @@ def parity(
     config: Annotated[Optional[Path], typer.Option(help="YAML of a training: its model, data and max_length.")] = None,  # noqa: UP045
     attn: Annotated[Optional[list[str]], typer.Option(help="Attention implementation; may be repeated.")] = None,  # noqa: UP045
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
-    device: Annotated[Optional[str], typer.Option(help="cpu or cuda; by default cuda where there is one.")] = None,  # noqa: UP045
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
     max_length: Annotated[Optional[int], typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,  # noqa: UP045
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
+    import json as json_module
     import platform
     from importlib.metadata import version
 
@@ -47,8 +53,8 @@ def parity(
 
     transformers.logging.disable_progress_bar()
     one_of("--dtype", dtype, DTYPES)
-    one_of("--device", device or "cpu", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    outputs(json=json)
+    device = device_of(device)
     with mistakes_of("--config"):
         recipe = load_recipe(str(config)) if config is not None else {}
     model = model or recipe.get("model_name_or_path")
@@ -80,25 +86,52 @@ def parity(
     table = Table(box=box.MARKDOWN)  # as an issue shows it
     for column in COLUMNS:
         table.add_column(column, no_wrap=True)
-    failed = []
+    failed, found = [], []
+    padded = batch["attention_mask"].numel()
     with console.status("comparing"), mistakes_of("--model"):
         for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
             figures = ["-"] * 4 if c.note else [str(c.tokens), f"{c.logps:.1e}", _or_dash(c.gradient), "-"]
             if c.parity is not None:
                 figures[3] = f"{c.parity.maximum:.1e}"
-            table.add_row(c.backend, c.mode, c.dtype, *figures, "ok" if c.ok else "FAILED")
+            found.append(_figures(c))
+            table.add_row(c.backend, c.mode, *figures, "ok" if c.ok else "FAILED")
             failed += [] if c.ok else [f"{c.backend}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}"]
-    Console(width=WIDTH).print(table)
+    longest = max((len(name) for name in backends), default=0)
+    Console(width=WIDTH + max(0, longest - len(COLUMNS[0]))).print(table)  # a name is not cut
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
+    lengths = batch["attention_mask"].sum(1).tolist()
     typer.echo(
-        f"{Path(model).name}, {len(batch['input_ids'])} rows on {device}; largest difference of a log-probability and "
-        f"relative difference of the gradient from padded eager float32, and largest difference between packed and "
-        f"padded. {versions}, Python {platform.python_version()}."
+        f"{Path(model).name} in {dtype} on {device}, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens.\n"
+        "logps, gradient: largest difference of a log-probability, and relative\n"
+        "difference of the gradient, from padded eager float32. packed: largest\n"
+        f"difference between packed and padded.\n{versions},\nPython {platform.python_version()}."
     )
+    compared = min(lengths) < max(lengths)
+    if not compared:
+        failed.append(
+            f"There was no padding to compare: all {len(lengths)} rows have {max(lengths)} tokens. Take more rows "
+            "(`--rows`), a larger `--max-length`, or other data."
+        )
+    if json is not None:
+        report = {
+            "model": Path(model).name, "device": device, "dtype": dtype, "lengths": lengths, "padded_tokens": padded,
+            "versions": versions, "compared": compared, "ok": not failed, "results": found,
+        }  # fmt: skip
+        write_text("--json", json, json_module.dumps(report, indent=2))
     for line in failed:
         typer.echo(line, err=True)
     if failed:
         raise typer.Exit(1)
+
+
+def _figures(c: Comparison) -> dict[str, Any]:
+    """A comparison, for JSON, which has no NaN."""
+    measured = not c.note
+    return {
+        "attention": c.backend, "mode": c.mode, "tokens": c.tokens if measured else None,
+        "logps": c.logps if measured else None, "gradient": c.gradient,
+        "parity": c.parity.maximum if c.parity is not None else None, "ok": c.ok, "note": c.note,
+    }  # fmt: skip
 
 
 def _or_dash(value: float | None) -> str:

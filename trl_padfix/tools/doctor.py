@@ -8,17 +8,22 @@ A model is judged by its configuration alone: it is built without weights.
 from __future__ import annotations
 
 import inspect
+import os
 import platform
+import shutil
+import subprocess
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..core import compat
-from ..core.backends import Backend, Machine, Workload, choose, judge, list_backends, model_class
-from ..core.find import find_decoder
+from ..core.backends import FLASH_PACKAGES, Backend, Machine, Workload, choose, judge, list_backends, model_class
+from ..core.find import find_decoder, find_multimodal
+from ..core.kernels import torch_varlen_is_complete
 from ..core.mixers import Mixers
 from ..core.refusals import refusal
 from .reading import UnreadableError, reading, reason
@@ -56,6 +61,9 @@ class ModelReport:
         refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
         checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
         mixers (`tuple` of [`MixerReport`]): The modules of its decoder that mix tokens, in their order.
+        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, `"packed"`, or
+            why they are refused.
+        rows_share (`float`): Share of the decoder's work, by its weights, that runs on rows and not on packed tokens.
     """
 
     name: str
@@ -64,6 +72,8 @@ class ModelReport:
     refusal: str | None
     checks_padding_side: bool
     mixers: tuple[MixerReport, ...] = ()
+    images: str = "no images"
+    rows_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Diagnosis:
     What `trl-padfix doctor` found.
 
     Attributes:
+        system (`dict`): Operating system, processor, memory, driver, CUDA, GPUs with their memory, and kernels.
         versions (`dict`): Of Python and of packages; `None` where one is not installed.
         tested (`bool`): Whether transformers and TRL are a pair that is tested together.
         machine ([`Machine`]): The accelerator.
@@ -101,6 +112,7 @@ class Diagnosis:
         problems (`list[str]`): Why what was asked for cannot run; nothing if it can.
     """
 
+    system: dict[str, Any]
     versions: dict[str, str | None]
     tested: bool
     machine: Machine
@@ -110,6 +122,12 @@ class Diagnosis:
     auto: Backend
     model: ModelReport | None
     problems: list[str]
+
+    def to_install(self) -> list[str]:
+        """Commands that install what is all that is missing; nothing that could not run here."""
+        found = [b for b in self.backends if b.install and len(b.obstacles) == 1 and platform.system() == "Linux"]
+        commands = [b.install for b in found if b.install and ("git+" not in b.install or shutil.which("nvcc"))]
+        return list(dict.fromkeys(commands))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; a backend also says whether it is usable, and why not."""
@@ -140,7 +158,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     >>> from trl_padfix.tools.doctor import diagnose
 
     >>> diagnose(attn="telepathy").problems
-    ['`telepathy`: transformers knows no attention implementation of this name']
+    ['`telepathy` cannot run: transformers knows no attention implementation of this name']
 
     ```
     """
@@ -171,11 +189,12 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         if asked.name not in [backend.name for backend in backends]:
             backends.append(asked)
         if not asked.usable:
-            problems.append(f"`{attn}`: {asked.reason}")
+            problems.append(f"`{attn}` cannot run: {asked.reason}")
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
-        problems.append(f"padding cannot be removed from {report.architecture}: {report.refusal}")
+        problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
     return Diagnosis(
+        system=describe_system(),
         versions=versions,
         tested=tested,
         machine=machine,
@@ -198,8 +217,9 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
     except Exception as error:
         reason = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
         return ModelReport(name, config.model_type, cls.__name__, reason, False)
-    reason = refusal(model, model, find_decoder(model))
-    mixers = () if reason else Mixers.of(find_decoder(model)).mixers
+    decoder = find_decoder(model)
+    reason = refusal(model, model, decoder)
+    mixers = () if reason else Mixers.of(decoder).mixers
     return ModelReport(
         name=name,
         family=config.model_type,
@@ -207,7 +227,69 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         refusal=reason,
         checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.how, m.why) for m in mixers),
+        images=_images(model, decoder),
+        rows_share=_rows_share(decoder, mixers),
     )
+
+
+def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
+    """What becomes of images; told by the source, since there is no batch."""
+    composite = find_multimodal(model, decoder)
+    if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
+        return "no images"
+    if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
+        return "refused: tokens of an image see each other, and a packed batch is attended causally"
+    return "packed"
+
+
+def _rows_share(decoder: nn.Module, mixers: tuple[Any, ...] | list[Any]) -> float:
+    """Multiplications of a token go with the weights; those of the embeddings are looked up."""
+    weights = sum(p.numel() for p in decoder.parameters())
+    weights -= sum(p.numel() for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+    whole = any(mixer.how == "whole rows" for mixer in mixers)
+    rows = sum(p.numel() for mixer in mixers if mixer.how == "rows" for p in mixer.module.parameters())
+    return 1.0 if whole else rows / max(weights, 1)
+
+
+def describe_system() -> dict[str, Any]:
+    """What a bug report needs of the machine; no path and no name of it."""
+    cuda = torch.cuda.is_available()
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
+    return {
+        "os": platform.platform(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "driver": _driver() if cuda else None,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "gpus": [
+            {"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1), "capability": f"{g.major}.{g.minor}"}
+            for g in gpus
+        ],
+        "kernels": {
+            "torch_varlen": torch_varlen_is_complete(),
+            **{name: _version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
+            "hub": _version("kernels"),
+            "triton": _version("triton"),
+        },
+    }
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):  # not on Windows
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout else None
 
 
 def _dtypes(machine: Machine) -> dict[str, str]:

@@ -30,6 +30,9 @@ MODES = {"padded": None, "padding-free": False, "prefix sharing": True}
 GRADIENT = 1e-3
 """Largest relative difference of the gradient from the yardstick's, in float32."""
 
+SEARCHED = 16
+"""So many times the rows that are asked for are searched for rows of other lengths."""
+
 ROUNDING = 2.0
 """Half precision may be this many times as far from the yardstick packed as it is padded."""
 
@@ -62,7 +65,10 @@ class Comparison:
 
 def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:
     """
-    The first rows of a dataset of any of TRL's types as a batch, padded right.
+    Rows of a dataset of any of TRL's types as a batch, padded right.
+
+    They are the first ones, unless these are all of one length: then there would be no padding to compare, and rows of
+    other lengths are looked for among the following ones.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -80,25 +86,41 @@ def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int)
     Raises:
         ValueError: If the rows have no text that TRL would train on, or none at all.
     """
-    from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
-
-    texts = []
-    for example in checked_rows(dataset, stop=count):
-        row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
-        ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
-        texts += [row.get("prompt", "") + end for end in ends]
-    if not texts:
-        raise ValueError(
-            f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` and "
-            "`completion`, `messages` or `text`. Rename them, or map them to one of these."
-        )
-    ids = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
-    if min(map(len, ids)) == 0:
-        raise ValueError("A row has no token: its text is empty. Filter such rows out.")
-    rows = [torch.tensor(row) for row in ids]
+    examples = [_ids(example, dataset, tokenizer, max_length) for example in checked_rows(dataset, stop=count)]
+    if examples and len({len(row) for rows in examples for row in rows}) == 1:
+        others = checked_rows(dataset, start=count, stop=SEARCHED * count)
+        examples += [_ids(example, dataset, tokenizer, max_length) for example in others]
+        examples.sort(key=lambda rows: min(map(len, rows)))
+        step = (len(examples) - 1) / max(count - 1, 1)  # the shortest, the longest, and some in between
+        examples = [examples[round(i * step)] for i in range(min(count, len(examples)))]
+    rows = [torch.tensor(row) for example in examples for row in example]
+    if not rows:
+        raise ValueError(_no_text(dataset))
     pad = torch.nn.utils.rnn.pad_sequence
     padded = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
     return {"input_ids": padded, "attention_mask": pad([torch.ones_like(row) for row in rows], batch_first=True)}
+
+
+def _ids(example: dict[str, Any], dataset: Dataset, tokenizer: Any, max_length: int) -> list[list[int]]:
+    """Token ids of the rows of an example: of a pair, both."""
+    from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
+
+    row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
+    ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
+    if not ends:
+        raise ValueError(_no_text(dataset))
+    texts = [row.get("prompt", "") + end for end in ends]
+    ids = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
+    if min(map(len, ids)) == 0:
+        raise ValueError("A row has no token: its text is empty. Filter such rows out.")
+    return ids
+
+
+def _no_text(dataset: Dataset) -> str:
+    return (
+        f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` and "
+        "`completion`, `messages` or `text`. Rename them, or map them to one of these."
+    )
 
 
 def compare(

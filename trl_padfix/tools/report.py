@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import statistics
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from rich.table import Table
 from ..trainers.whole_files import write_whole
 
 
-__all__ = ["curves", "plot_bench", "plot_curves", "summary_table"]
+__all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
 
 _ROWS = (
     ("loss", "loss", "{:.4f}"),
@@ -24,6 +27,17 @@ _MEANS = (
     ("repeated prefix not computed", "padfix/shared_fraction", "{:.1%} of the real tokens"),
     ("speed", "perf/tokens_per_second", "{:,.0f} real tokens/s"),
 )
+
+
+_REWARDS = "rewards/accuracies"
+_PACKAGES = ("trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -45,7 +59,9 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
     """
     # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
     has_rewards = any("rewards/accuracies" in entry for entry in history)
-    caption = "reward accuracy before training: all ties, counted as wrong" if has_rewards else None
+    caption = None
+    if has_rewards:
+        caption = "Before the first step the model prefers neither reply: all ties, which count as wrong (0.000)."
     table = Table(title="Run", caption=caption)
     for column in ("", "first", "last"):
         table.add_column(column, justify="right" if column else "left")
@@ -62,7 +78,34 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
     return table
 
 
-def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
+def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -> Path:
+    """
+    Write where a run came out, with its effective configuration and the versions of the packages.
+
+    Args:
+        history (`list[dict]`):
+            A trainer's `state.log_history`.
+        config ([`~transformers.TrainingArguments`]):
+            The trainer's configuration.
+        path (`str` or `Path`):
+            JSON file to write.
+    """
+    names = sorted({name for entry in history for name in entry} - {"step", "epoch"})
+    metrics = {}
+    for name in names:
+        steps, values = curves(history, name)
+        metrics[name] = {"first": values[0], "last": values[-1], "steps": [steps[0], steps[-1]]}
+    found = {
+        "metrics": metrics,
+        "configuration": {"class": type(config).__name__, **config.to_dict()},
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "history": history,
+    }
+    text = json.dumps(found, indent=2, default=str) + "\n"
+    return write_whole(path, lambda beside: beside.write_text(text))
+
+
+def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     """
     Draw loss, accuracy (of rewards, or of tokens) and tokens per second over the steps of a run.
 
@@ -71,29 +114,42 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path:
             A trainer's `state.log_history`.
         path (`str` or `Path`):
             PNG file to write.
+
+    Returns:
+        `Path`, *optional*: the file; `None` for a run too short for a curve, of which nothing is written.
     """
     # A figure of its own, not pyplot's: no display is needed and no state stays behind.
     from matplotlib.figure import Figure
 
     if any("rewards/accuracies" in entry for entry in history):
-        accuracy = ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"), 0.5)
+        accuracy = ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"))
     else:
-        accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"), None)
-    panels = (
-        ("loss", ("loss", "eval_loss"), None),
-        accuracy,
-        ("real tokens/s", ("perf/tokens_per_second",), None),
-    )
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    for axes, (title, names, chance) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        for name in names:
-            steps, values = curves(history, name)
+        accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"))
+    panels = [("loss", ("loss", "eval_loss")), accuracy, ("real tokens/s", ("perf/tokens_per_second",))]
+    drawn = [(title, {name: curves(history, name) for name in names}) for title, names in panels]
+    drawn = [(title, found) for title, found in drawn if any(len(steps) > 1 for steps, _ in found.values())]
+    if not drawn:
+        return None
+    figure, labels = Figure(figsize=(4.4 * len(drawn), 3.9), layout="constrained"), {}
+    for axes, (title, found) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        for name, (steps, values) in found.items():
             held_out = name.startswith("eval_")
-            axes.plot(steps, values, "o-" if held_out else "-", label="held-out" if held_out else "training")
-        if chance is not None:
-            axes.axhline(chance, color="grey", linestyle=":", label="chance")
+            if steps:
+                axes.plot(steps, values, "o-" if held_out else ".-", label="held-out" if held_out else "training")
+        if title == "reward accuracy":
+            axes.axhline(0.5, color="grey", linestyle=":", label="chance: a coin chooses between the replies")
+            if (found[f"eval_{_REWARDS}"][1] or [1.0])[0] == 0.0:
+                note = "all ties before training,\nwhich count as wrong"
+                first = found[f"eval_{_REWARDS}"][0][0]
+                axes.annotate(note, (first, 0.0), (40, 2), textcoords="offset points", fontsize=8)
+        if title.endswith("accuracy"):
+            axes.set_ylim(-0.03, 1.03)
+        elif title == "real tokens/s":
+            axes.set_ylim(bottom=0)
         axes.set(title=title, xlabel="step")
-        axes.legend()
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        labels |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3)  # over no curve
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 

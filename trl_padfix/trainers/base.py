@@ -251,7 +251,7 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
             images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
             if not images:
                 continue
-            if not getattr(self, "_is_vision_dataset", False):
+            if not getattr(self, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
                 raise ValueError(
                     f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
                     "text alone. Give both the column (an empty list where there is no image), or drop it."
@@ -304,7 +304,7 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
             for batch in batches:
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
-                    self._check_parity(model, batch | self._multimodal_inputs(inputs))
+                    self._check_parity(model, self._parity_inputs(inputs, batch))
         self._token_counters[mode].start()
         before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
         try:
@@ -326,6 +326,10 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
+
+    def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the parity check runs for one of the [`_padded_batches`] of a step."""
+        return batch | self._multimodal_inputs(inputs)
 
     def _multimodal_inputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""

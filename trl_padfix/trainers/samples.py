@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import integrations
 
 from .whole_files import write_whole
@@ -54,12 +52,24 @@ def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> 
             Those of the trainer; trackers are found among them.
     """
     rows = [{"step": step, **asdict(sample)} for sample in samples[:SHOWN]]
-    table = Table("prompt", "prediction", "reference", title=f"{title}, step {step}", show_lines=True)
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in ("prompt", "prediction", "reference")))
-    Console().print(table)
+    _print(rows, f"{title}, step {step}")
     for callback in callbacks:
         _send(pd.DataFrame(rows), title, step, callback)
+
+
+def _print(rows: list[dict[str, Any]], title: str) -> None:
+    names = ("prompt", "prediction", "reference")
+    if find_spec("rich") is None:  # it comes with the extra `cli`
+        print(title, *(f"{name}: {row[name]}" for row in rows for name in names), sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*names, title=title, show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in names))
+    Console().print(table)
 
 
 def _send(table: pd.DataFrame, title: str, step: int, callback: Any) -> None:

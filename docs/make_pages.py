@@ -1,0 +1,107 @@
+"""
+Writes the pages that are made from the code: the options from the fields of the configurations, and troubleshooting
+from the known errors.
+
+    python docs/make_pages.py
+    python docs/make_pages.py --check     # 1 if a page is not what it would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import trl
+
+import trl_padfix
+from trl_padfix.cli.methods import METHODS
+from trl_padfix.tools.known_errors import KNOWN_ERRORS
+
+
+FOLDER = Path(__file__).parent
+MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
+
+
+def own_fields(method: str) -> dict[str, tuple[str, str]]:
+    """Default and help of the fields that our configuration of a method adds to TRL's, or means more with."""
+    ours, theirs = (getattr(package, f"{METHODS[method]}Config") for package in (trl_padfix, trl))
+    added = {field.name for field in fields(ours)} - {field.name for field in fields(theirs)} | {"padding_free"}
+    found = {f.name: (_default(f), f.metadata.get("help", "")) for f in fields(ours) if f.name in added}
+    return {"padding_free": found.pop("padding_free"), **found}
+
+
+def options() -> str:
+    """The page of options."""
+    by_name: dict[str, tuple[str, str]] = {}
+    methods: dict[str, list[str]] = {}
+    for method in METHODS:
+        for name, described in own_fields(method).items():
+            by_name.setdefault(name, described)
+            methods.setdefault(name, []).append(METHODS[method])
+    page = "# Options\n\n" + MADE
+    page += (
+        "Every field of TRL's configurations is there too. All of these can be given in Python, in a YAML, or as a "
+        "flag (`--padding_free true`).\n\n| field | default | trainers | |\n|---|---|---|---|\n"
+    )
+    for name, (default, help_text) in by_name.items():
+        trainers = "all" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
+        page += f"| `{name}` | `{default}` | {trainers} | {_cell(help_text)} |\n"
+    page += (
+        '| `attn_implementation` | `None` | all | Attention implementation of the model: a name, `"auto"` for the '
+        "fastest that is installed here, or for a vision model a name for each part. Refused before weights load "
+        "if it cannot run. |\n\n"
+        "## Logged beside TRL's metrics\n\n"
+        "With `eval_` before the name in evaluation:\n\n"
+        "| metric | |\n|---|---|\n"
+        "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
+        "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
+        "| `perf/tokens_per_second` | real tokens per second of the training step |\n"
+    )
+    return page
+
+
+def troubleshooting() -> str:
+    """The page of known errors."""
+    page = "# Troubleshooting\n\n" + MADE
+    page += (
+        f'{len(KNOWN_ERRORS)} errors and what to do. `trl-padfix doctor --explain "TEXT"` finds the entry for a text, '
+        "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add the "
+        "output of `trl-padfix doctor --json -`.\n"
+    )
+    for error in KNOWN_ERRORS:
+        page += f"\n## {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"
+    return page
+
+
+PAGES = {"options.md": options, "troubleshooting.md": troubleshooting}
+
+
+def _default(field) -> str:
+    if field.default is not MISSING:
+        return str(field.default)
+    return str(field.default_factory()) if field.default_factory is not MISSING else "required"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs")
+    check = parser.parse_args().check
+    stale = [name for name, make in PAGES.items() if not _holds(FOLDER / name, make())]
+    if check and stale:
+        sys.exit(f"{', '.join(stale)}: not what the code says now. Run `python docs/make_pages.py`.")
+    for name in stale:
+        (FOLDER / name).write_text(PAGES[name]())
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text() == text
+
+
+if __name__ == "__main__":
+    main()

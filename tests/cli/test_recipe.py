@@ -1,0 +1,41 @@
+"""`trl-padfix recipe`, as a user runs it."""
+
+import filecmp
+
+import yaml
+from kit.commands import trl_padfix_command
+
+from trl_padfix.cli.recipe import folder
+
+
+def test_every_recipe_is_listed_with_what_it_trains():
+    printed = trl_padfix_command("recipe", "list").output
+    for path in [*folder().glob("*.yaml"), *folder().glob("accelerate/*.yaml")]:
+        assert str(path.relative_to(folder())) in printed
+    assert "DPO of a tiny random Qwen2" in printed
+
+
+def test_a_recipe_is_shown_as_it_is():
+    printed = trl_padfix_command("recipe", "show", "dpo_tiny.yaml").output
+    assert yaml.safe_load(printed) == yaml.safe_load((folder() / "dpo_tiny.yaml").read_text())
+
+
+def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
+    to = tmp_path / "mine"
+    for name in ("dpo_tiny.yaml", "accelerate/cpu.yaml"):
+        assert trl_padfix_command("recipe", "copy", name, str(to)).exit_code == 0
+        assert filecmp.cmp(folder() / name, to / name, shallow=False)
+    (to / "dpo_tiny.yaml").write_text("mine")
+    again = trl_padfix_command("recipe", "copy", "all", str(to))
+    assert again.exit_code == 2
+    assert "nothing is written over" in " ".join(again.output.replace("│", " ").split())
+    assert (to / "dpo_tiny.yaml").read_text() == "mine"
+    result = trl_padfix_command("recipe", "copy", "all", str(tmp_path / "all"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "all" / "data" / "preferences" / "train.jsonl").exists()
+
+
+def test_a_name_that_is_not_there_is_a_usage_error():
+    result = trl_padfix_command("recipe", "show", "../pyproject.toml")
+    assert result.exit_code == 2
+    assert "there is no recipe '../pyproject.toml'" in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,135 @@
+"""The wheel: what is in it, and a training with what it needs and no more."""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OF_CLI = {"matplotlib", "rich", "typer"}
+DISTRIBUTIONS = {
+    "typing_extensions": "typing-extensions",
+    "yaml": "pyyaml",
+    "huggingface_hub": "huggingface-hub",
+    "PIL": "pillow",
+}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {Requirement(line).name for line in requirements}
+
+
+def imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.split(".")[0])
+    return {DISTRIBUTIONS.get(name, name) for name in found - set(sys.stdlib_module_names) - {"trl_padfix"}}
+
+
+def test_everything_that_is_imported_is_declared():
+    assert names(PROJECT["optional-dependencies"]["cli"]) == OF_CLI
+    extras = {name for lines in PROJECT["optional-dependencies"].values() for name in names(lines)}
+    declared = names(PROJECT["dependencies"]) | extras
+    found = set().union(*(imported(path) for path in (ROOT / "trl_padfix").rglob("*.py")))
+    assert {"torch", "typer", "numpy", "pyyaml"} <= found
+    # Looked for, and used where they are: nothing asks for them.
+    optional = {"flash_attn", "flash_attn_interface", "kernels", "deepspeed", "bitsandbytes", "liger_kernel", "fla"}
+    optional |= {"comet_ml", "wandb", "triton", "torch_npu", "requests"}
+    assert found - declared - optional == set()
+
+
+def test_without_the_extra_the_command_says_how_to_get_it(tmp_path):
+    code = "from trl_padfix.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True)
+    assert done.returncode == 1
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith("pip install 'trl-padfix[cli]'")
+
+
+WITHOUT = """
+import importlib.util, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("matplotlib", "rich", "typer"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: (
+    None if name.split(".")[0] in ("matplotlib", "rich", "typer") else find_spec(name, *more)
+)
+sys.meta_path.insert(0, Absent())
+"""
+"""Before the code of a test: the packages of the extra `cli` are not there."""
+
+TRAINING = """
+import trl_padfix
+from datasets import load_dataset
+from pathlib import Path
+folder = Path(trl_padfix.__file__).parent
+assert str(folder).startswith(sys.argv[1]), folder
+data = load_dataset("json", data_files=str(folder / "recipes/data/preferences/train.jsonl"), split="train[:8]")
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+tokenizer = train_tokenizer((m["content"] for row in data for m in row["prompt"] + row["chosen"]), 512)
+args = trl_padfix.DPOConfig(output_dir=sys.argv[2], max_steps=1, use_cpu=True, bf16=False, report_to=[],
+                            padding_free=True, prefix_sharing=True, logging_steps=1, max_length=128)
+models = [build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}) for _ in range(2)]
+given = dict(args=args, train_dataset=data, processing_class=tokenizer)
+trainer = trl_padfix.DPOTrainer(models[0], ref_model=models[1], **given)
+trainer.train()
+assert trainer.state.log_history[0]["padfix/pad_fraction"] > 0
+assert not {"matplotlib", "rich", "typer"} & set(sys.modules)
+print("TRAINED")
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the wheel of this tree, unpacked as pip does it."""
+    wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
+    if find_spec("hatchling") is None:
+        pytest.skip("`pip install hatchling`, which builds the wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(ROOT)]
+    subprocess.run(build, check=True)
+    (wheel,) = wheels.glob("*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    for name in ("recipes/dpo_tiny.yaml", "recipes/accelerate/fsdp2.yaml", "recipes/data/preferences/train.jsonl"):
+        assert f"trl_padfix/{name}" in inside
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_training_runs_without_the_extra(installed, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT + TRAINING, str(installed), str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "TRAINED" in done.stdout
+
+
+@pytest.mark.slow
+def test_recipes_are_copied_out_of_the_wheel(installed, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "trl_padfix", "recipe", "copy", "all", "here"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "here" / "dpo_tiny.yaml").read_text() == (ROOT / "recipes/dpo_tiny.yaml").read_text()

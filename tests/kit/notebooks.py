@@ -1,0 +1,115 @@
+"""
+The notebooks: their claims, checked after the cells that show them, and their outputs, written by
+
+    PYTHONPATH=tests python -m kit.notebooks
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+
+CLAIMS: dict[str, dict[int, str]] = {
+    "1": {
+        3: ("assert padded != alone\nassert aligned == alone\n"),
+        4: ("assert plain > 0.1\nassert packed < 1e-3\n"),
+        5: ("assert by_hand > 0.1\nassert packed < 1e-3\n"),
+        6: (
+            "assert torch.allclose(packed, of_the_end, atol=1e-5)\n"
+            "assert not torch.allclose(plain, of_the_end, atol=1e-2)\n"
+        ),
+        7: ("assert handle.stats.packed_tokens == sum(row.shape[1] for row in rows)\n"),
+    },
+    "2": {
+        4: ('assert account["distinct"] < account["real"] < account["padded"]\n'),
+        7: (
+            'for name in ("padding-free", "prefix sharing"):\n'
+            '    np.testing.assert_allclose(losses[name], losses["TRL, padded"], rtol=1e-4)\n'
+            'assert min(history["padfix/pad_fraction"], history["padfix/shared_fraction"]) > 0\n'
+        ),
+    },
+    "3": {
+        7: (
+            'assert after["eval_exact_match"] > max(0.5, before["eval_exact_match"])\n'
+            'assert after["eval_loss"] < before["eval_loss"]\n'
+            'assert after["eval_padfix/pad_fraction"] > 0  # the evaluation computed no padding either\n'
+            'assert tokenizer.padding_side == "right"  # and left everything as it was\n'
+        ),
+    },
+    "4": {
+        4: (
+            "assert (packed - alone).abs().max() < 1e-3\n"
+            "assert (with_the_line - padded).norm() < 1e-3 * padded.norm()\n"
+            "assert stats.packed_tokens < stats.padded_tokens / 2\n"
+        ),
+        5: ("assert (rewards - alone).abs().max() < 1e-3 < (plain - alone).abs().max()\n"),
+    },
+}
+"""By the number of a notebook: what must hold after so many of its code cells."""
+
+
+def read(name: str) -> nbformat.NotebookNode:
+    return nbformat.read(FOLDER / name, as_version=4)
+
+
+def with_claims(notebook: nbformat.NotebookNode, number: str) -> nbformat.NotebookNode:
+    """The notebook with a cell after each one that something is claimed of."""
+    cells, count = [], 0
+    for cell in notebook.cells:
+        cells.append(cell)
+        count += cell.cell_type == "code"
+        if cell.cell_type == "code" and count in CLAIMS[number]:
+            cells.append(nbformat.v4.new_code_cell(CLAIMS[number][count]))
+    notebook.cells = cells
+    return notebook
+
+
+def execute(notebook: nbformat.NotebookNode) -> None:
+    """Run all cells in a kernel of this environment, whatever kernels are registered for the user."""
+    client = nbclient.NotebookClient(
+        notebook, timeout=1800, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    )
+    client.create_kernel_manager()
+    client.km.kernel_spec.argv[0] = sys.executable
+    client.execute()
+
+
+def clear(notebook: nbformat.NotebookNode) -> None:
+    """Leave of the outputs what a reader wants: no progress bars, warnings, paths and times."""
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.execution_count = None
+        cell.metadata.pop("execution", None)
+        kept = []
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                continue
+            if output.output_type == "stream":
+                lines = output.text.split("\n")
+                output.text = "\n".join(line.rsplit("\r", 1)[-1] for line in lines)
+                output.text = re.sub(r"(?:/[\w.-]+){3,}", "...", output.text)
+            if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
+                continue
+            if output.get("execution_count"):
+                output.execution_count = None
+            kept.append(output)
+        cell.outputs = kept
+    notebook.metadata.pop("widgets", None)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or NAMES:
+        shown = read(name)
+        execute(shown)
+        clear(shown)
+        nbformat.write(shown, FOLDER / name)
+        print(name)

@@ -1,0 +1,80 @@
+"""`trl-padfix recipe list | show | copy`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import console
+
+
+__all__ = ["app", "folder"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="List, show and copy the recipes and configurations of accelerate.",
+    rich_markup_mode=None,
+)
+
+_SHIPPED = (".yaml", ".py", ".md")
+
+
+def folder() -> Path:
+    """Where the recipes are: in the package when it is installed from a wheel, beside it in a clone."""
+    package = Path(__file__).parents[1]
+    places = (package / "recipes", package.parent / "recipes")
+    return next(place for place in places if (place / "README.md").exists())
+
+
+def _find(name: str) -> Path:
+    root = folder()
+    known = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in _SHIPPED)
+    if name not in known:
+        raise typer.BadParameter(
+            f"there is no recipe {name!r}. `trl-padfix recipe list` names them.", param_hint="NAME"
+        )
+    return root / name
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """Name every recipe with what it trains."""
+    root = folder()
+    for path in sorted([*root.glob("*.yaml"), *root.glob("accelerate/*.yaml")]):
+        first = path.read_text().splitlines()[0]
+        about = first.lstrip("# ").rstrip(":.") if first.startswith("#") else ""
+        console.print(
+            f"[bold]{path.relative_to(root)}[/bold]\n    {about}" if about else f"[bold]{path.relative_to(root)}"
+        )
+
+
+@app.command()
+def show(name: Annotated[str, typer.Argument(help="Name of the file, as `list` prints it.")]) -> None:
+    """Print a recipe."""
+    typer.echo(_find(name).read_text(), nl=False)
+
+
+@app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="Name of the file, as `list` prints it; `all` for the whole folder.")],
+    to: Annotated[Path, typer.Argument(help="Folder to copy it to; made if it is not there.")] = Path("recipes"),
+) -> None:
+    """Copy a recipe (or all of them, with their data), to change it; nothing is written over."""
+    root = folder()
+    if name == "all":
+        files = [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    else:
+        files = [_find(name)]
+    there = [to / path.relative_to(root) for path in files if (to / path.relative_to(root)).exists()]
+    if there:
+        raise typer.BadParameter(
+            f"{str(there[0])!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
+        )
+    for path in files:
+        target = to / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    typer.echo(f"{len(files)} file{'s' * (len(files) != 1)} copied to {to}")

@@ -1,0 +1,115 @@
+"""
+What a training of the command does beside TRL's script: it may build a tiny model first, takes preference pairs for
+SFT too, and ends with a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trl
+from datasets import load_dataset
+from rich.console import Console
+from transformers import TrainerCallback
+from trl.data_utils import is_conversational
+
+from ..tools.initial_model import built_once, fingerprint
+from ..tools.report import plot_curves, summary_table, write_report
+from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+__all__ = ["RecipeArguments", "ReportCallback", "model_to_train", "reporting", "to_dialogues"]
+
+
+@dataclass
+class RecipeArguments(trl.ScriptArguments):
+    """TRL's script arguments, and the model that is built rather than loaded."""
+
+    tiny_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Train a random Qwen2 of this shape with a tokenizer trained on the data, instead of a pretrained "
+            "model: no download.",
+            "choices": list(SHAPES),
+        },
+    )
+
+
+class ReportCallback(TrainerCallback):
+    """Prints where a training came out, and writes `report.json` and `curves.png` into its output folder."""
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        Console().print(summary_table(state.log_history))
+        written = [write_report(state.log_history, args, folder / "report.json")]
+        written += [path for path in [plot_curves(state.log_history, folder / "curves.png")] if path is not None]
+        print(f"report: {folder} ({', '.join(path.name for path in written)})")
+
+
+def reporting(trainer_class: type, convert: Callable[[Any], Any] = lambda dataset: dataset) -> Callable[..., Any]:
+    """The trainer class as TRL's script calls it, with [`ReportCallback`], and with its data converted."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        for name in ("train_dataset", "eval_dataset"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = convert(kwargs[name])
+        trainer = trainer_class(*args, **kwargs)
+        trainer.add_callback(ReportCallback())
+        return trainer
+
+    return build
+
+
+def to_dialogues(dataset: Any) -> Any:
+    """The chosen side of preference pairs, as prompts with completions, chats or texts; other data as it is."""
+    columns = set(dataset.column_names or next(iter(dataset)))
+    if "chosen" not in columns:
+        return dataset
+    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
+    name = "completion" if "prompt" in columns else alone
+    return dataset.rename_column("chosen", name).select_columns([name, *columns & {"prompt"}])
+
+
+def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | None:
+    """
+    The model that is named, or a tiny one built for the data.
+
+    Raises:
+        ValueError: If both are asked for, or no data is named.
+    """
+    if not getattr(script, "tiny_model", None):
+        return model.model_name_or_path
+    if model.model_name_or_path:
+        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
+    if bool(data.datasets) == bool(script.dataset_name):
+        raise ValueError("Give the data either as `datasets:` (a list, in the YAML) or as `dataset_name`.")
+    if data.datasets:
+        rows = trl.get_dataset(data)[script.dataset_train_split]
+    else:
+        split, name = script.dataset_train_split, script.dataset_config
+        rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
+    return _build_tiny(script.tiny_model, rows, Path(training.output_dir) / "initial_model")
+
+
+def _build_tiny(shape: str, rows: Any, directory: Path) -> str:
+    """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
+
+    def build(folder: Path) -> None:
+        tokenizer = train_tokenizer((text for row in rows for text in _texts(row)), SHAPES[shape]["vocab_size"])
+        tokenizer.save_pretrained(folder)
+        build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+
+    data = fingerprint(text for row in rows for text in _texts(row))
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
+
+
+def _texts(row: dict[str, Any]) -> list[str]:
+    """All text of a row, standard or conversational."""
+    names = ("prompt", "chosen", "rejected", "completion", "messages", "text")
+    fields = [row[name] for name in names if name in row]
+    return [m["content"] for messages in fields for m in messages] if is_conversational(row) else fields
