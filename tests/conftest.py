@@ -25,9 +25,19 @@ hypothesis.settings.register_profile("trl_padfix", deadline=None)
 hypothesis.settings.load_profile("trl_padfix")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("campaign", "random draws of what is to survive (`-m campaign`)")
+    group.addoption("--campaign-size", type=float, default=1.0, help="part of the draws of a whole campaign")
+    group.addoption("--campaign-seed", type=int, default=None, help="first seed; drawn and printed by default")
+    group.addoption("--campaign-seconds", type=float, default=None, help="no draw of a part begins after these")
+    group.addoption("--campaign-write", action="store_true", help="write the table of docs/reliability.md")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip `gpu` tests where there is no GPU, and tests that take minutes unless `-m` names their marker."""
-    reasons = {m: f"select it with `-m {m}`" for m in ("slow", "families") if m not in config.option.markexpr}
+    reasons = {
+        m: f"select it with `-m {m}`" for m in ("slow", "families", "campaign") if m not in config.option.markexpr
+    }
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA GPU"
     for item in items:

@@ -194,7 +194,7 @@ def leaking_layouts(monkeypatch) -> None:
 
 
 def attention_without_segments(monkeypatch) -> None:
-    def attend_to_all(attend, module, query, key, value, layout, kwargs, *, is_eager):
+    def attend_to_all(attend, module, query, key, value, layout, kwargs, *, is_eager, masks=None):
         return attend(module, query, key, value, None, **kwargs)[0]
 
     monkeypatch.setattr(trl_padfix.core.attention, "attend_by_segment", attend_to_all)

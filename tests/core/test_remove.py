@@ -11,6 +11,7 @@ import inspect
 import io
 import types
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import accelerate
@@ -19,6 +20,7 @@ import peft
 import pytest
 import torch
 import transformers
+from kit.family_outcomes import leaking_layouts
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import (
     COLUMNS,
@@ -36,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 import trl_padfix.core.batches
-from trl_padfix import PaddingRemovalError, padding_free_layout, prefix_sharing_layout, remove_padding
+from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.batches import step_layouts
 from trl_padfix.core.calls import packed_call
 
@@ -1108,11 +1110,41 @@ def test_models_without_an_exact_packed_forward_are_refused(model, config, messa
     assert not attached_parts(network)
 
 
-@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
-def test_prompt_learning_is_refused(config):
+@pytest.mark.parametrize("sharing", [False, True])
+def test_prompt_learning_that_cannot_be_packed_is_refused(sharing):
+    config = peft.PromptTuningConfig if sharing else peft.PrefixTuningConfig
     settings = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(PaddingRemovalError, match=type(settings).__name__):
-        remove_padding(peft.get_peft_model(build("qwen2"), settings))
+    reason = "PromptTuningConfig.*compared by token ids.*sharing=False" if sharing else "PrefixTuningConfig.*a cache"
+    with pytest.raises(PaddingRemovalError, match=reason):
+        remove_padding(peft.get_peft_model(build("qwen2"), settings), prefix_sharing=sharing)
+
+
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_virtual_tokens_are_packed(config, name):
+    settings = {"encoder_hidden_size": 16} if config is peft.PromptEncoderConfig else {}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(name), config(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)).eval()
+    found: dict[bool, Any] = {}
+    for side in ("left", "right"):
+        ids, mask = batch(side)
+        for packed in (False, True):
+            with remove_padding(model) as handle:
+                with nullcontext() if packed else handle.disabled():
+                    logits = model(ids, attention_mask=mask, use_cache=False).logits[:, 3:]
+                assert handle.stats.packed_tokens == (mask.sum() + 3 * len(mask) if packed else 0)
+            scores = real_logps(logits, ids, mask)
+            model.zero_grad(set_to_none=True)
+            scores.sum().backward()
+            found[packed] = scores.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-5)
+        assert len(found[True][1]) > 0
+        torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-4, atol=1e-4)
+        report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
+        assert report.ok
+        assert report.compared
+        with leaking_layouts():
+            assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 
 
 # -- TRL's fused LM head

@@ -336,6 +336,13 @@ TRL = [
         "labels that need no shift: those of the packed row",
         lambda owner, name: name in inspect.getsource(import_module(owner.__module__)), "trl>=1.10",
     ),
+    *(
+        Upstream(
+            f"{name}_pixel_values_by_grid", "trl.trainer.utils", "trainers.online",
+            "rows that change places take their images along", takes("batch"), "trl>=1.0",
+        )
+        for name in ("split", "unsplit")
+    ),
     Upstream(
         "flash attention variant", "trl.trainer.sft_trainer", "core.compat",
         "TRL's warning that packing needs FlashAttention, which is filtered out by these words",

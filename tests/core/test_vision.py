@@ -296,17 +296,6 @@ def test_generation_and_calls_with_a_cache_are_left_alone(family):
 # -- refused
 
 
-@SHARING
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_image_tokens_that_see_each_other_are_refused(implementation, sharing):
-    vision = build_vision("gemma3", implementation)
-    batch = collate(vision, ROWS)
-    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
-        with pytest.raises(PaddingRemovalError, match=r"Gemma3TextModel was given a mask.*padding_free=False"):
-            vision.model(**batch.call())
-        assert handle.stats.packed_tokens == 0
-
-
 def test_arguments_without_a_place_in_a_packed_row_are_refused():
     vision = build_vision("mllama")
     batch = collate(vision, TEXT)

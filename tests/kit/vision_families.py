@@ -56,6 +56,22 @@ _TOKENS = {
 }
 
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_HALF_ROPE = {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [1, 1, 0]}}
+_WINDOWED = {"fullatt_block_indexes": [1], "window_size": 16}
+_FIRST_LAYER = {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}}
+_MUSE = {"out_hidden_size": 128, "projector_hidden_size": 32}
+_GEMMA4_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 16,
+}
 _TILED = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
@@ -64,12 +80,72 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "smolvlm": {"scale_factor": 2},
     "internvl": {"image_seq_length": 4},
     "llava_next": _TILED,
+    "llava_next_video": _TILED,
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "gemma4": {"vision_config": _GEMMA4_VISION},
+    "gemma4_unified": {"vision_config": _GEMMA4_VISION},
+    "hyperclovax_vision_v2": {"vision_config": _WINDOWED},
+    "qwen2_5_omni_thinker": {"vision_config": _WINDOWED, "text_config": _ROPE, "vision_start_token_id": START},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": START},
+    "llama4": {
+        "vision_config": {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
+        | {"intermediate_size": 128}
+    },
+    "muse_glimmer": _MUSE,
+    "muse_spark": _MUSE | {"audio_config": {"out_hidden_size": 32}},
+    "janus": {"vision_config": {"projection_dim": 32}},
+    "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "nemotron_h_omni": {"vision_hidden_size": 32},
+    "paddleocr_vl": {"text_config": _ROPE},
+    "hunyuan_vl": {"text_config": _ROPE},
+    "deepseek_vl_hybrid": {
+        "high_res_vision_config": {"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "window_size": 4}
+    },
+    "blip-2": {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4},
+    "instructblip": {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4},
+    "exaone4_5": {"text_config": {"model_type": "exaone4"}, "vision_config": _WINDOWED},
+    "granite_docling": {
+        "vision_config": {"out_hidden_size": 32, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]}
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32}},
+    "glm5_next": {"text_config": {"index_kpool": 2}},
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _FIRST_LAYER),
+    "dots3_note": {"vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32}},
     "llava_onevision": _TILED,
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}, "text_config": _ROPE},
-    **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v", "glm4v_moe", "glm_ocr", "glmga")},
+    **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v")},
+    **{name: {"text_config": _HALF_ROPE} for name in ("glm4v_moe", "glm_ocr", "glmga")},
 }
 """What the recipe cannot know: fields of a config, merged into those of its parts."""
+
+
+_TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
+_PARTS = "The recipe for tiny models does not know the fields by which the parts of its configuration fit one another."
+NOT_BUILT: dict[str, str] = {
+    **dict.fromkeys(("chameleon", "emu3"), "Its images become tokens by a vocabulary that only its tokenizer has."),
+    **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), _TIMM),
+    **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "granite4_vision", "molmo2"), _PARTS),
+    "diffusion_gemma": "It denoises blocks of tokens in both directions, and is no causal language model.",
+    "evolla": "It takes proteins, not images.",
+    "florence2": "It is an encoder-decoder model.",
+    "inkling_mm_model": "It needs scipy, which is not installed here.",
+}
+"""Types of which no model is built, and why."""
+
+NOT_RUN: dict[str, str] = {
+    "blip": "Its text decoder looks at the image by cross-attention, and takes no image tokens.",
+    "fuyu": "Its patches have a size of their own, which the recipe for tiny models does not reach.",
+    "git": "Its decoder itself puts the features of an image before every row.",
+    **dict.fromkeys(("idefics", "mllama"), "Its layers look at the image by cross-attention."),
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "It is told by a mask where the features of an image go."),
+    "mistral4": "It takes text only.",
+    "granite_docling": "It takes the crops of an image, and a plan of them, from its processor.",
+    "instructblipvideo": "It takes videos.",
+    "unlimited_ocr": "It takes the crops of an image, and a plan of them, from its processor.",
+}
+"""Types that are not given images, and why."""
 
 
 @dataclass
@@ -140,6 +216,11 @@ def collate(vision: VisionModel, rows: list[Row], side: str = "right", extra: in
         inputs["mm_token_type_ids"] = types
     if vision.family in ("gemma3", "shieldgemma2"):
         inputs["token_type_ids"] = types
+    if vision.family == "paligemma":  # of the prefix, in which all tokens see each other, and of the rest
+        last = (types * torch.arange(length)).amax(1, keepdim=True)
+        inputs["token_type_ids"] = (torch.arange(length) > last).long()
+    if vision.family in ("gemma4", "gemma4_unified", "minicpmv4_7"):
+        inputs["mm_token_type_ids"] = types
     return Batch(ids, mask, inputs, len(prefixes))
 
 
@@ -148,7 +229,9 @@ def image_inputs(vision: VisionModel, images: list[list[int]]) -> dict[str, torc
     each = [vision.image(i) for row in images for i in row]
     if not each:
         return {}
-    joined = {name: torch.cat([inputs[name] for inputs in each]) for name in each[0]}
+    # Patches of all images side by side, where their sizes are told.
+    along = {"pixel_values": -1} if "target_sizes" in each[0] else {}
+    joined = {name: torch.cat([inputs[name] for inputs in each], dim=along.get(name, 0)) for name in each[0]}
     pixels = joined["pixel_values"]
     if pixels.dim() == 5 and "image_sizes" not in joined:  # `(B, N, ...)`: rows padded with empty images
         most = max(map(len, images))
@@ -172,6 +255,8 @@ def build_vision(family: str, attn_implementation: str | None = None, **given: A
     Raises:
         NotBuiltError: If it cannot be built offline; with the reason.
     """
+    if family in NOT_BUILT:
+        raise NotBuiltError(NOT_BUILT[family])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -213,7 +298,7 @@ def _nested(family: str) -> dict[str, Any]:
             if "mrope_section" in (part.get("rope_parameters") or {}):
                 known[name]["rope_parameters"] = part["rope_parameters"] | {"mrope_section": [2, 1, 1]}
     for name, value in OVERRIDES.get(family, {}).items():
-        known[name] = known[name] | value if isinstance(value, dict) and name in known else value
+        known[name] = (known.get(name) or small.get(name) or {}) | value if isinstance(value, dict) else value
     return known
 
 
@@ -246,11 +331,77 @@ def _tiles(image: int) -> dict[str, torch.Tensor]:
     return {"pixel_values": _pixels(image, 1, 3, 3, 16, 16), "image_sizes": sizes}
 
 
-_WAYS = (_grid, _rows_of_images, _tiles, _plain, _sized)
+def _flat_grid(image: int) -> dict[str, torch.Tensor]:
+    given = _grid(image)
+    return given | {"pixel_values": given["pixel_values"][:, : 3 * 4 * 4]}
+
+
+def _grid_of_patches(image: int) -> dict[str, torch.Tensor]:
+    given = _flat_grid(image)
+    return given | {"pixel_values": given["pixel_values"].unflatten(1, (3, 4, 4))}
+
+
+def _row_of_patches(image: int) -> dict[str, torch.Tensor]:
+    given = _grid_of_patches(image)
+    return given | {"pixel_values": given["pixel_values"][None]}
+
+
+def _merged_grid(image: int) -> dict[str, torch.Tensor]:
+    return _flat_grid(image) | {"image_merge_sizes": torch.tensor([2])}
+
+
+def _grid_of_heights(image: int) -> dict[str, torch.Tensor]:
+    given = _flat_grid(image)
+    return {"pixel_values": given["pixel_values"], "image_grid_hw": given["image_grid_thw"][:, 1:]}
+
+
+def _two_resolutions(image: int) -> dict[str, torch.Tensor]:
+    return _plain(image) | {"high_res_pixel_values": _pixels(image, 1, 3, 64, 64)}
+
+
+def _shaped(image: int) -> dict[str, torch.Tensor]:
+    given = _flat_grid(image)
+    patches = torch.zeros(1, 36, 48)
+    patches[0, : len(given["pixel_values"])] = given["pixel_values"]
+    mask = (torch.arange(36) < len(given["pixel_values"])).long()[None]
+    shapes = given["image_grid_thw"][:, 1:]
+    return {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+
+
+def _placed(image: int) -> dict[str, torch.Tensor]:
+    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).view(1, 16, 2)
+    return {"pixel_values": _pixels(image, 1, 16, 3 * 4 * 4), "image_position_ids": places}
+
+
+def _placed_blocks(image: int) -> dict[str, torch.Tensor]:
+    places = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(2), indexing="xy"), dim=-1).view(1, 4, 2)
+    return {"pixel_values": _pixels(image, 1, 4, 3 * 8 * 8), "image_position_ids": places}
+
+
+def _asked(image: int) -> dict[str, torch.Tensor]:
+    return _plain(image) | {"qformer_input_ids": torch.tensor([[3, 4, 5]])}
+
+
+def _grid_of_blocks(image: int) -> dict[str, torch.Tensor]:
+    given = _grid(image)
+    return given | {"pixel_values": _pixels(image, int(given["image_grid_thw"].prod()), 8, 8, 3)}
+
+
+def _side_by_side(image: int) -> dict[str, torch.Tensor]:
+    sizes = torch.tensor([[4, 4 * (1 + image % 2)]])
+    return {"pixel_values": _pixels(image, 1, 3, 4, 4 * int(sizes.prod())), "target_sizes": sizes}
+
+
+_WAYS = (
+    *(_grid, _rows_of_images, _tiles, _plain, _sized, _flat_grid, _grid_of_patches, _row_of_patches, _merged_grid),
+    *(_grid_of_heights, _two_resolutions, _shaped, _placed, _placed_blocks, _side_by_side, _asked, _grid_of_blocks),
+)
 
 
 def _features(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     owner = model if hasattr(model, "get_image_features") else model.model
     output = owner.get_image_features(**inputs)
-    features = output.pooler_output if hasattr(output, "pooler_output") else output
+    features = output
+    if hasattr(output, "pooler_output"):
+        features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     return list(features) if isinstance(features, list | tuple) else [features]

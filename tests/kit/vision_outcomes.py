@@ -12,8 +12,17 @@ from typing import Any
 
 import torch
 from kit.families import NotBuiltError
-from kit.family_outcomes import MODES, SIDES, TOLERANCE, gradient_difference, gradients_of, stable_topk, weighted
-from kit.vision_families import Batch, Row, VisionModel, build_vision, collate
+from kit.family_outcomes import (
+    MODES,
+    SIDES,
+    TOLERANCE,
+    gradient_difference,
+    gradients_of,
+    leaking_layouts,
+    stable_topk,
+    weighted,
+)
+from kit.vision_families import NOT_RUN, Batch, Row, VisionModel, build_vision, collate
 from transformers import PreTrainedModel
 
 from trl_padfix import PaddingRemovalError, remove_padding
@@ -77,18 +86,50 @@ def vision_outcomes(family: str) -> dict[str, Any]:
 def _outcomes(vision: VisionModel, kind: str, rows: list[Row]) -> dict[str, Any]:
     """Outcomes of one kind of batch in both modes."""
     if kind == "images" and vision.image is None:
-        return {"not_run": "none of the ways in which images are tried"}
-    try:
-        reference = alone(vision, rows)
-    except Exception as error:
-        return {"not_run": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
-    return {mode: _outcome(vision, rows, reference, sharing) for mode, sharing in MODES.items()}
+        return {"not_run": NOT_RUN.get(vision.family, "None of the ways in which images are tried.")}
+    with_images = [row for row in rows if row.images]  # some take no row without one
+    for given in (rows, with_images) if with_images else (rows,):
+        try:
+            reference = alone(vision, given)
+        except Exception:
+            continue
+        return {mode: _outcome(vision, given, reference, sharing) for mode, sharing in MODES.items()}
+    return {"not_run": "It takes no such rows."}
 
 
 def _outcome(vision: VisionModel, rows: list[Row], reference: Any, sharing: bool) -> dict[str, Any]:
+    """The outcome in one mode; of a type whose own padded batch is not what its rows are alone, against that batch."""
+    found = _compared(vision, rows, dict.fromkeys(SIDES, reference), sharing)
+    if found["outcome"] == "wrong" and "reason" not in found:
+        padded = {side: _padded(vision, rows, side) for side in SIDES}
+        own = {
+            "logps": max((own[0] - reference[0]).abs().max().item() for own in padded.values()),
+            "gradients": max(gradient_difference(own[1], reference[1]) for own in padded.values()),
+        }
+        if max(own.values()) > TOLERANCE:
+            own = {name: float(f"{value:.1e}") for name, value in own.items()}
+            found = _compared(vision, rows, padded, sharing) | {"own_padding": own}
+    return found
+
+
+def _leak(vision: VisionModel, rows: list[Row], reference: Any) -> float | None:
+    """What a layout that lets one row see another does to the scores; `None` where it cannot be computed with."""
+    with leaking_layouts(), torch.no_grad(), remove_padding(vision.model):
+        try:
+            return (logps(vision.model, collate(vision, rows)) - reference[0]).abs().max().item()
+        except Exception:  # such a layout names columns and segments that there are none of
+            return None
+
+
+def _padded(vision: VisionModel, rows: list[Row], side: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    scores = logps(vision.model, collate(vision, rows, side), use_cache=False)
+    return scores.detach(), gradients_of(vision.model, weighted(scores))
+
+
+def _compared(vision: VisionModel, rows: list[Row], references: dict[str, Any], sharing: bool) -> dict[str, Any]:
     worst = {"logps": 0.0, "gradients": 0.0}
     for side in SIDES:
-        batch = collate(vision, rows, side)
+        batch, reference = collate(vision, rows, side), references[side]
         try:
             with remove_padding(vision.model, prefix_sharing=sharing) as handle:
                 scores = logps(vision.model, batch)
@@ -101,4 +142,6 @@ def _outcome(vision: VisionModel, rows: list[Row], reference: Any, sharing: bool
         worst["logps"] = max(worst["logps"], (scores - reference[0]).abs().max().item())
         worst["gradients"] = max(worst["gradients"], gradient_difference(found, reference[1]))
     outcome = "exact" if all(value <= TOLERANCE for value in worst.values()) else "wrong"
+    if not sharing and (leak := _leak(vision, rows, references["right"])) is not None:
+        worst["leak"] = leak
     return {"outcome": outcome, **{name: float(f"{value:.1e}") for name, value in worst.items()}}

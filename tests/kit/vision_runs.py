@@ -101,6 +101,13 @@ def _smolvlm() -> ProcessorMixin:
     )
 
 
+def _gemma3() -> ProcessorMixin:
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
+    names = {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<IMG_CONTEXT>"}
+    tokenizer = build_tokenizer(**names)
+    return transformers.Gemma3Processor(images, tokenizer, chat_template=_template("<img>"), image_seq_length=4)
+
+
 def _internvl() -> ProcessorMixin:
     images = transformers.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=False)
     names = {
@@ -136,6 +143,7 @@ PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {
     "llava": _llava,
     "llava_next": _llava_next,
     "idefics3": _idefics3,
+    "gemma3": _gemma3,
     "smolvlm": _smolvlm,
     "internvl": _internvl,
     "qwen2_vl": lambda: _qwen("Qwen2VLProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLVideoProcessor"),
@@ -167,6 +175,8 @@ def build_vlm(
 
 
 def _image_token_id(processor: ProcessorMixin) -> int:
+    if getattr(processor, "boi_token", None):  # Gemma's processors call the mark before an image their image token
+        return processor.tokenizer.image_token_id
     return getattr(processor, "image_token_id", None) or processor.tokenizer.context_image_token_id
 
 

@@ -22,6 +22,7 @@ OURS = {
     "prefix_sharing": False,
     "padding_side": None,
     "parity_check": True,
+    "stop_on_nonfinite": False,
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,

@@ -348,6 +348,15 @@ def test_every_set_up_is_trls(set_up, mode, make, trl_run):
         assert handle.prefix_sharing == (handle.stats.packed_tokens < handle.stats.real_tokens)
 
 
+def test_prompt_tuning_is_trls(make):
+    # Right-padded, as TRL does it: left-padded, the virtual tokens of a row stand before its padding.
+    settings = {"task_type": TaskType.CAUSAL_LM, "num_virtual_tokens": 3}
+    tuned = Case(SHORT, given=lambda: {"ref_model": None, "peft_config": PromptTuningConfig(**settings)})
+    ours = run(make_case(make, tuned, padding_free=True))
+    assert_same(ours.trajectory, run(make_case(make, tuned, trl.DPOTrainer)).trajectory)
+    assert 0 < ours.trainer._handles[0].stats.packed_tokens < ours.trainer._handles[0].stats.padded_tokens
+
+
 # A model of absolute positions gives other numbers where it is not told where the rows begin.
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_that_is_not_removed_gives_trls_numbers_with_absolute_positions(side, make, trl_run):
@@ -821,12 +830,12 @@ BAD_INPUT = {
         (ValueError, "EOS.*Set `tokenizer.eos_token`"),
     ),
     "prompt tuning": (
-        {"padding_free": True},
+        {"padding_free": True, "prefix_sharing": True},
         lambda: {
             "ref_model": None,
             "peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3),
         },
-        (PaddingRemovalError, "PromptTuningConfig.*virtual tokens.*LoRA"),
+        (PaddingRemovalError, "PromptTuningConfig.*virtual tokens.*`prefix_sharing=False`"),
     ),
     "prefix tuning": (
         {"padding_free": True},

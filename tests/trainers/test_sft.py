@@ -39,7 +39,7 @@ from kit.trainer_runs import (
     watch_inputs,
     words,
 )
-from peft import TaskType
+from peft import PromptTuningConfig, TaskType
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.models.llama import modeling_llama
@@ -110,7 +110,8 @@ SET_UPS = {
     ),
     "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24} | SHORT, dict),
 }
-CASES = OBJECTIVES | SET_UPS | {"short": (SHORT, dict)}
+TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
+CASES = OBJECTIVES | SET_UPS | {"short": (SHORT, dict), "prompt tuning": TUNED}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,12 @@ def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run)
     side = mode.split(", ")[1]
     assert any(not mask[:, 0 if side == "left" else -1].all() for _, mask in ours.batches)
     assert all(mask[:, -1 if side == "left" else 0].all() for _, mask in ours.batches)
+
+
+def test_prompt_tuning_is_trls(make, trl_run):
+    ours = train(make, "prompt tuning", padding_free=True)
+    assert_same(ours.trajectory(), trl_run("prompt tuning").trajectory())
+    assert 0 < ours.trainer._handles[0].stats.packed_tokens < ours.trainer._handles[0].stats.padded_tokens
 
 
 @pytest.mark.parametrize("mode", [pytest.param(TWO_MODES[0], marks=pytest.mark.slow), TWO_MODES[1]])

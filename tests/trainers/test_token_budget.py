@@ -493,3 +493,13 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
     assert trainer._weight is None
+
+
+def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):
+    logs = []
+    for ours in (True, False):
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3)
+        torch.manual_seed(7)
+        trainer.train()
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    torch.testing.assert_close(torch.tensor(logs[0]), torch.tensor(logs[1]), rtol=1e-4, atol=1e-5)

@@ -147,7 +147,7 @@ def describe(error: BaseException) -> str | None:
         )
     from ..core.errors import PaddingRemovalError
     from ..tools.reading import UnreadableError, package_of, reason
-    from ..tools.whole_files import why_unwritable
+    from ..trainers.whole_files import why_unwritable
 
     if (why := why_unwritable(error)) is not None:
         return f"{why}."

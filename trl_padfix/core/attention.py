@@ -151,8 +151,9 @@ def packed_attention(
         )
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
-    _check_arguments(name, module, kwargs)
-    asked = _mask_of_layer(name, module, attention_mask, call, kwargs)
+    masks = _prepared_masks(name, attention_mask, call)
+    _check_arguments(name, module, kwargs, masks is not None)
+    asked = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
     if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
@@ -164,9 +165,9 @@ def packed_attention(
     if call.implementation == "sdpa":
         query, key, value = in_attention_dtype(query, key, value)
     states = query, key, value, call.layout, kwargs
-    if call.implementation == "sdpa" and torch_varlen_applies(query, value, call.layout, kwargs):
+    if call.implementation == "sdpa" and masks is None and torch_varlen_applies(query, value, call.layout, kwargs):
         return attend_torch_varlen(*states), None
-    return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager"), None
+    return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager", masks=masks), None
 
 
 def _call_of_layer() -> PackedCall | None:
@@ -175,8 +176,9 @@ def _call_of_layer() -> PackedCall | None:
     return None if frame is None else frame.call
 
 
-def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any], prepared: bool) -> None:
+    # A prepared mask says itself what each token sees.
+    if not prepared and (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True)):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
@@ -187,6 +189,19 @@ def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any]) -> No
             f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that. Padding "
             "cannot be removed from this model; train it with `padding_free=False`."
         )
+
+
+def _prepared_masks(name: str, mask: Any, call: PackedCall) -> list[torch.Tensor] | None:
+    """The parts of the prepared mask of a layer that belong to the segments; `None` if no mask was prepared."""
+    prepared, kind = call.prepared, getattr(mask, "kind", None)
+    if prepared is None:
+        return None
+    if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
+        raise PaddingRemovalError(
+            f"{name} is to attend with a prepared mask, and {call.implementation} knows none of its kind. Load the "
+            "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
+        )
+    return call.once(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
 
 
 def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:

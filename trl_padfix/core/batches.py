@@ -114,7 +114,7 @@ def layout_of(
     if model_call is not None and model_call.arguments:
         ids = ids if ids is not None else model_call.arguments.get("input_ids")
         if ids is not None:
-            return _shared_if_it_pays(ids, mask, token_keys(call, ids.shape))
+            return _shared_if_it_pays(ids, mask, _keys(call, ids, mask, model_call))
     if not _is_shareable(call, prefix_sharing):
         return _in_step((mask,), "padding-free", lambda: padding_free_layout(mask))
     positions = call.get("position_ids")
@@ -153,6 +153,15 @@ def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: P
 
     layout = _in_step((batch, call.get("position_ids"), bounds), f"packed, {shares}", build)
     return None if layout.is_trivial else layout
+
+
+def _keys(call: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, model_call: ModelCall) -> torch.Tensor | None:
+    """What identifies a token beside its id: positions, embeddings, features, and what it sees."""
+    keys = token_keys(call, ids.shape)
+    if model_call.prepared is None:
+        return keys
+    given = [] if keys is None else [*keys]
+    return torch.cat([*(key[None] for key in given), model_call.prepared.keys(mask, [ids, *given])])
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:

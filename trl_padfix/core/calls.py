@@ -22,6 +22,7 @@ from transformers.modeling_outputs import ModelOutput
 from .errors import PaddingRemovalError
 from .layout import Layout, pack, unpack
 from .positions import Numbering, packed_positions
+from .prepared_masks import PreparedMasks
 
 
 __all__ = [
@@ -66,6 +67,8 @@ class ModelCall:
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
             Set by the decoder: the layout of the `(B, L, H)` that it returned.
+        prepared ([`PreparedMasks`], *optional*):
+            Set by the decoder: masks that it was given, if they let tokens see more than its own would.
     """
 
     decoder: nn.Module
@@ -74,6 +77,7 @@ class ModelCall:
     given: dict[str, Any] = field(default_factory=dict)
     pools_last: bool = False
     layout: Layout | None = None
+    prepared: PreparedMasks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +94,7 @@ class PackedCall:
         position_ids (`torch.Tensor`): Positions of the packed tokens, as the decoder is given them.
         last_position (`int` or `torch.Tensor`, *optional*): Largest position of the padded call, padding included.
         dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
+        prepared ([`PreparedMasks`], *optional*): Masks that the decoder was given, where its own would not do.
         made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
@@ -99,6 +104,7 @@ class PackedCall:
     position_ids: torch.Tensor
     last_position: int | torch.Tensor = 0
     dry_run: Callable[..., Any] = lambda rows: []
+    prepared: PreparedMasks | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:

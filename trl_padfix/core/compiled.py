@@ -188,7 +188,7 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
     """The layout as arguments, or `None` where the mask asks for more than a window of tokens."""
     layout = call.layout
     asked = PackedMask() if mask is None else mask
-    if not isinstance(asked, PackedMask) or asked.custom or not asked.causal:
+    if not isinstance(asked, PackedMask) or asked.custom or not asked.causal or call.prepared is not None:
         return None
     span = max(layout.spans)
     window = asked.window if asked.window is not None and asked.window < span else None

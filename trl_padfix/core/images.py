@@ -12,10 +12,10 @@ import torch
 
 from .calls import visual_mask
 from .compat import own_masks
-from .errors import PaddingRemovalError
+from .prepared_masks import PreparedMasks
 
 
-__all__ = ["tensors_in", "token_keys", "with_plain_mask"]
+__all__ = ["plain_mask", "tensors_in", "token_keys"]
 
 
 def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
@@ -50,7 +50,9 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
     return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
 
 
-def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: Any) -> dict[str, Any]:
+def plain_mask(
+    call: dict[str, Any], around: dict[str, Any], decoder: Any, is_causal: bool = True
+) -> tuple[dict[str, Any], PreparedMasks | None]:
     """
     A decoder call with the two-dimensional mask that prepared masks were made of.
 
@@ -61,29 +63,31 @@ def with_plain_mask(call: dict[str, Any], around: dict[str, Any], decoder: Any) 
             Arguments of the module around it.
         decoder (`torch.nn.Module`):
             The decoder.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Whether its attention is causal by itself; where it is not, its masks alone say what is seen.
 
-    Raises:
-        PaddingRemovalError: If they are other masks than the decoder would make itself.
+    Returns:
+        `tuple[dict, PreparedMasks | None]`: the call, and the masks themselves if they are other ones than the decoder
+        would make: those in which tokens of an image see each other.
     """
     prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
     cached = call.get("past_key_values") is not None or call.get("use_cache") is True
     is_prepared = isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4)
     if cached or not is_prepared or embeds is None:
-        return call
+        return call, None
     if mask is None:
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return call
+        return call, None
+    if not is_causal:
+        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
     own = own_masks(decoder.config, embeds, mask)
     pairs = [(prepared, own)]
     if isinstance(prepared, dict) and isinstance(own, dict):
         pairs = [(prepared[kind], own.get(kind)) for kind in prepared]
     if any(isinstance(m, dict) for m in pairs[0]) or not all(_same_mask(*pair, mask) for pair in pairs):
-        raise PaddingRemovalError(
-            f"{type(decoder).__name__} was given a mask that is more than causal: tokens of an image see each other, "
-            "and a packed batch is attended causally. Use `padding_free=False`; batches without images can be packed."
-        )
-    return call | {"attention_mask": mask}
+        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
+    return call | {"attention_mask": mask}, None
 
 
 def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:

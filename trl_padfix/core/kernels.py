@@ -91,8 +91,13 @@ def attend_by_segment(
     kwargs: dict[str, Any],
     *,
     is_eager: bool,
+    masks: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The model's `sdpa` or `eager` function on one block of one segment at a time."""
+    """
+    The model's `sdpa` or `eager` function on one block of one segment at a time.
+
+    With `masks`, one `(1, 1, queries, keys)` for each segment, these say what is seen, and nothing else.
+    """
     window: int | None = kwargs.get("sliding_window")
     chunk: int | None = kwargs.get("attention_chunk_size")
     positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
@@ -110,14 +115,15 @@ def attend_by_segment(
     on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu"
     on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
     outputs = []
+    given = iter(masks or ())
     for index, (own_query, own_key, own_value, own_positions, own_positions_k, span) in enumerate(segments):
         queries, keys = len(own_positions), len(own_positions_k)
         windowed = window if window is not None and window < span else None
         chunked = chunk if chunk is not None and chunk < span else None
         # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where less is
         # shared than not, a row made whole by queries that nobody asks for is quicker than a mask.
-        shared = keys - queries
-        whole = not is_eager and shared <= queries and windowed is None and chunked is None
+        shared, own_mask = keys - queries, next(given, None)
+        whole = not is_eager and masks is None and shared <= queries and windowed is None and chunked is None
         if whole and shared:
             row = torch.cat([own_query.new_zeros(*own_query.shape[:2], shared, own_query.shape[3]), own_query], dim=2)
             outputs.append(attend(module, row, own_key, own_value, None, **kwargs)[0][:, shared:])
@@ -125,17 +131,17 @@ def attend_by_segment(
         block = queries if whole else BLOCK
         for begin in range(0, queries, block):
             end = min(begin + block, queries)
-            last_k = keys - queries + end
+            last_k = keys - queries + end if masks is None else keys
             k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
             part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
             seen = own_positions[begin:end], own_positions_k[k], windowed, chunked
             if whole:
                 outputs.append(attend(module, *part, None, **kwargs)[0])
-            elif on_cpu:
+            elif on_cpu and own_mask is None:
                 mask = _kept_mask(layout, (index, begin, windowed, chunked, query.dtype), query, *seen)
                 outputs.append(_attend_grouped(*part, mask, kwargs))
             else:
-                mask = _visible(*seen)
+                mask = _visible(*seen) if own_mask is None else own_mask[:, :, begin:end]
                 if is_eager:  # eager functions add their mask
                     mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
                 outputs.append(attend(module, *part, mask, **kwargs)[0])

@@ -25,12 +25,14 @@ class PackedMask:
         window (`int`, *optional*): Tokens seen at most, the own one counted.
         chunk (`int`, *optional*): Rows are cut into chunks of this many places, and a token sees its own chunk only.
         custom (`bool`): Whether the model adds a condition of its own.
+        kind (`str`, *optional*): Of masks that were prepared, the type of the layers that it is for.
     """
 
     causal: bool = True
     window: int | None = None
     chunk: int | None = None
     custom: bool = False
+    kind: str | None = None
 
     def __getitem__(self, index: Any) -> PackedMask:
         # Some layers cut their mask to the keys at hand; without a cache these are all keys.

@@ -336,6 +336,8 @@ def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.T
         real = (mask[:, columns] * mask[:, columns + 1]).bool()
         ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # an image token may lie beyond the vocabulary
         return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
+    if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
+        logits = logits[:, -ids.shape[1] :]  # virtual tokens stand before every row
     if logits.dim() == 2 or logits.shape[:2] != ids.shape:
         return logits.flatten()
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)

@@ -32,10 +32,11 @@ from .compat import older_attributes
 from .dry_run import DryRun
 from .errors import PaddingRemovalError
 from .handle import ForwardPatch, PaddingRemoval
-from .images import with_plain_mask
+from .images import plain_mask
 from .layers import hands_arguments_on, takes_any_argument
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
+from .prepared_masks import with_added_masks
 from .views import attends_otherwise
 from .whole_rows import needs_whole_rows, over_whole_rows
 
@@ -59,7 +60,7 @@ class DecoderPatch(ForwardPatch):
         layers (`dict[str, torch.nn.Module]`, *optional*):
             Its layers by name.
         refuse (`Callable`, *optional*):
-            Says why a layout cannot be packed, if it cannot.
+            Says why a layout, or a batch with prepared masks, cannot be packed, if it cannot.
     """
 
     runs_on_view = True
@@ -70,19 +71,24 @@ class DecoderPatch(ForwardPatch):
         attachment: PaddingRemoval,
         *,
         layers: dict[str, nn.Module] | None = None,
-        refuse: Callable[[Layout], str | None] | None = None,
+        refuse: Callable[[Layout, bool], str | None] | None = None,
     ):
         super().__init__(module, attachment)
         self.layers, self.refuse = layers or {}, refuse
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
+        self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
         self.takes_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if attends_otherwise():
-            return self.on_view()(*args, **kwargs)
+            call = bind(self.wrapped, args, kwargs)
+            if attends_otherwise() == "eager":  # masks were made for the attention of the config
+                dtype = next(self.module.parameters()).dtype
+                call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
+            return self.on_view()(**call)
         if packed_call(self.module) is None:
             return super().call(*args, **kwargs)
         with running(None):  # a call from within a packed forward is a forward of its own
@@ -93,7 +99,7 @@ class DecoderPatch(ForwardPatch):
         call = bind(self.wrapped, args, kwargs)
         try:
             if asked is not None and asked.arguments:
-                call = with_plain_mask(call, asked.arguments, self.module)
+                call, asked.prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
             elif asked is not None and all(call.get(k) is None for k in _TOLD):
                 # Mamba does not hand positions to its decoder, RWKV not even the mask.
                 call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
@@ -110,7 +116,10 @@ class DecoderPatch(ForwardPatch):
     def _packed(self, call: dict[str, Any], layout: Layout, asked: ModelCall | None) -> Any:
         self.attachment.stats.add(layout)
         call["use_cache"] = False
+        prepared = asked.prepared if asked is not None else None
         if layout.is_trivial:
+            if prepared is not None:
+                call["attention_mask"] = prepared.given
             return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
@@ -122,15 +131,17 @@ class DecoderPatch(ForwardPatch):
                 "Leave it off, here and in the config, or remove the handle for this call (`with "
                 "handle.disabled(): ...`)."
             )
-        if self.refuse is not None and (reason := self.refuse(layout)):
+        if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
             raise PaddingRemovalError(reason)
         if self.takes_whole_rows:
             return unpack_output(over_whole_rows(self.wrapped, self._accepted(call), layout), layout, asked)
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
+        if prepared is not None:
+            packed["attention_mask"] = prepared.for_decoder()
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
         dry_run = DryRun(self.module, self.layers, packed, last)
-        current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run)
+        current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run, prepared)
         if self.hands_on:
             packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))

@@ -7,18 +7,20 @@ Rules are about what a layer does, not about names of models. What no rule knows
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import refuse_implementation
+from .find import find_multimodal
 from .layout import Layout
-from .mixers import PACKED, Mixers
+from .mixers import PACKED, ROWS, WHOLE, Mixers
 from .positions import position_embeddings
 from .whole_rows import needs_whole_rows
 
 
-__all__ = ["refusal", "refuse_holes"]
+__all__ = ["refusal", "refuse_batch", "refuse_sharing"]
 
 
 def refusal(
@@ -41,11 +43,11 @@ def refusal(
         `str`, *optional*: the layer or setting, and the reason; `None` if nothing speaks against it.
     """
     config = getattr(decoder, "config", model.config)
-    for peft_config in (c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values()):
-        if getattr(peft_config, "is_prompt_learning", False):
+    for peft_config in _prompt_learning(wrapper):
+        if _kind(peft_config) not in _VIRTUAL_TOKENS:
             return (
-                f"{type(peft_config).__name__} puts virtual tokens or a cache before every row, which the attention "
-                "mask of the batch does not show; use LoRA"
+                f"{type(peft_config).__name__} puts a cache before every row, or other things that the attention mask "
+                "of the batch does not show; use LoRA, prompt tuning or p-tuning"
             )
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
@@ -58,7 +60,7 @@ def refusal(
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        if not _is_causal(mixer.module):
+        if not _is_causal(mixer.module) and not _is_given_masks(model, decoder):
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) attends in both directions or to another "
                 "sequence, and a packed batch is attended causally"
@@ -71,15 +73,56 @@ def refusal(
     asks = "is_decoder" in inspect.unwrap(type(decoder).forward).__code__.co_names
     if asks and not getattr(config, "is_decoder", True):
         return "`config.is_decoder` is False, so its tokens see later ones, and a packed batch is attended causally"
-    # "vision": image tokens see each other; a call with images brings a mask of its own, and is refused for it.
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+    # "vision": image tokens see each other; a call with images brings a mask that says so.
+    asked = getattr(config, "use_bidirectional_attention", None)
+    if asked not in (None, False, "vision") and not _is_given_masks(model, decoder):
         return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
     return refuse_implementation(str(config._attn_implementation))
 
 
-def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
-    """Why a batch cannot be packed whose rows have masked tokens between real ones; `None` if it can, or has none."""
+_VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
+"""Kinds of prompt learning that hand a model embeddings and a mask that is as long, virtual tokens included."""
+
+
+def refuse_sharing(wrapper: nn.Module) -> str | None:
+    """Why prefixes cannot be shared in a model whose padding can be removed; `None` if they can."""
+    given = next((type(config).__name__ for config in _prompt_learning(wrapper)), None)
+    return given and (
+        f"{given} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
+    )
+
+
+def _prompt_learning(wrapper: nn.Module) -> list[Any]:
+    """The configurations of PEFT in `wrapper` that put something before every row."""
+    configs = (c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values())
+    return [config for config in configs if getattr(config, "is_prompt_learning", False)]
+
+
+def _kind(peft_config: Any) -> str:
+    kind = peft_config.peft_type
+    return str(getattr(kind, "value", kind))
+
+
+def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:
+    """
+    Why a batch cannot be packed; `None` if it can.
+
+    Args:
+        layout ([`Layout`]):
+            Its layout; rows may have masked tokens between real ones.
+        is_given_masks (`bool`):
+            Whether the decoder is given masks in which tokens of an image see each other.
+        mixers ([`Mixers`]):
+            What mixes tokens in the decoder.
+    """
     others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
+    on_rows = mixers.that_are(ROWS) + mixers.that_are(WHOLE)
+    if is_given_masks and on_rows:
+        return (
+            f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
+            f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
+            "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
+        )
     if not others or layout.spans == layout.key_lengths:
         return None
     return (
@@ -88,6 +131,13 @@ def refuse_holes(layout: Layout, mixers: Mixers) -> str | None:
         "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
         "handle.disabled():`."
     )
+
+
+def _is_given_masks(model: PreTrainedModel, decoder: nn.Module) -> bool:
+    """Whether the module around a decoder makes masks for it, in which what is not causal can be read."""
+    multimodal = find_multimodal(model, decoder)
+    code = inspect.unwrap(type(multimodal).forward).__code__ if multimodal is not None else None
+    return code is not None and "create_causal_mask" in code.co_names
 
 
 def _is_causal(module: nn.Module) -> bool:

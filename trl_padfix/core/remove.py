@@ -28,7 +28,7 @@ from .heads import HeadPatch, LMHeadPatch, PoolingPatch
 from .mixers import Mixers
 from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal, refuse_holes
+from .refusals import refusal, refuse_batch, refuse_sharing
 from .towers import MultimodalPatch, TowerPatch, towers
 from .whole_rows import needs_whole_rows
 
@@ -116,6 +116,8 @@ def remove_padding(
             f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
             "share. Attach with `prefix_sharing=False`: padding is removed all the same."
         )
+    if prefix_sharing and (why := refuse_sharing(model)):
+        raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
     handle.mixers = mixers
@@ -127,7 +129,7 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
     mixers = handle.mixers
-    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_holes, mixers=mixers))
+    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_batch, mixers=mixers))
     yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))

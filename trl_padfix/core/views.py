@@ -37,9 +37,10 @@ def other_attention(name: str | None) -> Iterator[None]:
         _attention.reset(token)
 
 
-def attends_otherwise() -> bool:
-    """Whether padded forwards are to compute with another attention than their config names."""
-    return _attention.get() != PACKED_ATTENTION
+def attends_otherwise() -> str | None:
+    """The attention that padded forwards are to compute with, if it is another than their config names."""
+    name = _attention.get()
+    return None if name == PACKED_ATTENTION else name
 
 
 class ConfigView:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 from datasets import Dataset, load_dataset
 
+from ..trainers.rows import check_row
 from .reading import reading
 
 
@@ -135,57 +135,3 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
             row = dataset[number]
         check_row(row, number)
         yield row
-
-
-def check_row(row: dict[str, Any], number: int) -> None:
-    """
-    A row has text, or messages with text, in every column that is trained on.
-
-    Args:
-        row (`dict`):
-            One of [`load_rows`].
-        number (`int`):
-            Its place in the dataset, counted from 0; for the message.
-
-    Raises:
-        ValueError: If one has something else; the message names row, column and value.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.data import check_row
-
-    >>> check_row({"prompt": "Two and two?", "chosen": None}, 7)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: Row 7 (counted from 0) has None in column `chosen`, and text or a list of messages is needed: ...
-
-    ```
-    """
-    where = f"Row {number} (counted from 0) has"
-    remedy = "correct the row, or filter it out"
-    for name in row.keys() & {"prompt", "chosen", "rejected", "completion", "text", "messages"}:
-        value = row[name]
-        if isinstance(value, str):
-            continue
-        if not isinstance(value, list) or not value:
-            raise ValueError(
-                f"{where} {_short(value)} in column `{name}`, and text or a list of messages is needed: {remedy}."
-            )
-        for message in value:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f'{where} the message {_short(message)} in column `{name}`, without a text `role` ("user" or '
-                    f'"assistant", for instance): {remedy}.'
-                )
-            content = message.get("content")
-            if content is None and message.get("tool_calls"):
-                continue
-            if not isinstance(content, (str, list)):
-                raise ValueError(
-                    f"{where} the message {_short(message)} in column `{name}`, whose `content` is no text: {remedy}."
-                )
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=repr, ensure_ascii=False) if isinstance(value, (dict, list)) else repr(value)
-    return text if len(text) <= 100 else text[:100] + " ..."

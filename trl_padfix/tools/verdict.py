@@ -131,7 +131,7 @@ def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
     return kept
 
 
-def tokenized(dataset: Dataset) -> list[dict[str, Any]]:
+def tokenized(dataset: Any) -> list[dict[str, Any]]:
     """The same of rows that are tokenized already, pairs or texts with labels, as `trl-padfix bench` makes them."""
     rows = []
     for row in dataset:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator, Sized
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
 
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
@@ -49,7 +51,11 @@ from .checks import (
     require_rows,
     splitting_parallelism,
 )
+from .field_types import check_field_types, check_processing_class
+from .finite import FiniteMixin, check_weights
 from .metrics import TokenCounter
+from .rows import check_ids
+from .whole_checkpoints import WholeCheckpointsMixin
 
 
 __all__ = ["PaddingRemovalMixin"]
@@ -59,7 +65,7 @@ logger = get_logger(__name__)
 Metrics = dict[str, float]
 
 
-class PaddingRemovalMixin:
+class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
@@ -106,6 +112,7 @@ class PaddingRemovalMixin:
                 self._set_up_padding()
                 self._compile_layers()
                 self._check_images()
+                self._check_values()
                 self._keep_padding_side()
             except BaseException as error:
                 self.restore_padding()
@@ -123,6 +130,8 @@ class PaddingRemovalMixin:
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
+        check_field_types(config)
+        check_processing_class(given.get("processing_class"))
         check_settings(config, given.get("data_collator"), self._collators)
         check_model(given.get("model"), self._removes_padding)
         check_tokenizer(given.get("processing_class"))
@@ -158,9 +167,14 @@ class PaddingRemovalMixin:
             tokenizer = getattr(self, "_tokenizer", self.processing_class)
             side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
             given = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            self.data_collator = ours(**given, padding_side=side, for_trainer=True)
+            self.data_collator = ours(**given, padding_side=side, for_trainer=True, vocabulary=self._of_streams())
         elif type(collator) in self._collators.values() and is_dataclass(collator):
-            self.data_collator = replace(collator, for_trainer=True)
+            self.data_collator = replace(collator, for_trainer=True, vocabulary=self._of_streams())
+
+    def _of_streams(self) -> int | None:
+        """The vocabulary that rows are looked at for as they come, where they cannot be before the first step."""
+        streams = any(not isinstance(d, Dataset) for d in self._datasets().values() if d is not None)
+        return self._vocabulary() if streams else None
 
     def _packing_options(self) -> dict[str, Any]:
         """Keyword arguments of `remove_padding`."""
@@ -173,7 +187,30 @@ class PaddingRemovalMixin:
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL computes these inside its `__init__`, before ours has attached.
         self._set_up_padding()
+        self._check_values()
         return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _check_values(self) -> None:
+        """Before the first step, refuse weights that are not finite, and token ids that the model does not have."""
+        ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
+        if not (self.is_fsdp_enabled and ram_efficient and self.args.local_process_index):  # there weights come later
+            for which, model in (("model", self.model), ("reference model", getattr(self, "ref_model", None))):
+                if model is not None:
+                    check_weights(model, which)
+        if (size := self._vocabulary()) is not None:
+            for name, dataset in self._datasets().items():
+                check_ids(dataset, name, size)
+
+    def _datasets(self) -> dict[str, Any]:
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        return {"train": self.train_dataset, **evaluated}
+
+    def _vocabulary(self) -> int | None:
+        """How many token ids the model has embeddings for; `None` for a model of images, which has more tokens."""
+        pretrained = find_pretrained(self.model)
+        if getattr(self, "_is_vision_dataset", False) or not hasattr(pretrained, "get_input_embeddings"):
+            return None
+        return getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
 
     def _check_launch(self) -> None:
         """
@@ -210,12 +247,11 @@ class PaddingRemovalMixin:
 
     def _check_images(self) -> None:
         """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **evaluated}.items() if self._takes_images else ():
+        for name, dataset in self._datasets().items() if self._takes_images else ():
             images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
             if not images:
                 continue
-            if not getattr(self, "_is_vision_dataset", False):
+            if not getattr(self, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
                 raise ValueError(
                     f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
                     "text alone. Give both the column (an empty list where there is no image), or drop it."
@@ -252,7 +288,9 @@ class PaddingRemovalMixin:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         inputs, layout = without_layout(inputs)
         with self.observe_step(model, inputs, layout):
-            return super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
+            result = super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
+        self._see_loss(result, self._padded_batches(inputs))
+        return result
 
     @contextlib.contextmanager
     def observe_step(self, model: Any, inputs: dict[str, Any], layout: Layout | None = None) -> Iterator[None]:
@@ -266,7 +304,7 @@ class PaddingRemovalMixin:
             for batch in batches:
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
-                    self._check_parity(model, batch | self._multimodal_inputs(inputs))
+                    self._check_parity(model, self._parity_inputs(inputs, batch))
         self._token_counters[mode].start()
         before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
         try:
@@ -288,6 +326,10 @@ class PaddingRemovalMixin:
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
+
+    def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the parity check runs for one of the [`_padded_batches`] of a step."""
+        return batch | self._multimodal_inputs(inputs)
 
     def _multimodal_inputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
@@ -22,6 +22,7 @@ __all__ = [
     "check_settings",
     "check_tokenizer",
     "check_vision",
+    "check_vocabulary",
     "column_names",
     "explain_missing_flash_attention",
     "length_dependent_rope",
@@ -88,15 +89,35 @@ def check_tokenizer(processing_class: Any) -> None:
             "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
             "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
         )
+    check_vocabulary(tokenizer)
+
+
+def check_vocabulary(processing_class: Any) -> None:
+    """
+    Raises:
+        ValueError: If a tokenizer has special tokens only: transformers makes such a one for a model folder without
+            tokenizer files.
+    """
+    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+    if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return
+    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # tokens may be bytes, without a vocabulary
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no token but {tokenizer.all_special_tokens}, so every "
+            "text would be empty: its files (`tokenizer.json`) are missing. Save the tokenizer into the folder of the "
+            "model (`tokenizer.save_pretrained(...)`), or pass the right one as `processing_class`."
+        )
 
 
 def require_rows(dataset: Any, dataset_name: str) -> None:
     """
     Raises:
-        ValueError: If the dataset is known to be empty.
+        ValueError: If the dataset is empty, or a stream has no first row.
     """
-    if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise ValueError(f"The {dataset_name} dataset is empty: check its split or filter.")
+    is_stream = isinstance(dataset, IterableDataset)
+    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
+        kind = "a stream without a row" if is_stream else "empty"
+        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
 
 
 def explain_missing_flash_attention(error: ImportError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class SidedCollator:
 
     padding_side: str = "right"
     for_trainer: bool = False
+    vocabulary: int | None = None
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,37 @@ class SidedCollator:
         self.odd_rows[treatment] += len(rows)
         if before == 0 or len(str(before)) < len(str(self.odd_rows[treatment])):  # the 1st, 10th, 100th, ...
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
+
+    def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Examples in which one with token ids that the model has no embedding for is empty, and counted."""
+        if self.vocabulary is None:
+            return examples
+        rows = [i for i, example in enumerate(examples) if any(self._unknown(example))]
+        if not rows:
+            return examples
+        value = next(self._unknown(examples[rows[0]]))
+        error = (
+            f"Row {rows[0]} of the batch holds the token id {value}, and the model has embeddings for 0 to "
+            f"{self.vocabulary - 1}."
+        )
+        if "seq_lengths" in examples[0]:
+            raise ValueError(f"{error} Rows are packed, so it cannot be left out: correct the data.")
+        treatment = f"rows hold token ids outside of 0 to {self.vocabulary - 1}; they are taken for empty ones"
+        if self.for_trainer and not self.odd_rows[treatment]:
+            logger.warning(f"{error} The row is taken for an empty one.")
+        self.refuse_or_count(rows, error, treatment)
+        emptied = [
+            {k: [] if isinstance(v, list) else v for k, v in example.items()} if i in rows else example
+            for i, example in enumerate(examples)
+        ]
+        return emptied
+
+    def _unknown(self, example: dict[str, Any]) -> Iterator[int]:
+        for name, ids in example.items():
+            if name.endswith("ids") or name == "labels":
+                for value in ids:
+                    if not 0 <= value < self.vocabulary and not (name == "labels" and value == -100):
+                        yield value
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
@@ -108,6 +141,9 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
         for_trainer (`bool`, *optional*, defaults to `False`):
             Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
             being errors. Trainers, which have checked their data before the first step, set it.
+        vocabulary (`int`, *optional*):
+            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
+            Trainers set it for streams.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
@@ -131,6 +167,7 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
         for side in ("chosen", "rejected"):
             rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
             self.refuse_or_count(rows, empty_completion(side, f"pair {rows[0]} of the batch") if rows else "", EMPTY)
@@ -153,6 +190,9 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
         for_trainer (`bool`, *optional*, defaults to `False`):
             Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
             being errors. Trainers, which have checked their data before the first step, set it.
+        vocabulary (`int`, *optional*):
+            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
+            Trainers set it for streams.
 
     Raises:
         ValueError: For another `padding_side`, and for a pair with an empty sequence.
@@ -171,6 +211,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
         for side in ("chosen", "rejected"):
             rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
             where = f"pair {rows[0]} of the batch" if rows else ""
@@ -226,6 +267,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
         rows = [i for i, example in enumerate(examples) if len(example["input_ids"]) == 0]
         self.refuse_or_count(
             rows,

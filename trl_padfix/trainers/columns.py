@@ -12,14 +12,20 @@ from datasets import Dataset
 
 
 __all__ = [
+    "INSTEAD_OF_CONTENT",
     "blank_texts",
     "count_equal",
     "empty_lists",
     "first_misplaced_image",
+    "ids_outside",
     "list_lengths",
+    "may_lack_text",
     "rows_of_only",
     "untrained_rows",
 ]
+
+INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
+"""What a message may have in place of its content."""
 
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
@@ -74,6 +80,51 @@ def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
         return np.empty(0, dtype=np.int64)
     blank = [pc.equal(pc.utf8_trim_whitespace(table[column]), "").to_numpy() for table in _tables(dataset, column)]
     return np.flatnonzero(np.concatenate([np.empty(0, dtype=bool), *blank]))
+
+
+def may_lack_text(dataset: Dataset, column: str) -> bool:
+    """
+    Whether a row of `column` may be neither a text nor a list of messages that have a role and a content.
+
+    Sure to be told if there is such a row; columns of other types, and of messages with parts, are left to the caller.
+    """
+    return any(_lacks_text(table[column]) for table in _tables(dataset, column))
+
+
+def _lacks_text(column: pa.ChunkedArray) -> bool:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.null_count > 0
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)) or column.null_count:
+        return True
+    if pc.min(pc.list_value_length(column)).as_py() == 0 or not pa.types.is_struct(column.type.value_type):
+        return True
+    messages = pc.list_flatten(column)
+    fields = {field.name: field.type for field in column.type.value_type}
+    if messages.null_count or not {"role", "content"} <= fields.keys() or not pa.types.is_string(fields["role"]):
+        return True
+    if any(pc.struct_field(messages, name).null_count for name in ("role", "content")):
+        return True
+    return not (pa.types.is_string(fields["content"]) or pa.types.is_list(fields["content"]))
+
+
+def ids_outside(dataset: Dataset, column: str, size: int, ignored: int | None = None) -> tuple[int, int] | None:
+    """The first row whose list in `column` holds a number below 0 or from `size` on, but for `ignored`; and it."""
+    first = 0
+    for table in _tables(dataset, column):
+        ids = _array(table, column)
+        if not (pa.types.is_list(ids.type) or pa.types.is_large_list(ids.type)):
+            return None
+        if not pa.types.is_integer(ids.type.value_type):
+            return None
+        values = pc.list_flatten(ids).to_numpy(zero_copy_only=False)
+        wrong = (values < 0) | (values >= size)
+        if ignored is not None:
+            wrong &= values != ignored
+        if wrong.any():
+            at = int(wrong.argmax())
+            return first + int(pc.list_parent_indices(ids)[at].as_py()), int(values[at])
+        first += len(table)
+    return None
 
 
 def first_misplaced_image(

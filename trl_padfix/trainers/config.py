@@ -11,6 +11,7 @@ import trl
 from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
+from .field_types import check_field_types
 from .sharing import Sharing, check_prefix_sharing
 from .step_config import BudgetConfig, OnlineBudgetConfig
 from .turns import check_turn_settings
@@ -122,7 +123,16 @@ class PackingConfig:
         },
     )
 
+    stop_on_nonfinite: bool = field(
+        default=False,
+        metadata={
+            "help": "Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with "
+            "the step and the rows, and the run goes on, as in TRL."
+        },
+    )
+
     def __post_init__(self) -> None:
+        check_field_types(self)
         check_prefix_sharing(self)
         super().__post_init__()  # type: ignore[misc]
 
@@ -209,6 +219,8 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
             `"left"` or `"right"`; by default the tokenizer's.
         parity_check (`bool`, *optional*, defaults to `True`):
             Whether to compare packed with padded on the first batch of training and of evaluation.
+        stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
+            Whether a loss or gradient that is NaN or infinite stops the run; by default it is reported.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
             here, or for a vision model a name for each part. By default transformers' choice.
@@ -248,7 +260,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        max_tokens_per_batch,
         group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
@@ -282,7 +295,8 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, ref_attn_implementation,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        ref_attn_implementation,
         max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a budget the KL term of a step is estimated from all its rows.
         **kwargs:
@@ -301,7 +315,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
             of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -322,7 +336,8 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, attn_implementation, ref_attn_implementation, max_tokens_per_batch:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation,
+        max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -338,7 +353,8 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, attn_implementation, max_tokens_per_batch,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        max_tokens_per_batch,
         group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens,
         generation_kwargs, eval_generation_samples:
             As in [`DPOConfig`].

@@ -12,12 +12,13 @@ from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import require_columns, require_eos, require_rows
+from .checks import check_vocabulary, require_columns, require_eos, require_rows
 from .collators import DataCollatorForPreference, empty_completion
 from .columns import count_equal, empty_lists
 from .eval_generation import GeneratingMixin
 from .metrics import ExactEvalMixin
 from .row_measures import PairMeasure
+from .rows import sound_rows
 from .token_budget import BudgetMixin
 from .vision_collators import DataCollatorForVisionPreference
 
@@ -70,6 +71,8 @@ class DPOTrainer(
             [{"chosen", "rejected"}],
             "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
         )
+        check_vocabulary(processing_class)
+        dataset = sound_rows(dataset, dataset_name, ("prompt", "chosen", "rejected"))
         require_eos(dataset, processing_class)
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset):

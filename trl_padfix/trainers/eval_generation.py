@@ -73,6 +73,27 @@ class GeneratingMixin:
                 for _, batch in self._batches(dataset, range(self._count(dataset)))
             ]
             check_budget(self.accelerator.unwrap_model(self.model), max(lengths), **self._generation_settings())
+            if getattr(self.args, "generation_kwargs", None) and not (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled  # the model is sharded later, and may be empty yet
+            ):
+                self._try_generation_kwargs(dataset)
+
+    def _try_generation_kwargs(self, dataset: Any) -> None:
+        """
+        Raises:
+            ValueError: If `generate` fails with `generation_kwargs`, on the first prompt and for one token.
+        """
+        ((_, batch),) = self._batches(dataset, [0])
+        model = self._generator
+        batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        try:
+            with self._generating():
+                generate(model, batch, **self._generation_settings() | {"max_new_tokens": 1})
+        except Exception as error:
+            raise ValueError(
+                f"`generation_kwargs={self.args.generation_kwargs!r}` cannot be generated with: {error} Correct them; "
+                "the run would stop at its first evaluation."
+            ) from error
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         found = self.eval_dataset if eval_dataset is None else eval_dataset

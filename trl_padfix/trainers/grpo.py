@@ -31,7 +31,7 @@ class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
             As [`~trl.GRPOTrainer`]. `args` may be this package's [`GRPOConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results, and for image data.
+        PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For a missing `prompt` column, and for prompts without a token.
     """

@@ -12,11 +12,13 @@ from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import require_columns
+from .checks import check_vocabulary, require_columns, require_rows
 from .collators import EMPTY, SidedCollator
 from .columns import empty_lists
 from .row_measures import UnpairedMeasure
+from .rows import sound_rows
 from .token_budget import BudgetMixin
+from .vision_collators import on_side_with_kl
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -62,17 +64,10 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
         rows = [i for i, example in enumerate(examples) if len(example["completion_ids"]) == 0]
         self.refuse_or_count(rows, _empty(f"example {rows[0]} of the batch") if rows else "", EMPTY)
-        batch = super().torch_call(examples)
-        for prefix in ("", "KL_"):
-            # The two batches may have one shape, so each is moved by its own mask.
-            names = [name for name in ("input_ids", "attention_mask", "completion_mask") if prefix + name in batch]
-            if names:
-                moved = self.without_empty_rows({name: batch[prefix + name] for name in names})
-                moved = self.on_side(moved, "every example")
-                batch |= {prefix + name: value for name, value in moved.items()}
-        return batch
+        return on_side_with_kl(self, super().torch_call(examples))
 
 
 def _empty(where: str) -> str:
@@ -99,21 +94,28 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
             As [`~trl.KTOTrainer`]. `args` may be this package's [`KTOConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results, and for image data.
+        PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For missing columns, empty completions, and no pad token.
     """
 
+    _takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
     _collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
-    _takes_images = False
+    if _takes_images:
+        from .vision_unpaired import DataCollatorForVisionUnpairedPreference
+
+        _collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        require_rows(dataset, dataset_name)
         require_columns(
             dataset,
             dataset_name,
             [{"prompt", "completion", "label"}, {"chosen", "rejected"}],
             "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`",
         )
+        check_vocabulary(processing_class)
+        dataset = sound_rows(dataset, dataset_name, ("prompt", "completion", "chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset) and len(rows := empty_lists(prepared, "completion_ids")):
             raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))
@@ -130,3 +132,9 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
 
     def _row_measure(self) -> type[UnpairedMeasure]:
         return UnpairedMeasure
+
+    def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        mismatched: dict[str, Any] = {}
+        if batch["input_ids"] is inputs.get("KL_input_ids"):
+            mismatched = {k.removeprefix("KL_"): v for k, v in inputs.items() if k.startswith("KL_")}
+        return super()._parity_inputs(inputs | mismatched, batch)

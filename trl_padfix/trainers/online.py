@@ -13,11 +13,13 @@ import torch
 import trl
 from accelerate.logging import get_logger
 from datasets import Dataset
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import column_names, require_columns
+from .checks import check_vocabulary, column_names, require_columns
 from .columns import blank_texts
+from .rows import sound_rows
 from .step_config import check_token_budget
 from .token_budget import SplittingMixin
 
@@ -30,7 +32,7 @@ logger = get_logger(__name__)
 class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
 
-    _takes_images = False
+    _has_sound_prompts = False
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -47,8 +49,13 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
     def _set_up_padding(self) -> None:
         super()._set_up_padding()
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
+        if not self._has_sound_prompts:
+            self._has_sound_prompts = True
+            check_vocabulary(self.processing_class)
+            self.train_dataset = sound_rows(self.train_dataset, "train", ("prompt",))
+        for name, dataset in self._datasets().items():
+            if name != "train":
+                sound_rows(dataset, name, ("prompt",))
             self._check_prompts_of(dataset, name)
 
     def _check_prompts_of(self, dataset: Any, name: str) -> None:
@@ -135,11 +142,12 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     """
-    Bring rows with one prompt together within each `window` of micro-batches.
+    Bring rows with one prompt, and the same images, together within each `window` of micro-batches.
 
     Args:
         batches (`list[dict]`):
-            Micro-batches with `prompt_ids` of shape `(B, P)`; every value that is no scalar has `B` rows.
+            Micro-batches with `prompt_ids` of shape `(B, P)`; every value that is no scalar has `B` rows, but for the
+            images of TRL's batches, of which each row has as many as `num_images` says.
         window (`int`):
             Micro-batches of one optimizer step; divides their number.
 
@@ -160,8 +168,9 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     """
     grouped: list[dict[str, Any]] = []
     for begin in range(0, len(batches), window):
-        step = batches[begin : begin + window]
-        order = torch.cat([b["prompt_ids"] for b in step]).unique(dim=0, return_inverse=True)[1].argsort(stable=True)
+        step = [split_pixel_values_by_grid(batch) for batch in batches[begin : begin + window]]
+        keys = torch.cat([torch.cat([b["prompt_ids"], _image_keys(b)], dim=1) for b in step])
+        order = keys.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
         rows = [len(b["prompt_ids"]) for b in step]
         columns = {}
         for name, value in step[0].items():
@@ -172,8 +181,18 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
                 columns[name] = _split([joined[i] for i in order.tolist()], rows)
             else:
                 columns[name] = [b[name] for b in step]
-        grouped += [{name: values[i] for name, values in columns.items()} for i in range(len(step))]
+        parted = ({name: values[i] for name, values in columns.items()} for i in range(len(step)))
+        grouped += [unsplit_pixel_values_by_grid(batch) for batch in parted]
     return grouped
+
+
+def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
+    """A number for the images of each row of a batch that was split by rows, `(B, 1)`; 0 without any."""
+    ids, pixels = batch["prompt_ids"], batch.get("pixel_values")
+    if pixels is None or len(pixels) != len(ids):
+        return ids.new_zeros(len(ids), 1)
+    sums = [row.double().sum() for row in pixels]
+    return torch.stack(sums).view(torch.int64).to(ids)[:, None]
 
 
 def _split(values: list[Any], sizes: list[int]) -> list[list[Any]]:

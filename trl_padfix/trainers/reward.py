@@ -11,10 +11,11 @@ from datasets import Dataset
 
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import require_columns
+from .checks import check_vocabulary, require_columns, require_rows
 from .collators import DataCollatorForReward, empty_sequence
 from .columns import empty_lists, rows_of_only
 from .row_measures import RewardMeasure
+from .rows import sound_rows
 from .token_budget import BudgetMixin
 
 
@@ -57,12 +58,15 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
             )
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        require_rows(dataset, dataset_name)
         require_columns(
             dataset,
             dataset_name,
             [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}],
             "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
         )
+        check_vocabulary(processing_class)
+        dataset = sound_rows(dataset, dataset_name, ("prompt", "chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset):
             for side in ("chosen", "rejected"):

@@ -26,7 +26,7 @@ class RLOOTrainer(OnlineMixin, trl.RLOOTrainer):
             As [`~trl.RLOOTrainer`]. `args` may be this package's [`RLOOConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results, and for image data.
+        PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For a missing `prompt` column, and for prompts without a token.
     """

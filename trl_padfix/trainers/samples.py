@@ -12,6 +12,8 @@ from typing import Any
 import pandas as pd
 from transformers import integrations
 
+from .whole_files import write_whole
+
 
 __all__ = ["Sample", "show", "write"]
 
@@ -32,7 +34,7 @@ def write(samples: list[Sample], path: Path) -> None:
     """Write samples to `path` as JSON lines, over those of an earlier evaluation of the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
-    path.write_text("".join(lines), encoding="utf-8")
+    write_whole(path, lambda beside: beside.write_text("".join(lines), encoding="utf-8"))
 
 
 def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> None:

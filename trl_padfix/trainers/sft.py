@@ -18,12 +18,13 @@ from ..core.errors import PaddingRemovalError
 from ..core.remove import remove_padding
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .checks import require_columns, require_eos, require_rows
+from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
 from .collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .columns import untrained_rows
 from .eval_generation import GeneratingMixin
 from .metrics import ExactEvalMixin
 from .row_measures import TextMeasure
+from .rows import sound_rows
 from .token_budget import BudgetMixin
 from .turns import check_turn_settings, check_turns, expand_datasets
 from .vision_collators import DataCollatorForVisionLanguageModeling
@@ -105,7 +106,7 @@ class SFTTrainer(
     ) -> Any:
         require_rows(dataset, dataset_name)
         if formatting_func is None:
-            _check_rows(dataset, processing_class, args, dataset_name)
+            dataset = _checked_rows(dataset, processing_class, args, dataset_name)
         if getattr(args, "expand_turns", False):
             check_turns(dataset, processing_class, dataset_name)
         prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
@@ -167,17 +168,23 @@ class SFTTrainer(
         return super()._get_num_items_in_batch(batch_samples, device)
 
 
-def _check_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> None:
-    """Columns, chat template and EOS token that the first row of a dataset asks for."""
+def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
+    """Check columns and rows, and the chat template and EOS token that the first row asks for."""
     require_columns(
         dataset,
         name,
         [{args.dataset_text_field}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
         f"SFT needs `{args.dataset_text_field}`, `messages`, `prompt` and `completion`, or `input_ids`",
     )
-    row = next(iter(dataset))
-    if "input_ids" in row:
-        return
+    columns = column_names(dataset)
+    if "input_ids" in columns:
+        return dataset
+    check_vocabulary(processing_class)
+    kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {args.dataset_text_field}]
+    dataset = sound_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"})
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
     chats = is_conversational(row) or is_conversational_from_value(row)
     if chats and getattr(processing_class, "chat_template", None) is None:
         raise ValueError(
@@ -185,6 +192,7 @@ def _check_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> No
             "Set `tokenizer.chat_template`, or `chat_template_path` in the configuration."
         )
     require_eos(dataset, processing_class, "completion" if "completion" in row else args.dataset_text_field)
+    return dataset
 
 
 def _report_rows(prepared: Dataset, given: int, packing: bool, max_length: int | None, name: str) -> None:

@@ -192,9 +192,9 @@ class StepMixin:
                 "way. Leave `train_sampling_strategy` (or `group_by_length`) out."
             )
         if isinstance(sampler, RandomSampler):
-            # What accelerate makes of it: all processes draw alike, each epoch from its own seed.
-            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler = SeedableRandomSampler(dataset, data_seed=seed)
+            # What accelerate makes of it: all processes draw alike, each epoch from its own seed. Without `data_seed`
+            # that is torch's, which is `seed` unless the script has set another since the trainer was made.
+            sampler = SeedableRandomSampler(dataset, data_seed=self.args.data_seed)
         costs, plan = self._measure().dataset(dataset), self._plan or self._step_plan()
         if budget is not None:
             self._check_rows(costs, dataset, budget)

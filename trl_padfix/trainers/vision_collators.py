@@ -12,7 +12,13 @@ import trl.trainer.sft_trainer as trl_sft
 from .collators import SidedCollator, pad_left
 
 
-__all__ = ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"]
+__all__ = [
+    "DataCollatorForVisionLanguageModeling",
+    "DataCollatorForVisionPreference",
+    "check_batch",
+    "copied",
+    "on_side_with_kl",
+]
 
 
 @dataclass
@@ -64,8 +70,8 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = _copied(examples)
-        _check_batch(self, examples)
+        examples = copied(examples)
+        check_batch(self, examples)
         batch = _collated(super(), self, examples)
         empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
         rows = sorted(set(empty.tolist()))
@@ -127,13 +133,28 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = _copied(examples)
-        _check_batch(self, examples)
+        examples = copied(examples)
+        check_batch(self, examples)
         batch = _collated(super(), self, examples)
         return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
-def _check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
+def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of unpaired preferences on the side of its collator, and with it the mismatched completions."""
+    for prefix in ("", "KL_"):
+        # The two batches may have one shape, so each is moved by its own mask.
+        names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
+        if names:
+            moved = collator.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
+            moved = collator.on_side(moved, "every example")
+            batch |= {prefix + name: value for name, value in moved.items()}
+    return batch
+
+
+_FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
+
+
+def check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
     found = misplaced_images(examples, collator.processor)
     rows, error = [i for i, *_ in found], misplaced(found[0], "the batch") if found else ""
     collator.refuse_or_count(rows, error, "rows have other images than placeholders; they are left to the model")
@@ -170,7 +191,7 @@ def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tup
     return found
 
 
-def _copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """TRL's collators write to the examples; a row without images may hold `None`."""
     copies = [dict(example) for example in examples]
     for example in copies:

@@ -36,7 +36,7 @@ def why_unwritable(error: BaseException) -> str | None:
     Example:
 
     ```python
-    >>> from trl_padfix.tools.whole_files import why_unwritable
+    >>> from trl_padfix.trainers.whole_files import why_unwritable
 
     >>> why_unwritable(OSError(28, "No space left on device", "model.safetensors"))
     "'model.safetensors': the disk is full. Free space on it, or write to another"
@@ -62,7 +62,7 @@ def refuse_output(path: str | Path) -> str | None:
     Example:
 
     ```python
-    >>> from trl_padfix.tools.whole_files import refuse_output
+    >>> from trl_padfix.trainers.whole_files import refuse_output
 
     >>> refuse_output("/nowhere/figures.json")
     "'/nowhere/figures.json' cannot be written: there is no folder '/nowhere'. Make it, or write elsewhere."

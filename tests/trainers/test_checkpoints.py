@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from trl import DPOConfig
 
-from trl_padfix.tools.checkpoints import checkpoint_to_resume, checkpoints_of, what_is_missing
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume, checkpoints_of, what_is_missing
 
 
 def write(folder, **settings):
@@ -112,3 +112,15 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(tmp_path):
         torch.save(Bomb(), checkpoint / name)
     assert what_is_missing(checkpoint) is None
     assert not (tmp_path / "executed").exists()
+
+
+def test_shards_without_their_metadata_are_not_all_there(tmp_path):
+    checkpoint = write(tmp_path / "checkpoint-2")
+    (checkpoint / "optimizer.pt").unlink()
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (checkpoint / name).mkdir()
+        (checkpoint / name / "__0_0.distcp").touch()
+    (checkpoint / "pytorch_model_fsdp_0" / ".metadata").touch()
+    assert what_is_missing(checkpoint) == "`optimizer_0/.metadata` is missing"
+    (checkpoint / "optimizer_0" / ".metadata").touch()
+    assert what_is_missing(checkpoint) is None

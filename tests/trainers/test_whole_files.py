@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from trl_padfix.tools.whole_files import refuse_folder, refuse_output, write_whole, write_whole_folder
+from trl_padfix.trainers.whole_files import refuse_folder, refuse_output, write_whole, write_whole_folder
 
 
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):

@@ -157,6 +157,9 @@ def what_is_missing(checkpoint: str | Path) -> str | None:
                 return f"`{name}` is missing"
     if complete and not any(folder.glob("rng_state*.pth")):
         return "`rng_state.pth` is missing"
+    for shards in (*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")):
+        if shards.is_dir() and not (shards / ".metadata").exists():  # which torch writes when all shards are there
+            return f"`{shards.name}/.metadata` is missing"
     for path in (*folder.glob("*.pt"), *folder.glob("*.pth"), *folder.glob("*.bin")):
         if not zipfile.is_zipfile(path):
             return f"`{path.name}` is cut short"

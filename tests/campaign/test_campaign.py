@@ -1,0 +1,62 @@
+"""
+Random draws of everything that is to survive: a few in each run of the tests, all of them with `pytest -m campaign`.
+
+The seed is printed, `--campaign-seed` sets it; `--campaign-size 0.1` takes a tenth of the draws. A draw that breaks
+prints a script that repeats it. `--campaign-write` writes docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kit import campaign
+from kit.campaign import PARTS, Part
+
+
+SHORT = [pytest.param(part, id=part.module, marks=() if part.short else pytest.mark.slow) for part in PARTS]
+
+
+@pytest.fixture
+def seed(request, capsys) -> int:
+    given = request.config.getoption("--campaign-seed")
+    drawn = random.SystemRandom().randrange(10**6) if given is None else given
+    print(f"--campaign-seed {drawn}")
+    return drawn
+
+
+@pytest.mark.parametrize("part", SHORT)
+def test_a_short_draw_holds(part: Part, request, tmp_path):
+    seed = request.config.getoption("--campaign-seed") or 0
+    outcome = campaign.run_part(part, max(part.short, 1), seed, tmp_path)
+    assert outcome.tried == max(part.short, 1)
+    assert not outcome.broken, "\n".join(outcome.broken)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.module)
+def test_the_campaign_holds(part: Part, seed, tmp_path, request, capsys):
+    count = max(1, round(part.full * request.config.getoption("--campaign-size")))
+    with capsys.disabled():
+        print(f"\n{part.module}: {count} draws, --campaign-seed {seed}", flush=True)
+        outcome = campaign.run_part(part, count, seed, tmp_path, limit=request.config.getoption("--campaign-seconds"))
+        print(f"{part.module}: {dict(outcome.counts)} in {outcome.seconds:.0f} s", flush=True)
+    if request.config.getoption("--campaign-write"):
+        campaign.write_row(part, outcome, seed)
+    assert not outcome.broken, "\n".join(outcome.broken)
+
+
+def test_a_draw_that_breaks_prints_how_to_repeat_it(tmp_path, monkeypatch):
+    """The control: a layout that leaks breaks, and the script that is printed breaks on the same."""
+    from kit.campaign import layouts
+    from kit.trainer_runs import confusing_layout
+
+    monkeypatch.setattr(layouts, "prefix_sharing_layout", confusing_layout)
+    said: list[str] = []
+    outcome = campaign.run_part(PARTS[0], 20, 0, tmp_path, say=said.append)
+    assert outcome.counts["broke"] == len(said) > 3
+    assert len(said[0].strip().splitlines()) <= 10
+    with pytest.raises(AssertionError):
+        exec(said[0], {})
+    monkeypatch.undo()
+    exec(said[0], {})

@@ -1,0 +1,121 @@
+"""Masks in which tokens of an image see each other: parts of segments, and prefixes that part before an image."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from kit.family_outcomes import gradient_difference, gradients_of, weighted
+from kit.vision_families import Row, build_vision, collate
+from kit.vision_outcomes import ROWS, alone, logps
+
+import trl_padfix.core.patches
+from trl_padfix import PaddingRemovalError, check_parity, remove_padding
+from trl_padfix.core.layout import prefix_sharing_layout
+from trl_padfix.core.prepared_masks import PreparedMasks, with_added_masks
+
+
+def mask_of(blocks: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """Causal, and tokens of one block (0 is none) see each other."""
+    causal = torch.ones(blocks.shape[1], blocks.shape[1], dtype=torch.bool).tril()
+    same = (blocks[:, :, None] == blocks[:, None]) & (blocks[:, :, None] > 0)
+    return ((causal | same) & real[:, None].bool())[:, None]
+
+
+def test_prefixes_part_before_a_block_in_which_rows_differ():
+    ids = torch.tensor([[5, 6, 9, 9, 7, 0], [5, 6, 9, 9, 7, 8], [0, 5, 6, 9, 9, 4]])
+    real = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    blocks = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0]])
+    masks = PreparedMasks.of(mask_of(blocks, real))
+    keys = masks.keys(real, [ids])
+    layout = prefix_sharing_layout(ids, real, keys)
+    # The first and the third row agree up to their block's end, the second one's block is longer.
+    assert sorted(zip(layout.query_lengths, layout.key_lengths, strict=True)) == [(1, 5), (3, 5), (6, 6)]
+    lengths = layout.query_lengths, layout.key_lengths
+    for part, queries, keys in zip(masks.of_segments(None, layout), *lengths, strict=True):
+        assert part.shape == (1, 1, queries, keys)
+    shared = masks.of_segments(None, layout)[layout.query_lengths.index(1)]
+    assert shared.all()
+    without = prefix_sharing_layout(ids, real)
+    assert without.packed_tokens < layout.packed_tokens
+
+
+def test_masks_that_are_added_are_read_as_those_that_are_not():
+    real = torch.ones(1, 4, dtype=torch.int64)
+    mask = mask_of(torch.tensor([[0, 1, 1, 0]]), real)
+    added = with_added_masks({"full": mask, "none": None}, torch.float32)
+    assert added["none"] is None
+    assert added["full"].unique().tolist() == [torch.finfo(torch.float32).min, 0]
+    layout = prefix_sharing_layout(real, real)
+    assert torch.equal(PreparedMasks.of(added).of_segments("full", layout)[0], mask)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch):
+    vision = build_vision("gemma3", implementation)
+    expected = alone(vision, ROWS)
+    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
+        for side in ("left", "right"):
+            batch = collate(vision, ROWS, side)
+            scores = logps(vision.model, batch)
+            gradients = gradients_of(vision.model, weighted(scores))
+            torch.testing.assert_close(scores.detach(), expected[0], rtol=0, atol=2e-5)
+            assert gradient_difference(gradients, expected[1]) < 1e-4
+        assert handle.stats.packed_tokens == 2 * (batch.distinct if sharing else batch.mask.sum())
+        assert check_parity(vision.model, batch.call()).ok
+        monkeypatch.setattr(
+            trl_padfix.core.patches,
+            "plain_mask",
+            lambda call, *_: (call | {"attention_mask": batch.mask}, None),
+        )
+        assert (logps(vision.model, batch) - expected[0]).abs().max() > 0.01  # attended causally
+
+
+def test_parity_in_half_precision_compares_with_masks_for_the_other_attention():
+    vision = build_vision("gemma3")
+    report = check_parity(vision.model.bfloat16(), collate(vision, ROWS).call())
+    assert report.ok
+    assert report.rounding < 0.1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_training_with_lora_and_gradient_checkpointing(reentrant):
+    vision = build_vision("gemma3")
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(vision.model, adapters).train()
+    expected = alone(vision, ROWS)
+    vision.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    vision.model.enable_input_require_grads()
+    with remove_padding(model, prefix_sharing=True):
+        scores = logps(vision.model, collate(vision, ROWS, "left"), use_cache=False)
+    found = gradients_of(vision.model, weighted(scores))  # recomputed without the handle
+    torch.testing.assert_close(scores.detach(), expected[0], rtol=0, atol=2e-5)
+    assert gradient_difference(found, expected[1]) < 1e-4
+
+
+def test_a_batch_with_nothing_to_pack_is_given_its_masks():
+    vision = build_vision("gemma3")
+    rows = [Row((3, -1, 4, 5)), Row((6, -2, 7, 8))]
+    expected = alone(vision, rows)[0]
+    with remove_padding(vision.model) as handle, torch.no_grad():
+        assert (logps(vision.model, collate(vision, rows)) - expected).abs().max() < 2e-5
+        assert handle.stats.packed_tokens == handle.stats.padded_tokens
+
+
+def test_other_images_at_the_same_place_are_other_prefixes():
+    vision = build_vision("gemma3")
+    rows = [Row((3, -1, 4, 5)), Row((3, -7, 4, 6)), Row((3, -1, 4, 7, 8))]
+    batch = collate(vision, rows)
+    expected = alone(vision, rows)[0]
+    with remove_padding(vision.model, prefix_sharing=True) as handle, torch.no_grad():
+        assert (logps(vision.model, batch) - expected).abs().max() < 2e-5
+        assert handle.stats.packed_tokens == batch.distinct
+
+
+def test_an_attention_that_knows_no_such_mask_is_refused(monkeypatch):
+    vision = build_vision("gemma3")
+    monkeypatch.setattr("trl_padfix.core.attention._is_flash", lambda name: True)
+    with remove_padding(vision.model), pytest.raises(PaddingRemovalError, match=r"prepared mask.*'sdpa'"):
+        vision.model(**collate(vision, ROWS).call())

@@ -1,0 +1,123 @@
+"""
+The campaign: random draws of what can go wrong, each checked against something that does not share our code.
+
+A part draws a case (a literal dictionary) from a seed, and attempts it. An attempt returns `HELD` or `REFUSED` (an
+error in words, which is as good), or raises what it broke on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+__all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part", "write_row"]
+
+HELD, REFUSED = "held", "refused"
+
+TABLE = Path(__file__).parents[3] / "docs" / "reliability.md"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the campaign: what is tried, how often in a whole campaign and in every run of the tests."""
+
+    module: str
+    what: str
+    full: int
+    short: int
+
+
+PARTS = [
+    Part("layouts", "layouts against a brute-force oracle", 10_000, 40),
+    Part("calls", "model x configuration x call against the padded computation", 1_000, 3),
+    Part("trainings", "trainings against TRL's", 100, 1),
+    Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 20, 0),
+    Part("mistakes", "bad inputs and commands: message, exit code, nothing written, within 20 seconds", 400, 2),
+    Part("faults", "faults in the middle of a training, and steps with flat memory", 200, 1),
+]
+
+
+@dataclass
+class Outcome:
+    """What came of the draws of a part."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tried(self) -> int:
+        return sum(self.counts.values())
+
+
+def run_part(
+    part: Part, count: int, seed: int, folder: Path, say: Callable[[str], object] = print, limit: float | None = None
+) -> Outcome:
+    """
+    Draw and attempt.
+
+    Args:
+        part (`Part`):
+            Which.
+        count (`int`):
+            How many draws.
+        seed (`int`):
+            Of the first draw; the next one has the next number.
+        folder (`Path`):
+            Each draw has a folder in it.
+        say (`Callable`):
+            Is told the reproduction of each draw that breaks.
+        limit (`float`, *optional*):
+            Seconds after which no draw is begun.
+    """
+    module = import_module(f"kit.campaign.{part.module}")
+    outcome, begin = Outcome(), time.perf_counter()
+    for number in range(seed, seed + count):
+        if limit is not None and time.perf_counter() - begin > limit:
+            break
+        case = json.loads(json.dumps(module.draw(random.Random(number))))
+        place = folder / f"{part.module}-{number}"
+        place.mkdir(parents=True)
+        try:
+            outcome.counts[module.attempt(case, place)] += 1
+        except Exception as error:
+            outcome.counts["broke"] += 1
+            outcome.broken.append(reproduction(part, number, case, error))
+            say(outcome.broken[-1])
+    outcome.seconds = time.perf_counter() - begin
+    return outcome
+
+
+def reproduction(part: Part, seed: int, case: dict[str, Any], error: Exception) -> str:
+    """A draw that failed, as a script of ten lines."""
+    said = " ".join(str(error).split())[:300]
+    return f"""
+# Draw {seed} of {part.module} broke: {type(error).__name__}: {said}
+# From the root of the repository: PYTHONPATH=tests:. python reproduce.py
+import random, tempfile
+from pathlib import Path
+import conftest
+from kit.campaign import {part.module}
+
+case = {part.module}.draw(random.Random({seed}))
+# {case}
+print({part.module}.attempt(case, Path(tempfile.mkdtemp())))
+"""
+
+
+def write_row(part: Part, outcome: Outcome, seed: int) -> None:
+    """Write what came of a part into its row of the table in docs/reliability.md."""
+    held, refused, broke = (outcome.counts[name] for name in (HELD, REFUSED, "broke"))
+    row = f"| {part.what} | {outcome.tried:,} | {held + refused:,} | {refused:,} | {broke:,} | {seed} |"
+    text, count = re.subn(rf"^\| {re.escape(part.what)} \|.*$", row, TABLE.read_text(), flags=re.MULTILINE)
+    assert count == 1, f"{TABLE} has {count} rows of {part.what!r}"
+    TABLE.write_text(text)

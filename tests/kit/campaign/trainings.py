@@ -1,0 +1,131 @@
+"""Random trainings of three steps, ours against TRL's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from kit.campaign import HELD, REFUSED
+from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, words
+from transformers import PrinterCallback
+
+import trl_padfix
+
+
+LOSSES = {
+    "DPO": ["sigmoid", "ipo", "hinge", "robust", "apo_zero", "nca_pair", "sppo_hard", "exo_pair"],
+    "KTO": ["kto", "apo_zero_unpaired"],
+    "GRPO": ["grpo", "dapo", "dr_grpo", "bnpo"],
+}
+
+
+def draw(chance: random.Random) -> dict[str, Any]:
+    kind = chance.choice(["DPO", "DPO", "SFT", "SFT", "Reward", "KTO", "GRPO"])
+    case = {
+        "kind": kind,
+        "seed": chance.randrange(1000),
+        "rows": chance.randint(9, 24),
+        "ours": {"padding_free": chance.random() < 0.8},
+        "both": {"gradient_accumulation_steps": chance.choice([1, 1, 2, 3])},
+        "lora": chance.random() < 0.25,
+        "stream": kind in ("DPO", "SFT") and chance.random() < 0.2,
+        "evaluated": kind != "GRPO" and chance.random() < 0.5,
+    }
+    ours, both = case["ours"], case["both"]
+    if ours["padding_free"]:
+        ours["prefix_sharing"] = chance.random() < 0.5
+    if kind != "GRPO":
+        ours["padding_side"] = chance.choice(["left", "right"])
+        both["per_device_train_batch_size"] = chance.choice([1, 2, 3, 4])
+        both["max_length"] = chance.choice([None, 8, 16, 30])
+    if kind in LOSSES:
+        both["loss_type"] = chance.choice(LOSSES[kind])
+    if kind == "DPO":
+        both["precompute_ref_log_probs"] = chance.random() < 0.2 and not case["stream"]
+        both["truncation_mode"] = chance.choice(["keep_start", "keep_end"])
+        both["beta"] = chance.choice([0.1, 0.5])
+    if kind == "SFT":
+        both["packing"] = chance.random() < 0.2 and both["max_length"] is not None and not case["stream"]
+    if kind in ("DPO", "SFT") and ours["padding_free"] and not case["stream"] and chance.random() < 0.4:
+        ours["max_tokens_per_batch"] = chance.choice([30, 60, 200])
+    if chance.random() < 0.2:
+        both["train_sampling_strategy"] = chance.choice(["sequential", "group_by_length"])
+    if chance.random() < 0.15:
+        both["dataloader_num_workers"] = 1
+    both["gradient_checkpointing"] = chance.random() < 0.25
+    return case
+
+
+def attempt(case: dict[str, Any], folder: Path) -> str:
+    theirs = train(case, trl, folder / "trl", case["both"])
+    try:
+        ours = train(case, trl_padfix, folder / "ours", case["both"] | case["ours"])
+    except (trl_padfix.PaddingRemovalError, NotImplementedError, ValueError) as error:
+        if isinstance(theirs, Exception) or len(str(error)) > 40:  # in words
+            return REFUSED
+        raise
+    if isinstance(theirs, Exception):
+        raise AssertionError(f"TRL refuses and we do not: {theirs}")
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+    return HELD
+
+
+def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, Any]) -> Any:
+    kind, given = case["kind"], {}
+    torch.manual_seed(case["seed"])
+    if kind == "GRPO":
+        policy = save_policy(folder / "policy", ends=ENDS)
+        model, data = load_policy(policy), build_prompts(16, seed=case["seed"])
+        given["reward_funcs"] = reward_words
+    else:
+        model = build_model("reward" if kind == "Reward" else "causal")
+        data = rows_of(kind, case["rows"], case["seed"])
+    if kind in ("DPO", "KTO") and not case["lora"]:
+        given["ref_model"] = build_model(seed=1)
+    if case["lora"]:
+        given["peft_config"] = lora(task_type="SEQ_CLS") if kind == "Reward" else lora(task_type="CAUSAL_LM")
+    if case["evaluated"]:
+        given["eval_dataset"] = rows_of(kind, 6, case["seed"] + 1)
+    settings = (ONLINE_SETTINGS if kind == "GRPO" else SETTINGS) | {"max_steps": 3, "output_dir": str(folder)} | config
+    try:
+        trainer = getattr(library, f"{kind}Trainer")(
+            model=model,
+            args=getattr(library, f"{kind}Config")(**settings),
+            train_dataset=data.to_iterable_dataset() if case["stream"] else data,
+            processing_class=build_tokenizer(),
+            **given,
+        )
+        trainer.remove_callback(PrinterCallback)
+        torch.manual_seed(case["seed"])
+        trainer.train()
+        if case["evaluated"]:
+            trainer.evaluate()
+    except (ValueError, TypeError) as error:
+        if library is trl:
+            return error
+        raise
+    logs = trainer.state.log_history
+    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
+    # TRL's evaluation loss is a mean over batches, ours too where nothing else is asked for.
+    return torch.tensor(steps + [[log["eval_loss"], 0.0] for log in logs if "eval_loss" in log], dtype=torch.float64)
+
+
+def rows_of(kind: str, count: int, seed: int) -> Dataset:
+    chance = random.Random(seed)
+    prompts = [words(chance, 1, 10) for _ in range(max(2, count // 3))]
+    rows = []
+    for i in range(count):
+        prompt, answers = chance.choice(prompts), [words(chance, 1, 12) for _ in range(2)]
+        if kind == "SFT":
+            rows.append({"prompt": prompt, "completion": answers[0]})
+        elif kind == "KTO":
+            rows.append({"prompt": prompt, "completion": answers[0], "label": i % 2 == 0})
+        else:
+            rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+    return Dataset.from_list(rows)

@@ -1,0 +1,130 @@
+"""GRPO, RLOO and KTO on images: TRL's trajectory, generation included, whatever the mode."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import trl
+import trl.trainer.kto_trainer as trl_kto
+from datasets import Dataset
+from kit.cells import slow_but
+from kit.online_runs import ONLINE_SETTINGS
+from kit.trainer_runs import SETTINGS, assert_same, break_mode
+from kit.vision_runs import build_captions, build_processor, build_vlm
+from transformers import PrinterCallback
+
+import trl_padfix
+from trl_padfix import ParityError
+from trl_padfix.trainers.online import group_prompts
+
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference"), reason="this TRL takes no images in KTO"
+)
+IMAGES = (1, 2, 0)
+MODES = {
+    "padded": {},
+    "padding-free": {"padding_free": True},
+    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
+}
+KINDS = ("GRPO", "RLOO", "KTO")
+SCATTERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def reward_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that tells completions apart by their tokens."""
+    return [sum(7 * i % 11 for i in ids) / 44 for ids in completion_ids]
+
+
+def build_data(kind: str, count: int, seed: int = 0) -> Dataset:
+    data = build_captions(count, IMAGES, seed)
+    if kind != "KTO":
+        return data.remove_columns("completion")
+    return data.add_column("label", [i % 3 != 0 for i in range(count)])
+
+
+def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **config: Any) -> Any:
+    processor = build_processor(family)
+    given = {name: config.pop(name) for name in ("model", "train_dataset") if name in config}
+    if kind == "KTO":
+        settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": None}
+        given["ref_model"] = build_vlm(family, processor)
+    else:
+        settings = ONLINE_SETTINGS | {"max_steps": 2, "beta": 0.0, "max_completion_length": 6}
+        if family == "gemma3":
+            settings |= {"temperature": 8.0}  # its tiny model is so sure that all completions of a prompt are one
+        given["reward_funcs"] = reward_tokens
+    torch.manual_seed(0)
+    trainer = getattr(library, f"{kind}Trainer")(
+        args=getattr(library, f"{kind}Config")(output_dir=str(tmp_path), **settings | config),
+        processing_class=processor,
+        **{"model": build_vlm(family, processor), "train_dataset": build_data(kind, 9)} | given,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def trajectory(trainer: Any) -> torch.Tensor:
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return torch.tensor([[log["loss"], log["grad_norm"], log.get("reward", log.get("kl", 0.0))] for log in logs])
+
+
+@cache
+def trls(kind: str, family: str, scattered: bool) -> torch.Tensor:
+    return trajectory(build_trainer(trl, kind, family, "unused", **(SCATTERED if scattered else {})))
+
+
+FAST = [("GRPO", "prefix sharing"), ("RLOO", "padding-free"), ("KTO", "prefix sharing")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), slow_but(FAST, [(k, m) for k in KINDS for m in MODES]))
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_training_on_images_is_trls(family, kind, mode, tmp_path):
+    scattered = kind != "KTO"
+    config = MODES[mode] | (SCATTERED if scattered else {})
+    expected = trls(kind, family, scattered)  # before the trainer is built, which seeds what is drawn
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **config)
+    assert_same(trajectory(trainer), expected, atol=1e-4)
+    assert (expected[:, 1] > 0).all()
+    log = next(log for log in trainer.state.log_history if "loss" in log)
+    if mode == "padded":
+        assert "padfix/pad_fraction" not in log
+    else:
+        assert log["padfix/pad_fraction"] > 0
+        assert (log["padfix/shared_fraction"] > 0) == (mode == "prefix sharing")
+
+
+@pytest.mark.parametrize("kind", ["KTO", "GRPO"])
+def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monkeypatch, tmp_path):
+    config = break_mode(monkeypatch, "prefix sharing")
+    monkeypatch.setattr("trl_padfix.core.batches.token_keys", lambda call, shape: None)
+    more = {} if kind == "KTO" else SCATTERED
+    with pytest.raises(ParityError):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, **config, **more).train()
+    expected = trls(kind, "llava", kind != "KTO")
+    trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config, **more)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(trajectory(trainer), expected, atol=1e-4)
+
+
+def test_rows_take_their_images_along():
+    ids = torch.tensor([[1], [2]])
+    batches = [
+        {"prompt_ids": ids, "pixel_values": torch.tensor([[1.0], [2.0], [3.0]]), "num_images": [2, 1]},
+        {"prompt_ids": ids, "pixel_values": torch.tensor([[4.0], [1.0], [2.0]]), "num_images": [1, 2]},
+        {"prompt_ids": ids.flip(0), "pixel_values": torch.tensor([[3.0], [1.0], [2.0]]), "num_images": [1, 2]},
+    ]
+    grouped = group_prompts(batches, window=3)
+    assert [b["prompt_ids"].flatten().tolist() for b in grouped] == [[1, 1], [1, 2], [2, 2]]
+    rows = [
+        (int(i), tuple(images.flatten().tolist()))
+        for b in grouped
+        for i, images in zip(b["prompt_ids"], b["pixel_values"].split(b["num_images"]), strict=True)
+    ]
+    assert sorted(rows) == [(1, (1.0, 2.0)), (1, (1.0, 2.0)), (1, (4.0,)), (2, (1.0, 2.0)), (2, (3.0,)), (2, (3.0,))]
+    same = [rows.index((1, (1.0, 2.0))), len(rows) - 1 - rows[::-1].index((1, (1.0, 2.0)))]
+    assert same[1] - same[0] == 1  # the same prompt with the same images stands together

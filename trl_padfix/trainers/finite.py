@@ -1,0 +1,150 @@
+"""Weights, losses and gradients that are NaN or infinite: refused before the first step, reported after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+
+
+__all__ = ["FiniteMixin", "check_weights"]
+
+logger = get_logger(__name__)
+
+Batch = dict[str, torch.Tensor]
+
+PENDING = 64
+"""Most values whose finiteness is not looked at yet: looking waits for the device, so it is done when TRL logs."""
+
+SHOWN_ROWS, SHOWN_TOKENS = 4, 12
+
+
+def check_weights(model: nn.Module, which: str) -> None:
+    """
+    Refuse a model that no training can mend.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model; quantized weights and those of other processes are not looked at.
+        which (`str`):
+            What it is, for the message.
+
+    Raises:
+        ValueError: If a weight is NaN or infinite.
+    """
+    broken = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.is_floating_point() and not parameter.is_meta and not bool(parameter.detach().isfinite().all())
+    ]
+    if broken:
+        name, parameter = broken[0]
+        count = parameter.numel() - int(parameter.detach().isfinite().sum())
+        others = f", and so are values of {len(broken) - 1} other weights" if len(broken) > 1 else ""
+        raise ValueError(
+            f"{count} of {parameter.numel()} values of `{name}` of the {which} are NaN or infinite{others}: every "
+            "loss would be NaN, which is logged as 0.0. Load the weights in a dtype that can hold them (bfloat16 or "
+            "float32), or go back to a checkpoint from before they broke."
+        )
+
+
+@dataclass
+class Seen:
+    """A loss or the norm of a gradient, and the rows that it was computed on."""
+
+    what: str
+    step: int
+    value: torch.Tensor | float
+    batches: list[Batch]
+
+    def is_finite(self) -> bool:
+        return bool(self.value.isfinite()) if isinstance(self.value, torch.Tensor) else math.isfinite(self.value)
+
+
+class FiniteMixin:
+    """
+    Reports losses and gradients that are not finite, for a TRL trainer; a part of `PaddingRemovalMixin`.
+
+    With `stop_on_nonfinite` each is looked at before the optimizer's step. By default they are looked at when TRL
+    logs, so that a step does not wait for the device.
+    """
+
+    _seen: list[Seen] = []
+    _step_batches: list[Batch] = []
+    _nonfinite_count = 0
+
+    def _see_loss(self, result: Any, batches: Iterable[Batch]) -> None:
+        """Remember the loss of a forward, and its rows."""
+        loss = result[0] if isinstance(result, tuple) else result
+        if not isinstance(loss, torch.Tensor):
+            return
+        batches = list(batches)
+        mode = "training" if self.model.training else "evaluation"
+        if self.model.training:
+            self._step_batches = [*self._step_batches[-PENDING:], *batches]
+        self._see(Seen(f"loss of {mode}", self.state.global_step + self.model.training, loss.detach(), batches))
+
+    def _get_grad_norm(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(model, *args, **kwargs)
+        batches, self._step_batches = self._step_batches, []
+        if norm is not None:
+            self._see(Seen("norm of the gradient", self.state.global_step + 1, norm, batches))
+        return norm
+
+    def _see(self, seen: Seen) -> None:
+        self._seen = [*self._seen, seen]
+        if getattr(self.args, "stop_on_nonfinite", False) or len(self._seen) >= PENDING:
+            self._look_at_seen()
+
+    def _look_at_seen(self) -> None:
+        """
+        Raises:
+            FloatingPointError: With `stop_on_nonfinite`, if one of the values is not finite.
+        """
+        seen, self._seen = self._seen, []
+        for one in seen:
+            if one.is_finite():
+                continue
+            self._nonfinite_count += 1
+            text = (
+                f"The {one.what} in step {one.step} is {float(one.value)}{self._rows_of(one.batches)}. Look for rows "
+                "that are broken, a learning rate that is too high, and float16 where bfloat16 is needed."
+            )
+            if getattr(self.args, "stop_on_nonfinite", False):
+                raise FloatingPointError(
+                    f"{text} The run stops before the weights are changed by it, as `stop_on_nonfinite=True` asks."
+                )
+            count = self._nonfinite_count
+            if len(str(count - 1)) < len(str(count)) or count == 1:
+                so_far = f" So far {count} losses and gradients were not finite." if count > 1 else ""
+                logger.warning(
+                    f"{text}{so_far} The run goes on, as TRL's does (which logs such a loss as the mean of the losses "
+                    "before it); `stop_on_nonfinite=True` stops it.",
+                    main_process_only=False,
+                )
+
+    def _rows_of(self, batches: list[Batch]) -> str:
+        """The first rows of batches, by the beginning of their texts."""
+        tokenizer = getattr(self, "_tokenizer", self.processing_class)
+        shown, count = [], 0
+        for batch in batches:
+            ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+            if ids is None:
+                continue
+            count += len(ids)
+            for i in range(min(len(ids), SHOWN_ROWS - len(shown))):
+                row = ids[i] if mask is None else ids[i][mask[i].bool()]
+                shown.append(repr(tokenizer.decode(row[:SHOWN_TOKENS])))
+        if not shown:
+            return ""
+        more = f" and {count - len(shown)} more" if count > len(shown) else ""
+        return f", over the rows that begin with {', '.join(shown)}{more}"
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._look_at_seen()
+        super().log(logs, *args, **kwargs)
