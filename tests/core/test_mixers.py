@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from kit import family_outcomes
+from kit.cells import MATRIX
 from kit.families import build
 from kit.family_outcomes import (
     LEAK,
@@ -71,7 +72,7 @@ OTHERS = (
     *("recurrent_gemma", "qwen4_exp_text", "qwen4_exp_text, n-gram embeddings", "rwkv", "megatron-bert"),
     *("deepseek_v32", "xlstm"),
 )
-FAMILIES = pytest.mark.parametrize("family", [*KINDS, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+FAMILIES = pytest.mark.parametrize("family", [*KINDS, *(pytest.param(f, marks=MATRIX) for f in OTHERS)])
 WAYS = pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant", "removed"])
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import MATRIX
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
 from kit.sft_runs import build_rows
@@ -97,7 +98,7 @@ def theirs(tmp_path_factory):
 
 def cells() -> list[Any]:
     return [
-        pytest.param(kind, family, mode, marks=[] if mode == FAST[kind] else pytest.mark.slow)
+        pytest.param(kind, family, mode, marks=[] if mode == FAST[kind] else MATRIX)
         for kind in TRAINERS
         for family in FAMILIES
         for mode in SIDED_MODES
