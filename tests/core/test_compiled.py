@@ -61,7 +61,9 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize(
+    "sharing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["padding-free", "prefix sharing"]
+)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
     plain, compiled = build().train(), build().train()

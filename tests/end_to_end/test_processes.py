@@ -182,6 +182,7 @@ def test_two_processes_give_the_trajectory_of_one(strategy, together, alone):
     assert_packed(ours)
 
 
+@pytest.mark.slow
 def test_rows_that_see_each_other_do_not(together, alone):
     env = {"BROKEN_LAYOUT": "1"}
     ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)

@@ -144,7 +144,7 @@ def model_with_code(material: Path, folder: Path, trap: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["stats", "parity", "doctor", "sft"])
+@pytest.mark.parametrize("command", ["stats", "parity", "doctor", pytest.param("sft", marks=pytest.mark.slow)])
 def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monkeypatch):
     model = str(model_with_code(material, tmp_path / "model", trap))
     data = str(material / "good.jsonl")
@@ -161,7 +161,7 @@ def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monke
     assert command == "stats" or result.exit_code != 0  # a tokenizer of a known kind is read without the code
 
 
-@pytest.mark.parametrize("command", ["parity", "sft"])
+@pytest.mark.parametrize("command", ["parity", pytest.param("sft", marks=pytest.mark.slow)])
 def test_a_pickle_in_place_of_weights_is_not_executed(command, material, trap, tmp_path):
     model = shutil.copytree(material / "models" / "good", tmp_path / "model")
     (model / "model.safetensors").unlink()

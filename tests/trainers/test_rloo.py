@@ -86,7 +86,9 @@ def test_every_set_up_is_trls(case, mode, make, trl_run):
     left_out |= {"kl"} if case == "normalised advantages" else set()
     metrics = [name for name in METRICS if name not in left_out]
     assert completions == their_completions
-    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics))
+    # Norms of gradients that nearly cancel, after a step on the same completions, keep the rounding of the large ones.
+    atol = 2e-5 if case == "two iterations" else 1e-6
+    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), atol=atol)
     if case not in ("checkpointing", "lora"):  # layers run twice, or for the reference too
         assert_mode_ran(ours, mode)
     assert ours.entered < theirs.entered
