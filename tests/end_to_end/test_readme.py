@@ -85,6 +85,7 @@ COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfi
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     "bench --report gpu": "bench --report gpu --device cpu --budget 0.2 --json {model}/gpu-report.json",
     "--model Qwen/Qwen2.5-0.5B-Instruct": "--model {model}",
+    "plan Qwen/Qwen2.5-7B-Instruct": "plan {model}",
     "parity --config recipes/dpo_qwen2.5_0.5b.yaml": "parity --model {model} --data recipes/data/preferences --rows 2",
     "--device cuda --dtype bfloat16 --shape 0.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
     "--data test.jsonl.gz": "--data lengths:20/6 --shape tiny",

@@ -72,7 +72,7 @@ def test_the_trap_works(trap, tmp_path):
 COMMANDS = [
     ["doctor", "--model", "models/good"],
     ["stats", "good.jsonl", "--tokenizer", "models/good", "--world-size", "2"],
-    ["parity", "--model", "models/good", "--data", "good.jsonl", "--rows", "1", "--no-gradients", "--attn", "sdpa"],
+    ["parity", "--model", "models/good", "--data", "uneven.jsonl", "--rows", "2", "--no-gradients", "--attn", "sdpa"],
     [
         "bench",
         "--shape",

@@ -25,6 +25,7 @@ def build_bad_data(folder: Path) -> None:
     """Data and YAML files in `folder`."""
     lines = {
         "good.jsonl": TEXT * 12,
+        "uneven.jsonl": TEXT + TEXT.replace("beta", "beta alpha beta"),
         "pairs.jsonl": PAIR * 12,
         "corrupt.jsonl": TEXT + '{"text": "b"\n',
         "empty.jsonl": "",
