@@ -1,10 +1,10 @@
-# On a CPU:   docker build -t trl-padfix .
-# On a GPU:   docker build -t trl-padfix --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
-#             docker run --gpus all trl-padfix doctor
+# docker build -t trl-padfix .
+# A build of torch for CPUs alone is smaller: --build-arg PIP_OPTIONS="--index-url THE_INDEX_OF_TORCH_FOR_CPUS"
+# On a GPU: docker run --gpus all trl-padfix doctor
 FROM python:3.13-slim
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_OPTIONS=""
 WORKDIR /trl_padfix
-RUN pip install --no-cache-dir torch --index-url ${TORCH_INDEX}
+RUN pip install --no-cache-dir torch ${PIP_OPTIONS}
 COPY pyproject.toml README.md LICENSE ./
 COPY trl_padfix trl_padfix
 COPY recipes recipes
