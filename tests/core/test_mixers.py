@@ -516,6 +516,15 @@ class NumbersByCache(nn.Module):
         return hidden_states * cache_position.float()
 
 
+def scale(places, factor):
+    return places * factor
+
+
+class ScalesByCache(nn.Module):
+    def forward(self, hidden_states, cache_position=None):
+        return hidden_states * scale(cache_position, 2)
+
+
 class HandsItOn(nn.Module):
     def forward(self, hidden_states, cache_position=None, past=None):
         return hidden_states if past is None else past.update(hidden_states, {"cache_position": cache_position})
@@ -523,4 +532,5 @@ class HandsItOn(nn.Module):
 
 def test_an_attention_that_computes_with_places_in_the_cache_counts_columns():
     assert counts_columns(NumbersByCache())
+    assert counts_columns(ScalesByCache())  # Ministral 3's in transformers 5.0
     assert not counts_columns(HandsItOn())

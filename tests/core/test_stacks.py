@@ -177,6 +177,7 @@ HYBRIDS = {
     "lfm2": "exact",
     "qwen3_next": "exact",
     "llama4_text": "exact",
+    "ministral3": "exact",
     "recurrent_gemma": "exact" if Version(transformers.__version__) >= Version("5.23") else "refused",
 }
 

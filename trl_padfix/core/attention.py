@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -84,12 +83,17 @@ def counts_columns(module: nn.Module) -> bool:
 
 
 def _computes_with(code: Any, name: str) -> bool:
-    """Whether an argument is used for more than handing it on: some attribute or method of it is."""
+    """Whether an argument is used for more than handing it on: some attribute of it, or a function of its file."""
     instructions = list(dis.get_instructions(code))
-    return any(
-        one.opname.startswith("LOAD_FAST") and one.argval == name and two.opname in ("LOAD_ATTR", "LOAD_METHOD")
-        for one, two in itertools.pairwise(instructions)
-    )
+    for before, one, after in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # some versions load two at once
+        if not one.opname.startswith("LOAD_FAST") or name not in loaded:
+            continue
+        if loaded[-1] == name and after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            return True
+        if loaded[0] == name and before.opname == "LOAD_GLOBAL":
+            return True
+    return False
 
 
 def refuse_implementation(implementation: str) -> str | None:
