@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 from trl_padfix.trainers.prefix_groups import prefix_order
-from trl_padfix.trainers.row_costs import StepPlan, assign, balance, pair_costs, prefix_costs, split, text_costs
+from trl_padfix.trainers.row_costs import pair_costs, prefix_costs, text_costs
+from trl_padfix.trainers.row_dealing import StepPlan, assign, balance, split
 
 
 @st.composite

@@ -11,7 +11,7 @@ from datasets import IterableDataset
 from kit.budget_runs import ALL_TRAINERS, GLOBAL_BATCH, build_branching, make
 
 from trl_padfix import DPOConfig
-from trl_padfix.trainers.row_costs import StepPlan
+from trl_padfix.trainers.row_dealing import StepPlan
 from trl_padfix.trainers.row_measures import TextMeasure
 from trl_padfix.trainers.step_sampler import GroupedStream
 

@@ -91,15 +91,7 @@ def attend_segments(
 
 
 @attend_segments.register_fake
-def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
+def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
     return query.new_empty(query.shape)
 
 
@@ -133,15 +125,8 @@ def attend_segments_backward(
 
 @attend_segments_backward.register_fake
 def _(
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, ...]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

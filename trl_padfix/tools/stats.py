@@ -18,7 +18,8 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.row_costs import RowCosts, assign, pair_costs, split, text_costs
+from ..trainers.row_costs import RowCosts, pair_costs, text_costs
+from ..trainers.row_dealing import assign, split
 from .data import checked_rows
 
 

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from ..core.find import find_pretrained
 from ..core.handle import Attachment, ForwardPatch
 from .prefix_groups import prefix_order
-from .row_costs import prefix_costs, split, text_costs
+from .row_costs import prefix_costs, text_costs
+from .row_dealing import split
 
 
 __all__ = ["SplitForward", "Splits", "attach_splitting", "splitting"]

@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset, RandomSampler, Sampler, Sequential
 
 from .base import field_set
 from .prefix_groups import group_rows
-from .row_costs import RowCosts, StepPlan
+from .row_costs import RowCosts
+from .row_dealing import StepPlan
 from .row_measures import RowMeasure
 from .step_config import check_grouping
 

@@ -28,7 +28,7 @@ from ..core.handle import Attachment
 from .base import field_set
 from .checks import length_dependent_rope, splitting_parallelism
 from .metrics import without_gathering
-from .row_costs import StepPlan, split
+from .row_dealing import StepPlan, split
 from .row_measures import RowMeasure
 from .split_forward import Splits, attach_splitting, splitting
 from .step_config import check_token_budget

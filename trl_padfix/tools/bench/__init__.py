@@ -26,7 +26,7 @@ from ...core.batches import layout_of_batch
 from ...core.layout import prefix_sharing_layout
 from ...core.version import __version__
 from ...trainers.prefix_groups import group_rows
-from ...trainers.row_costs import split
+from ...trainers.row_dealing import split
 from ...trainers.row_measures import PairMeasure, RowMeasure, TextMeasure
 from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
 from .peak import Peak

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from datasets import Dataset
@@ -78,33 +80,34 @@ def tree_rows(tree: Tree, count: int, seed: int = 0) -> Dataset:
         seed (`int`, *optional*, defaults to `0`):
             Seed of lengths and tokens.
     """
-    draw, rows = torch.Generator().manual_seed(seed), []
-    while len(rows) < count:
-        system = _tokens(tree.system, draw)
-        for _ in range(tree.rollouts):
-            path = system
-            for _ in range(tree.turns):
-                shown, answer = _turn(tree, draw)
-                path = path + shown
-                labels = [-100] * len(path) + answer
-                path = path + answer
-                rows.append({"input_ids": path, "labels": labels})
-    return Dataset.from_list(rows[:count])
+    turns = _turns(tree, torch.Generator().manual_seed(seed))
+    rows = [
+        {"input_ids": path + answer, "labels": [-100] * len(path) + answer} for path, answer in islice(turns, count)
+    ]
+    return Dataset.from_list(rows)
 
 
 def tree_pairs(tree: Tree, count: int, seed: int = 0) -> Dataset:
     """The same as pairs: each turn's answer was chosen over another one, and the rollout went on from it."""
-    draw, pairs = torch.Generator().manual_seed(seed), []
-    while len(pairs) < count:
+    draw = torch.Generator().manual_seed(seed)
+    pairs = [
+        {"prompt_ids": path, "chosen_ids": answer, "rejected_ids": _turn(tree, draw)[1]}
+        for path, answer in islice(_turns(tree, draw), count)
+    ]
+    return Dataset.from_list(pairs)
+
+
+def _turns(tree: Tree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
+    """What is before the answer of each turn, and the answer: rollout after rollout, one tree behind the other."""
+    while True:
         system = _tokens(tree.system, draw)
         for _ in range(tree.rollouts):
             path = system
             for _ in range(tree.turns):
                 shown, answer = _turn(tree, draw)
                 path = path + shown
-                pairs.append({"prompt_ids": path, "chosen_ids": answer, "rejected_ids": _turn(tree, draw)[1]})
+                yield path, answer
                 path = path + answer
-    return Dataset.from_list(pairs[:count])
 
 
 def _turn(tree: Tree, draw: torch.Generator) -> tuple[list[int], list[int]]:
