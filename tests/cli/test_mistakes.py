@@ -44,6 +44,7 @@ OF_DATA = {
     "columns.jsonl": "['words']",
     "no_role.jsonl": "without a text `role`",
     "no_content.jsonl": "whose `content` is no text",
+    "messages_text.jsonl": "has 'alpha' in column `messages`",
     "no_messages.jsonl": "has [] in column `messages`",
     "plain.json.gz": "Not a gzipped file",
     "binary.json.gz": "Not a gzipped file",
@@ -139,7 +140,7 @@ CASES = (
         *((f"bench {name}", [*TINY, "--data", name], message)
           for name, message in OF_DATA.items()
           if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
-          and not name.startswith("no_") and not name.endswith(".yaml")),
+          and not name.startswith(("no_", "messages_")) and not name.endswith(".yaml")),
         ("bench", [*TINY, "--data", "good.jsonl"], "has no column ['chosen', 'rejected']"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
         ("bench", [*TINY, "--data", "lengths:0/0"], "gives no lengths"),

@@ -18,6 +18,7 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 __all__ = ["build_bad_data", "build_bad_models"]
 
 TEXT = '{"text": "alpha beta"}\n'
+CHAT = '{"messages": [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]}\n'
 PAIR = '{"chosen": "Question: a b\\nAnswer: c", "rejected": "Question: a b\\nAnswer: d e"}\n'
 
 
@@ -39,6 +40,7 @@ def build_bad_data(folder: Path) -> None:
         "list.jsonl": "[1, 2]\n",
         "no_role.jsonl": '{"messages": [{"content": "x"}]}\n',
         "no_content.jsonl": '{"messages": [{"role": "user", "content": null}]}\n',
+        "messages_text.jsonl": CHAT * 3 + '{"messages": "alpha"}\n',
         "no_messages.jsonl": '{"messages": []}\n{"messages": [{"role": "user", "content": "x"}]}\n',
         "plain.json.gz": TEXT,
         "broken.yaml": "a: [1,\n b: :\n",

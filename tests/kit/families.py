@@ -9,6 +9,7 @@ than rounding: a token that leaks from one row into another cannot hide.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -243,7 +244,7 @@ def tiny_config(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretr
     """The smallest config of `cls` that still has every kind of layer."""
     fields = cls().to_dict()
     given = {**_shrunk(fields), **overrides}
-    return cls(**given)
+    return cls(**copy.deepcopy(given))  # configs write into what they are given
 
 
 def _shrunk(fields: dict[str, Any]) -> dict[str, Any]:

@@ -115,8 +115,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llava_onevision": _TILED,
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}, "text_config": _ROPE},
-    **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v")},
-    **{name: {"text_config": _HALF_ROPE} for name in ("glm4v_moe", "glm_ocr", "glmga")},
+    **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v", "glm_ocr", "glmga")},
+    "glm4v_moe": {"text_config": _HALF_ROPE},
 }
 """What the recipe cannot know: fields of a config, merged into those of its parts."""
 

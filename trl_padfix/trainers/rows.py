@@ -128,12 +128,11 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
     remedy = "correct the row, or filter it out"
     for name in (column for column in columns if column in row):
         value = row[name]
-        if isinstance(value, str):
+        if isinstance(value, str) and name != "messages":
             continue
+        needed = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
-            raise ValueError(
-                f"{where} {_short(value)} in column `{name}`, and text or a list of messages is needed: {remedy}."
-            )
+            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {needed} is needed: {remedy}.")
         for message in value:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ValueError(
