@@ -234,12 +234,13 @@ TRANSFORMERS = [
         "overridden: counts the tokens of all micro-batches", takes("inputs"), "transformers>=5.23",
     ),
     Upstream(
-        "_prepare_inputs", "transformers.Trainer", "tools.bench.steps, trainers.eval_generation",
+        "_prepare_inputs", "transformers.Trainer",
+        "tools.bench.steps, tools.bench.building, trainers.eval_generation",
         "moves a batch to the device", takes("inputs"),
     ),
     Upstream(
-        "get_tp_size", "transformers.Trainer", "trainers.base", "tensor-parallel processes have the same rows", has,
-        "transformers>=4.57",
+        "get_tp_size", "transformers.Trainer", "trainers.token_counts",
+        "tensor-parallel processes have the same rows", has, "transformers>=4.57",
     ),
     Upstream(
         "call_event", "transformers.trainer_callback.CallbackHandler", "trainers.base",
@@ -270,7 +271,8 @@ TRL = [
         "DPO", "SFT",
     ),
     *of_trainers(
-        "_get_per_token_logps_and_entropies", "trainers.online", "overridden: its forwards are split by tokens",
+        "_get_per_token_logps_and_entropies", "trainers.online, tools.bench.building",
+        "overridden: its forwards are split by tokens; called by a step that is measured",
         takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
     ),
     *of_trainers(

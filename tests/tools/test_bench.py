@@ -10,6 +10,7 @@ from kit.cells import slow_but
 from kit.commands import build_pairs
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
+from trl_padfix.core.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import BenchSettings, VariantResult
 
@@ -130,6 +131,36 @@ def test_pairs_of_given_lengths_share_their_prompt(spread):
 def test_variants_that_cannot_be_compared_are_an_error(variants):
     with pytest.raises(ValueError, match=r"names among trl, .*TRL's own first"):
         BenchSettings(variants=variants)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_grpos_passes_for_log_probabilities_are_counted_in(lora):
+    """The reference moves the loss; the passes are two forwards more, of the tokens that a variant computes."""
+    settings = dataclasses.replace(
+        TINY, trainer="grpo", generations=2, prompt_length=16, completion_length=6, steps=1, warmup=0, lora=lora,
+        logprob_passes=True, memory=False,
+    )  # fmt: skip
+    scored, alone = (bench.run(None, dataclasses.replace(settings, logprob_passes=passes)) for passes in (True, False))
+    for results in (scored, alone):
+        assert [r.loss for r in results] == pytest.approx([results[0].loss] * 3, rel=1e-4, abs=1e-6)
+        assert [r.grad_norm for r in results] == pytest.approx([results[0].grad_norm] * 3, rel=1e-4)
+    if not lora:  # new adapters change nothing: the policy is its own reference
+        assert abs(scored[0].loss - alone[0].loss) > 1e-4
+    step, entered = bench.prepare(None, settings), []
+    for model in step.models:
+        layer = find_decoder(find_pretrained(model)).layers[0]
+        layer.register_forward_pre_hook(lambda _, args: entered.append(args[0].shape[:2].numel()))
+    for result in scored:
+        entered.clear()
+        variant = bench.VARIANTS[result.name]
+        with bench.attached(step, variant):
+            step.run(step.batch([0]), variant)
+        assert entered == [result.tokens] * 3
+
+
+def test_passes_for_log_probabilities_are_grpos():
+    with pytest.raises(ValueError, match="`logprob_passes` are GRPO's, and the trainer is dpo"):
+        BenchSettings(logprob_passes=True)
 
 
 def test_grpos_batches_are_not_grouped_otherwise():

@@ -286,13 +286,24 @@ def test_samples_are_shown_in_the_log_and_sent_to_trackers(tmp_path, capsys, mon
     rows = written(tmp_path)
     for name in ("wandb", "trackio"):
         table = sent[name]["eval/generations"]
-        assert table.drop(columns="step").to_dict("records") == rows[:10]
+        assert table.drop(columns="step").to_dict("records") == rows[:2]
     text, step = sent["tensorboard"]["eval/generations"]
     assert step == 0
     assert text.splitlines()[2] == "| 0 | " + " | ".join(rows[0].values()) + " |"
     shown = capsys.readouterr().out
     assert "eval/generations, step 0" in shown
     assert rows[0]["prediction"].split()[0] in shown
+    assert len(written(tmp_path)) == 12
+
+
+@pytest.mark.parametrize("count", [0, 3, 99])
+def test_as_many_samples_are_shown_as_asked_for(tmp_path, capsys, count):
+    trainer = make("sft", tmp_path, eval_dataset=build_rows("sft", 4), generation_rows_shown=count)
+    trainer.evaluate()
+    shown = capsys.readouterr().out
+    assert ("eval/generations" in shown) == bool(count)
+    assert shown.count("├") == max(0, min(count, 4) - 1)  # the lines between rows
+    assert len(written(tmp_path)) == 4
 
 
 # What stays
@@ -437,6 +448,7 @@ def test_generation_settings_reach_the_model(tmp_path):
     [
         ({"generation_max_new_tokens": 0}, ValueError, "`generation_max_new_tokens` must be a positive"),
         ({"eval_generation_samples": -1}, ValueError, "`eval_generation_samples` must be a positive"),
+        ({"generation_rows_shown": -1}, ValueError, "`generation_rows_shown` must be a whole number"),
         ({"generation_kwargs": {"max_new_tokens": 3}}, ValueError, "`max_new_tokens=3`: `generation_max_new_tokens`"),
         ({"generation_kwargs": {"max_length": 3}}, ValueError, "`max_length=3`"),
         ({"generation_kwargs": {"num_return_sequences": 2}}, ValueError, "one prediction"),

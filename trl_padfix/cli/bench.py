@@ -46,6 +46,12 @@ def bench(
     generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
     prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a prompt, about.")] = 512,
     completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
+    logprob_passes: Annotated[
+        bool,
+        typer.Option(
+            "--logprob-passes", help="With grpo: count in the passes for the old and the reference log-probabilities."
+        ),
+    ] = False,
     spread: Annotated[
         float,
         typer.Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
@@ -131,10 +137,11 @@ def bench(
     try:
         settings = b.BenchSettings(
             trainer=trainer, variants=_named(variants, compile, group_by_prefix), pairs=pairs, generations=generations,
-            prompt_length=prompt_length, completion_length=completion_length, steps=steps, warmup=warmup, shape=shape,
-            device=device, dtype=dtype, attn=attn, max_tokens_per_batch=max_tokens_per_batch,
-            lora=lora, gradient_checkpointing=gradient_checkpointing, optimizer=optimizer, memory=memory,
-            peak_tflops=peak_tflops, seed=seed, liger=liger, compile_backend=compile_backend,
+            prompt_length=prompt_length, completion_length=completion_length, logprob_passes=logprob_passes,
+            steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype, attn=attn,
+            max_tokens_per_batch=max_tokens_per_batch, lora=lora, gradient_checkpointing=gradient_checkpointing,
+            optimizer=optimizer, memory=memory, peak_tflops=peak_tflops, seed=seed, liger=liger,
+            compile_backend=compile_backend,
             max_length=max_length or (1024 if tree is None else max(tree.longest, 1024)), expand_turns=expand_turns,
             shuffle=tree is None or group_by_prefix,
         )  # fmt: skip

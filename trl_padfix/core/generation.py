@@ -263,6 +263,10 @@ def check_generation_settings(config: Any) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
+        raise ValueError(
+            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
+        )
     kwargs = config.generation_kwargs or {}
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")

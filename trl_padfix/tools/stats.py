@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
 from ..trainers.row_costs import RowCosts, pair_costs, text_costs
-from ..trainers.row_dealing import assign, split
+from ..trainers.row_dealing import balance, split
 from .data import checked_rows
 
 
@@ -269,7 +269,7 @@ def waiting(
     for step in order:
         own = text_costs(costs.each[step])
         loads: list[int] = []
-        for part in assign(own, processes):
+        for part in balance(own, processes):
             of_part = own[part]
             for i, micro_batch in enumerate(split(of_part, budget)):
                 loads += [0] * (i + 1 - len(loads))

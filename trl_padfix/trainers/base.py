@@ -55,8 +55,8 @@ from .checks import (
 )
 from .field_types import check_field_types, check_processing_class
 from .finite import FiniteMixin, check_weights
-from .metrics import TokenCounter
 from .rows import check_ids
+from .token_counts import TokenCounter, TokenCountsMixin
 from .whole_checkpoints import WholeCheckpointsMixin
 
 
@@ -64,10 +64,8 @@ __all__ = ["PaddingRemovalMixin"]
 
 logger = get_logger(__name__)
 
-Metrics = dict[str, float]
 
-
-class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
+class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
@@ -307,19 +305,14 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, self._parity_inputs(inputs, batch))
-        self._token_counters[mode].start()
-        before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
-        try:
-            sharing = self._handles[0].prefix_sharing if self._handles else False
-            with layouts_of_step(inputs, layout, sharing):  # the reference's forward takes that of the policy's
+        sharing = self._handles[0].prefix_sharing if self._handles else False
+        # The reference's forward takes the layout of the policy's.
+        with self._counting(mode, batches), layouts_of_step(inputs, layout, sharing):
+            self._is_observing = True
+            try:
                 yield
-        finally:
-            self._is_observing = False
-        counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
-        chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
-        counts = self._summed_over_processes([*_step_counts(batches, counted), *chose])
-        self._token_counters[mode].add(*counts[:3])
-        self._token_counters[mode].chose(*counts[3:])
+            finally:
+                self._is_observing = False
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""
@@ -341,27 +334,6 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
         known = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
         return {name: value for name, value in inputs.items() if name in known}
 
-    def _forward_counts(self) -> tuple[int, int, int]:
-        """Padded, real and packed tokens of all packed forwards of the policy so far."""
-        if not self._handles:
-            return 0, 0, 0
-        stats = self._handles[0].stats
-        return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
-
-    def _choices(self) -> tuple[int, int]:
-        """With `prefix_sharing="auto"`: forwards of the policy that shared prefixes so far, and all of them."""
-        if not self._handles or self._handles[0].prefix_sharing != "auto":
-            return 0, 0
-        stats = self._handles[0].stats
-        return stats.shared_forwards, stats.forwards
-
-    def _summed_over_processes(self, counts: list[int]) -> list[int]:
-        if self.accelerator.num_processes == 1:
-            return counts
-        replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-        summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
-        return [count // replicas for count in summed.tolist()]
-
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
@@ -374,17 +346,6 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
                 self.accelerator.print(report)  # one line: what was compared, the figure, the limit
             else:
                 logger.warning(str(report))
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Metrics:
-        self._token_counters["train"].pause()
-        self._token_counters["eval"] = TokenCounter()
-        return super().evaluate(*args, **kwargs)
-
-    def log(self, logs: Metrics, *args: Any, **kwargs: Any) -> None:
-        mode = "train" if self.model.training else "eval"
-        prefix = "eval_" if mode == "eval" else ""
-        logs.update({prefix + k: v for k, v in self._token_counters[mode].report(self._removes_padding).items()})
-        super().log(logs, *args, **kwargs)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -409,20 +370,6 @@ def kept_padding_side(processing_class: Any) -> Iterator[None]:
                 vars(holder).pop("padding_side", None)
             else:
                 holder.padding_side = side
-
-
-def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int]) -> list[int]:
-    """
-    Padded, real and packed tokens of `batches`.
-
-    `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
-    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches.
-    """
-    padded = sum(batch["input_ids"].numel() for batch in batches)
-    if counted[0]:
-        return [padded, *(round(count * padded / counted[0]) for count in counted[1:])]
-    real = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
-    return [padded, real, padded]
 
 
 @contextlib.contextmanager

@@ -184,6 +184,13 @@ class GeneratingConfig:
             "ones. By default all."
         },
     )
+    generation_rows_shown: int = field(
+        default=2,
+        metadata={
+            "help": "With `predict_with_generate`: how many of the generated texts an evaluation shows in the log and "
+            "the trackers; 0 for none. All of them are in `generations/`."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
@@ -234,6 +241,8 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
             More keyword arguments of `generate`; they go before the model's own generation config.
         eval_generation_samples (`int`, *optional*):
             Rows of each evaluation set to generate from, the first ones; by default all.
+        generation_rows_shown (`int`, *optional*, defaults to `2`):
+            Generated texts that an evaluation shows in the log and the trackers.
         max_tokens_per_batch (`int`, *optional*):
             Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
             then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
@@ -356,7 +365,7 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
         max_tokens_per_batch,
         group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens,
-        generation_kwargs, eval_generation_samples:
+        generation_kwargs, eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.SFTConfig`].

@@ -134,7 +134,8 @@ class GeneratingMixin:
             name = metric_key_prefix.removeprefix("eval").strip("_").replace("/", "_")  # of a set among several
             file = f"step_{step:05d}_{name}".strip("_") + ".jsonl"
             write(samples, Path(self.args.output_dir) / "generations" / file)
-            show(samples, f"{metric_key_prefix}/generations", step, self.callback_handler.callbacks)
+            shown = samples[: self.args.generation_rows_shown]
+            show(shown, f"{metric_key_prefix}/generations", step, self.callback_handler.callbacks)
         return output._replace(predictions=predicted.predictions, label_ids=predicted.label_ids)
 
     def _generate_from(self, dataset: Any) -> tuple[list[Sample], EvalPrediction]:

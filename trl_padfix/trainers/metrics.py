@@ -1,9 +1,8 @@
-"""Token throughput, and evaluation means over all items of a set instead of over its batches."""
+"""Evaluation means over all items of a set instead of over its batches."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,52 +11,7 @@ from accelerate import Accelerator
 from transformers.trainer_utils import EvalLoopOutput
 
 
-__all__ = ["EvalMeans", "ExactEvalMixin", "TokenCounter", "without_gathering", "without_repeated_rows"]
-
-
-class TokenCounter:
-    """Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes."""
-
-    def __init__(self) -> None:
-        self.padded = self.real = self.packed = 0
-        self.shared_forwards = self.forwards = 0
-        self.seconds = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        if self._since is None:
-            self._since = time.perf_counter()
-
-    def pause(self) -> None:
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
-
-    def add(self, padded: int, real: int, packed: int) -> None:
-        self.padded += padded
-        self.real += real
-        self.packed += packed
-
-    def chose(self, shared: int, forwards: int) -> None:
-        """Count forwards in which `prefix_sharing="auto"` had the choice."""
-        self.shared_forwards += shared
-        self.forwards += forwards
-
-    def report(self, padding_free: bool) -> dict[str, float]:
-        """The metrics since the last report; begins anew."""
-        self.pause()
-        padded, real, packed, seconds = self.padded, self.real, self.packed, self.seconds
-        shared, forwards = self.shared_forwards, self.forwards
-        self.__init__()
-        if not padded:
-            return {}
-        self.start()
-        metrics = {"perf/tokens_per_second": real / seconds}
-        if padding_free:
-            metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
-        if forwards:
-            metrics["padfix/auto_shared"] = shared / forwards
-        return metrics
+__all__ = ["EvalMeans", "ExactEvalMixin", "without_gathering", "without_repeated_rows"]
 
 
 class EvalMeans:

@@ -17,9 +17,6 @@ from .whole_files import write_whole
 
 __all__ = ["Sample", "show", "write"]
 
-SHOWN = 10
-"""Rows of the table in the log and in the trackers."""
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -39,11 +36,11 @@ def write(samples: list[Sample], path: Path) -> None:
 
 def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> None:
     """
-    Print the first samples as a table, and send it to the trackers that are running.
+    Print samples as a table, and send it to the trackers that are running.
 
     Args:
         samples (`list[Sample]`):
-            The samples.
+            The samples to show; without any nothing is shown.
         title (`str`):
             Name of the table.
         step (`int`):
@@ -51,7 +48,9 @@ def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> 
         callbacks (`list[TrainerCallback]`):
             Those of the trainer; trackers are found among them.
     """
-    rows = [{"step": step, **asdict(sample)} for sample in samples[:SHOWN]]
+    if not samples:
+        return
+    rows = [{"step": step, **asdict(sample)} for sample in samples]
     _print(rows, f"{title}, step {step}")
     for callback in callbacks:
         _send(pd.DataFrame(rows), title, step, callback)

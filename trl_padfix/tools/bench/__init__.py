@@ -28,10 +28,11 @@ from ...core.version import __version__
 from ...trainers.prefix_groups import group_rows
 from ...trainers.row_dealing import split
 from ...trainers.row_measures import PairMeasure, RowMeasure, TextMeasure
+from .building import build, computed_dtype
 from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
 from .peak import Peak
 from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
-from .steps import Step, attached, build, computed_dtype, decoder_inputs, step_flops
+from .steps import Step, attached, decoder_inputs, step_flops
 from .tree import Tree, parse_tree, tree_pairs, tree_rows
 
 

@@ -90,6 +90,7 @@ class BenchSettings:
     generations: int = 8
     prompt_length: int = 512
     completion_length: int = 64
+    logprob_passes: bool = False
     steps: int = 10
     warmup: int = 2
     shape: str = "small"
@@ -117,6 +118,8 @@ class BenchSettings:
             )
         if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
             raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
+        if self.logprob_passes and self.trainer != "grpo":
+            raise ValueError(f"`logprob_passes` are GRPO's, and the trainer is {self.trainer}: leave it out.")
         if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
             raise ValueError(
                 f"TRL's own `padding_free` and packing are SFT's, and the trainer is {self.trainer}: leave "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import trl
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
-from datasets import Dataset
 
 from ...core.find import find_decoder, find_pretrained
 from ...core.heads import trust_layouts
@@ -23,16 +20,12 @@ from ...core.layout import Layout
 from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layout
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
-from ...trainers.turns import expand_turns
-from ..stats import texts_of
-from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
-from .data import random_completions
 
 
 if TYPE_CHECKING:
     from .settings import BenchSettings, Variant
 
-__all__ = ["Step", "attached", "build", "decoder_inputs", "launches_and_waits", "step_flops"]
+__all__ = ["Step", "attached", "decoder_inputs", "launches_and_waits", "step_flops"]
 
 
 COLLATORS = {
@@ -246,8 +239,8 @@ def step_flops(step: Step, layout: Layout, scored: int) -> float:
     of them and its scored positions, each once.
 
     A forward takes 2 for each weight and token, and 4 for each head size, head, layer and pair. The policy's backward
-    takes twice that, with LoRA once (no gradient of the weights that stay); the reference takes a forward. Nothing is
-    counted for recomputation.
+    takes twice that, with LoRA once (no gradient of the weights that stay); a pass without gradient is a forward.
+    Nothing is counted for recomputation.
     """
     model = find_pretrained(step.trainer.model)
     config, decoder = model.config, find_decoder(model)
@@ -262,142 +255,6 @@ def step_flops(step: Step, layout: Layout, scored: int) -> float:
         + 4 * attending * config.num_attention_heads * head_size * pairs
         + 2 * config.hidden_size * config.vocab_size * scored
     )
-    references = int(step.settings.trainer == "dpo")  # with LoRA the policy without its adapters
+    # DPO's reference (with LoRA the policy without its adapters); GRPO's, and the policy before the step.
+    references = 1 if step.settings.trainer == "dpo" else 2 * step.settings.logprob_passes
     return forward * ((2 if step.settings.lora else 3) + references)
-
-
-def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
-    """
-    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches).
-
-    Raises:
-        ValueError: If the data has fewer.
-    """
-    if settings.trainer == "grpo":
-        return _online(settings, count)
-    is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
-    texts = [""] if is_tokenized else _texts(data, settings)
-    tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
-    if settings.shuffle:
-        data = data.shuffle(seed=settings.seed)
-    # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
-    data = data.select(range(min(len(data), 2 * count)))
-    if settings.expand_turns:
-        data = expand_turns(data)
-    if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
-        data = data.map(_dialogue, remove_columns=data.column_names)
-    given = dict(
-        args=_arguments(settings, max_length=settings.max_length),
-        train_dataset=data,
-        processing_class=tokenizer,
-        peft_config=_lora(settings),
-    )
-    policy = _model(tokenizer, settings, settings.seed)
-    if settings.trainer == "sft":
-        trainer = trl.SFTTrainer(model=policy, **given)
-    else:
-        reference = None if settings.lora else _model(tokenizer, settings, settings.seed + 1)
-        trainer = _GivenTokens(model=policy, ref_model=reference, **given)
-    names = ("prompt_ids", "chosen_ids", "rejected_ids", "input_ids", "labels")
-    prepared = trainer.train_dataset
-    rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
-    if len(rows) < count:
-        raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
-    return Step(trainer, rows[:count], settings)
-
-
-def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
-    """What SFT trains on."""
-    if "prompt_ids" in pair:
-        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
-    return {"text": pair["chosen"]}
-
-
-class _GivenTokens(trl.DPOTrainer):
-    """DPO on pairs that are tokenized already, where they are."""
-
-    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-        return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
-
-
-class _GivenCompletions(trl.GRPOTrainer):
-    """GRPO's step on completions that are there already: log-probabilities, loss and backward, no generation."""
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        return generation_batch
-
-
-class _OnlineStep(Step):
-    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
-        return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
-
-
-def _online(settings: BenchSettings, count: int) -> Step:
-    """GRPO on `pairs` random prompts with `generations` random completions each, of about the lengths asked for."""
-    tokenizer = train_tokenizer([""], 1024)
-    trainer = _GivenCompletions(
-        model=_model(tokenizer, settings, settings.seed),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=_arguments(
-            settings,
-            per_device_train_batch_size=settings.pairs * settings.generations,
-            num_generations=settings.generations,
-            max_completion_length=2 * settings.completion_length,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        processing_class=tokenizer,
-        peft_config=_lora(settings),
-    )
-    draw = torch.Generator().manual_seed(settings.seed)
-    sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
-    vocab_size = BENCH_SHAPES[settings.shape]["vocab_size"]
-    return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
-
-
-def _arguments(settings: BenchSettings, **more: Any) -> Any:
-    config = {"dpo": trl.DPOConfig, "sft": trl.SFTConfig, "grpo": trl.GRPOConfig}[settings.trainer]
-    common = dict(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=settings.pairs,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        bf16=settings.dtype == "autocast",
-        use_liger_kernel=settings.liger,
-        use_cpu=settings.device == "cpu",
-        report_to=[],
-        seed=settings.seed,
-    )
-    return config(**common | more)
-
-
-def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
-    shape = BENCH_SHAPES[settings.shape]
-    with torch.device(settings.device):  # where a large model takes seconds, and not minutes
-        dtype = weights_dtype(settings.dtype)
-        build = build_hybrid if "linear_heads" in shape else build_qwen2
-        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
-        return model.to(settings.device, dtype)
-
-
-def weights_dtype(dtype: str) -> torch.dtype:
-    """Of the weights: `"autocast"` is TRL's default, weights in float32 under bfloat16 autocast."""
-    return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
-
-
-def computed_dtype(dtype: str) -> torch.dtype:
-    """Of the matrix products."""
-    return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
-
-
-def _lora(settings: BenchSettings) -> Any:
-    if not settings.lora:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(r=settings.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
-    if not {"chosen", "rejected"} <= set(data.column_names):
-        return texts_of(data)
-    names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
-    return (row[name] for row in data for name in names)

@@ -1,0 +1,189 @@
+"""Builds TRL's trainers for measuring: a random model, and rows that are there already."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import trl
+from datasets import Dataset
+
+from ...trainers.turns import expand_turns
+from ..stats import texts_of
+from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
+from .data import random_completions
+from .steps import Step
+
+
+if TYPE_CHECKING:
+    from .settings import BenchSettings
+
+__all__ = ["build", "computed_dtype", "weights_dtype"]
+
+BETA = 0.04
+"""Weight of GRPO's distance to the reference, where there is one."""
+
+
+def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
+    """
+    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches).
+
+    Raises:
+        ValueError: If the data has fewer.
+    """
+    if settings.trainer == "grpo":
+        return _online(settings, count)
+    is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
+    texts = [""] if is_tokenized else _texts(data, settings)
+    tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+    if settings.shuffle:
+        data = data.shuffle(seed=settings.seed)
+    # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
+    data = data.select(range(min(len(data), 2 * count)))
+    if settings.expand_turns:
+        data = expand_turns(data)
+    if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
+        data = data.map(_dialogue, remove_columns=data.column_names)
+    given = dict(
+        args=_arguments(settings, max_length=settings.max_length),
+        train_dataset=data,
+        processing_class=tokenizer,
+        peft_config=_lora(settings),
+    )
+    policy = _model(tokenizer, settings, settings.seed)
+    if settings.trainer == "sft":
+        trainer = trl.SFTTrainer(model=policy, **given)
+    else:
+        reference = None if settings.lora else _model(tokenizer, settings, settings.seed + 1)
+        trainer = _GivenTokens(model=policy, ref_model=reference, **given)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids", "input_ids", "labels")
+    prepared = trainer.train_dataset
+    rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
+    if len(rows) < count:
+        raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
+    return Step(trainer, rows[:count], settings)
+
+
+def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
+    """What SFT trains on."""
+    if "prompt_ids" in pair:
+        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
+    return {"text": pair["chosen"]}
+
+
+class _GivenTokens(trl.DPOTrainer):
+    """DPO on pairs that are tokenized already, where they are."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
+
+
+class _GivenCompletions(trl.GRPOTrainer):
+    """GRPO's step on completions that are there already: log-probabilities, loss and backward, no generation."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        return generation_batch
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.beta:  # a step begins with the passes for the old and the reference log-probabilities
+            inputs = inputs | self._scores(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    @torch.no_grad()
+    def _scores(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Log-probabilities under the policy before the step, and under the reference, (N, C) each."""
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+
+        def scored(model: torch.nn.Module) -> torch.Tensor:
+            return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
+
+        old = scored(self.model)
+        if self.ref_model is not None:
+            return {"old_per_token_logps": old, "ref_per_token_logps": scored(self.ref_model)}
+        with self.model.disable_adapter():  # with LoRA the policy is its own reference
+            return {"old_per_token_logps": old, "ref_per_token_logps": scored(self.model)}
+
+
+class _OnlineStep(Step):
+    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
+        return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
+
+
+def _online(settings: BenchSettings, count: int) -> Step:
+    """GRPO on `pairs` random prompts with `generations` random completions each, of about the lengths asked for."""
+    tokenizer = train_tokenizer([""], 1024)
+    policy = _model(tokenizer, settings, settings.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        if settings.logprob_passes and not settings.lora:  # TRL loads the reference from where the policy is from
+            _model(tokenizer, settings, settings.seed + 1).save_pretrained(folder)
+            policy.config.name_or_path = folder
+        trainer = _GivenCompletions(
+            model=policy,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=_arguments(
+                settings,
+                per_device_train_batch_size=settings.pairs * settings.generations,
+                num_generations=settings.generations,
+                max_completion_length=2 * settings.completion_length,
+                beta=BETA if settings.logprob_passes else 0.0,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            processing_class=tokenizer,
+            peft_config=_lora(settings),
+        )
+    draw = torch.Generator().manual_seed(settings.seed)
+    sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
+    vocab_size = BENCH_SHAPES[settings.shape]["vocab_size"]
+    return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
+
+
+def _arguments(settings: BenchSettings, **more: Any) -> Any:
+    config = {"dpo": trl.DPOConfig, "sft": trl.SFTConfig, "grpo": trl.GRPOConfig}[settings.trainer]
+    common = dict(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=settings.pairs,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        bf16=settings.dtype == "autocast",
+        use_liger_kernel=settings.liger,
+        use_cpu=settings.device == "cpu",
+        report_to=[],
+        seed=settings.seed,
+    )
+    return config(**common | more)
+
+
+def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
+    shape = BENCH_SHAPES[settings.shape]
+    with torch.device(settings.device):  # where a large model takes seconds, and not minutes
+        dtype = weights_dtype(settings.dtype)
+        build = build_hybrid if "linear_heads" in shape else build_qwen2
+        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
+        return model.to(settings.device, dtype)
+
+
+def weights_dtype(dtype: str) -> torch.dtype:
+    """Of the weights: `"autocast"` is TRL's default, weights in float32 under bfloat16 autocast."""
+    return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
+
+
+def computed_dtype(dtype: str) -> torch.dtype:
+    """Of the matrix products."""
+    return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
+
+
+def _lora(settings: BenchSettings) -> Any:
+    if not settings.lora:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=settings.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
+    if not {"chosen", "rejected"} <= set(data.column_names):
+        return texts_of(data)
+    names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
+    return (row[name] for row in data for name in names)
