@@ -20,6 +20,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md"}
 """Pages of the site that `docs/hooks.py` makes from other files."""
+ON_THE_PAGE = {"Layout", "pack", "unpack"}
+"""Names whose example is on the API page itself."""
+RECORDS = {"Layout", "PaddingRemoval", "PaddingStats", "ParityReport", "PaddingRemovalError", "ParityError"}
+"""What is not called with anything that could be wrong."""
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -83,7 +87,11 @@ def test_the_api_page_has_every_public_name_with_its_text():
     listed = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert {name for _, name in listed} == set(trl_padfix.__all__) - {"__version__"}
     for module, name in listed:
-        assert inspect.getdoc(getattr(importlib.import_module(module), name)), name
+        text = inspect.getdoc(getattr(importlib.import_module(module), name))
+        assert "```python" in text or name in ON_THE_PAGE, name
+        assert "Raises:" in text or name in RECORDS, name
+        if (module.startswith("trl_padfix.core") and name not in RECORDS - {"Layout"}) or "Collator" in name:
+            assert "shape" in text, name
 
 
 def test_every_page_is_in_the_navigation_and_every_question_has_an_answer():
