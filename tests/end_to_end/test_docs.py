@@ -18,7 +18,7 @@ import trl_padfix
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md"}
+ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md", "security.md": "SECURITY.md"}
 """Pages of the site that `docs/hooks.py` makes from other files."""
 ON_THE_PAGE = {"Layout", "pack", "unpack"}
 """Names whose example is on the API page itself."""
@@ -107,6 +107,7 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
     assert len(files) >= 7
     loaded = {path.name: yaml.safe_load(path.read_text()) for path in files}
     assert loaded["CITATION.cff"]["version"] == trl_padfix.__version__
+    assert f"version = {{{trl_padfix.__version__}}}" in (DOCS / "support.md").read_text()
     for text in (path.read_text() for path in files):
         for name in re.findall(r"(?:python|pip install -r|bash) ((?:docs|recipes|tests|\.ci)/\S+)", text):
             assert (ROOT / name).exists(), name
