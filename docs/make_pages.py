@@ -9,6 +9,7 @@ from the known errors.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -72,6 +73,7 @@ def troubleshooting() -> str:
     )
     for error in KNOWN_ERRORS:
         page += f"\n## {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"
+        page += f"\n*Where the text comes from.* {_linked(error.source)}.\n"
     return page
 
 
@@ -82,6 +84,10 @@ def _default(field) -> str:
     if field.default is not MISSING:
         return str(field.default)
     return str(field.default_factory()) if field.default_factory is not MISSING else "required"
+
+
+def _linked(source: str) -> str:
+    return re.sub(r"https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)", r"[\1#\2](\g<0>)", source)
 
 
 def _cell(text: str) -> str:

@@ -12,6 +12,7 @@ import trl_padfix
 
 
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
+TINY += ["--device", "cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,22 @@ def test_bench_draws_its_figures_and_shows_where_time_goes(pairs, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert result.output.count("aten::mm") >= 3
     assert result.output.count("Self CPU time total") == 3
+
+
+@pytest.mark.parametrize("given", [[], ["--device", "auto"]])
+@pytest.mark.parametrize(("has_gpu", "device"), [(True, "cuda"), (False, "cpu")])
+def test_bench_measures_the_gpu_where_there_is_one(has_gpu, device, given, monkeypatch):
+    seen = []
+
+    def prepare(dataset, settings):
+        seen.append(settings.device)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("trl_padfix.tools.bench.prepare", prepare)
+    result = trl_padfix_command(*TINY[:-2], "--data", "equal", *given)
+    assert "far enough" in result.output
+    assert seen == [device]
 
 
 def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):

@@ -17,9 +17,10 @@ def invoke(*arguments: str):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_there_is_no_report(tmp_path):
+@pytest.mark.parametrize("given", [[], ["--device", "auto"]])
+def test_without_a_gpu_there_is_no_report(given, tmp_path):
     path = tmp_path / "report.json"
-    result = invoke("--report", "gpu", "--json", str(path))
+    result = invoke("--report", "gpu", "--json", str(path), *given)
     assert result.exit_code == 2
     assert "There is no CUDA GPU here" in result.output
     assert not path.exists()
@@ -73,6 +74,7 @@ def test_data_that_is_not_there_is_said_before_anything_is_measured(tmp_path):
 
 
 OPTIONS = ["--data", "lengths:9/5", "--pairs", "1", "--steps", "3", "--warmup", "0", "--shape", "tiny", "--no-memory"]
+OPTIONS += ["--device", "cpu"]
 
 
 @pytest.mark.slow

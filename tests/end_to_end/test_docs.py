@@ -18,8 +18,12 @@ import trl_padfix
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md"}
+ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md", "security.md": "SECURITY.md"}
 """Pages of the site that `docs/hooks.py` makes from other files."""
+ON_THE_PAGE = {"Layout", "pack", "unpack"}
+"""Names whose example is on the API page itself."""
+RECORDS = {"Layout", "PaddingRemoval", "PaddingStats", "ParityReport", "PaddingRemovalError", "ParityError"}
+"""What is not called with anything that could be wrong."""
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
@@ -83,7 +87,11 @@ def test_the_api_page_has_every_public_name_with_its_text():
     listed = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert {name for _, name in listed} == set(trl_padfix.__all__) - {"__version__"}
     for module, name in listed:
-        assert inspect.getdoc(getattr(importlib.import_module(module), name)), name
+        text = inspect.getdoc(getattr(importlib.import_module(module), name))
+        assert "```python" in text or name in ON_THE_PAGE, name
+        assert "Raises:" in text or name in RECORDS, name
+        if (module.startswith("trl_padfix.core") and name not in RECORDS - {"Layout"}) or "Collator" in name:
+            assert "shape" in text, name
 
 
 def test_every_page_is_in_the_navigation_and_every_question_has_an_answer():
@@ -99,6 +107,7 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
     assert len(files) >= 7
     loaded = {path.name: yaml.safe_load(path.read_text()) for path in files}
     assert loaded["CITATION.cff"]["version"] == trl_padfix.__version__
+    assert f"version = {{{trl_padfix.__version__}}}" in (DOCS / "support.md").read_text()
     for text in (path.read_text() for path in files):
         for name in re.findall(r"(?:python|pip install -r|bash) ((?:docs|recipes|tests|\.ci)/\S+)", text):
             assert (ROOT / name).exists(), name

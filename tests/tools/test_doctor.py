@@ -278,6 +278,7 @@ def test_an_error_is_found_in_the_middle_of_a_traceback():
     assert "padding_side" in result.output
     assert "cause Nobody need be generating" in words(result.output)
     assert "what to do `remove_padding(model)`" in words(result.output)
+    assert "text from https://github.com/QwenLM/Qwen3/issues/468 (transformers 4.37 to 4.52)" in words(result.output)
 
 
 @pytest.mark.parametrize(

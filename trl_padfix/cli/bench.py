@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from .bench_report import measure_report, print_table
-from .console import console, one_of, outputs, write_output, write_text
+from .console import console, device_of, one_of, outputs, write_output, write_text
 from .mistakes import mistakes_of
 
 
@@ -69,9 +69,8 @@ def bench(
         str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
     ] = "small",
     device: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="cpu or cuda. [default: cpu; with --report cuda]"),
-    ] = None,
+        str, typer.Option(help="cpu, cuda, or auto: cuda where there is one. With --report, auto is cuda.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
@@ -116,10 +115,9 @@ def bench(
     if table is not None:
         return print_table(table)
     if report is not None:
-        return measure_report(report, device or "cuda", data, budget, json or Path("gpu-report.json"), compile_backend)
-    data, device = data or "Anthropic/hh-rlhf", device or "cpu"
-    import torch
-
+        device = "cuda" if device == "auto" else device
+        return measure_report(report, device, data, budget, json or Path("gpu-report.json"), compile_backend)
+    data, device = data or "Anthropic/hh-rlhf", device_of(device)
     from ..core.attention import refuse_implementation
     from ..tools import bench as b
     from ..tools.tiny import BENCH_SHAPES
@@ -127,7 +125,6 @@ def bench(
     one_of("--shape", shape, BENCH_SHAPES)
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
-    one_of("--device", device, ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     if reason := refuse_implementation(attn):
         raise typer.BadParameter(reason, param_hint="--attn")
     with mistakes_of("--data"):

@@ -164,6 +164,7 @@ def _explain(text: str, json: Path | None) -> int:
     if str(json) != "-":
         for error in errors:
             lines = _wrapped("cause", error.cause) + _wrapped("what to do", error.fix)
+            lines += _wrapped("text from", error.source)
             typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
         if not errors:
             typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")

@@ -45,6 +45,17 @@ class PaddingStats:
         packed_tokens (`int`): What was put through the decoder.
         forwards (`int`): How many forwards there were.
         shared_forwards (`int`): How many of them computed a prefix once for several rows.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import PaddingStats
+
+    >>> stats = PaddingStats(padded_tokens=100, real_tokens=60, packed_tokens=45)
+    >>> stats.pad_fraction, stats.shared_fraction  # of the padded tokens, of the real ones
+    (0.4, 0.25)
+
+    ```
     """
 
     padded_tokens: int = 0
@@ -158,6 +169,25 @@ class PaddingRemoval(Attachment):
             Token counts of the packed forwards.
         mixers ([`Mixers`]):
             The modules of the decoder that mix tokens, and how each of them runs.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+    >>> from trl_padfix import remove_padding
+
+    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...                                      num_attention_heads=2, num_key_value_heads=1))
+    >>> ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])  # (B, L)
+    >>> handle = remove_padding(model, prefix_sharing=True)
+    >>> model(ids, attention_mask=(ids > 0).long()).logits.shape  # (B, L, V), as without it
+    torch.Size([2, 4, 32])
+    >>> handle.stats.packed_tokens, handle.stats.padded_tokens
+    (5, 8)
+    >>> handle.remove()
+
+    ```
     """
 
     mixers: Any = None

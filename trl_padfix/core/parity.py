@@ -51,7 +51,22 @@ SLICE = 192
 
 
 class ParityError(RuntimeError):
-    """The packed forward of a model does not give the numbers of its padded forward."""
+    """
+    The packed forward of a model does not give the numbers of its padded forward; the message has the figures.
+
+    Raised by a trainer on its first batches, and by [`ParityReport.raise_if_failed`].
+
+    Example:
+
+    ```python
+    from trl_padfix import ParityError, check_parity
+
+    try:
+        check_parity(model, batch).raise_if_failed()
+    except ParityError as error:
+        print(error)
+    ```
+    """
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,16 @@ class ParityReport:
         finite (`bool`): Whether the padded forward itself gives finite scores.
         rounding (`float`, *optional*):
             Mean difference of two padded forwards with different attention functions: the tolerance is a multiple.
+
+    Example:
+
+    ```python
+    from trl_padfix import check_parity
+
+    report = check_parity(model, batch)
+    print(report.ok, report.maximum, report.maximum_tolerance)
+    report.raise_if_failed()  # ParityError if it is not ok
+    ```
     """
 
     mean: float
@@ -149,8 +174,8 @@ def check_parity(
         model (`torch.nn.Module`):
             Causal language model, or a wrapper of one; also one with a reward head.
         batch (`dict`):
-            `input_ids` and `attention_mask`, both `(B, L)`; of rows that arrive packed `input_ids` and `position_ids`
-            (and `cu_seq_lens_q`, if there are any). Other entries are used by multimodal models only.
+            `input_ids` and `attention_mask`, both of shape `(B, L)`; of rows that arrive packed `input_ids` and
+            `position_ids` (and `cu_seq_lens_q`, if there are any). Other entries are used by multimodal models only.
         prefix_sharing (`bool`, *optional*):
             Which mode to compare, for a model that is not attached; an attached one is compared as it is.
         dtype (`torch.dtype`, *optional*):
@@ -158,6 +183,9 @@ def check_parity(
 
     Returns:
         [`ParityReport`]: call its `raise_if_failed()` to stop on a difference.
+
+    Raises:
+        PaddingRemovalError: If the model is not attached, and padding cannot be removed from it.
 
     Example:
 

@@ -11,7 +11,7 @@ from .stats import Lengths
 from .verdict import PrefixTree
 
 
-__all__ = ["plot"]
+__all__ = ["draw_tree", "plot"]
 
 
 def plot(
@@ -74,12 +74,20 @@ def plot(
     parts = {"padding": _COLOURS[1]} | {name: _COLOURS[_KINDS[name]] for name in lengths.parts}
     _explain(picture, parts)
     if tree is not None:
-        _draw_tree(below[0], tree)
+        draw_tree(below[0], tree)
     figure.savefig(path, dpi=120)
 
 
-def _draw_tree(figure: Any, tree: PrefixTree) -> None:
-    """How many rows reach each depth, and how many of them have the same tokens up to there as another row."""
+def draw_tree(figure: Any, tree: PrefixTree) -> None:
+    """
+    Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row.
+
+    Args:
+        figure (`Figure` or `SubFigure` of matplotlib):
+            To draw on, with a constrained layout.
+        tree ([`PrefixTree`]):
+            Rows sorted by their tokens.
+    """
     depth = np.arange(int(tree.lengths.max()) + 1)
     reach, alike = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.common))
     axes = figure.subplots()

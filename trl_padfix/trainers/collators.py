@@ -127,6 +127,9 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
     """
     TRL's collator for preference pairs, padding on the side you choose.
 
+    Of `N` pairs it makes `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape
+    `(2 * N, L)`: first the chosen sequences, then the rejected ones.
+
     Args:
         pad_token_id (`int`):
             Token ID to pad with.
@@ -180,6 +183,9 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     """
     TRL's collator for pairs of whole sequences, as a reward model scores them, padding on the side you choose.
 
+    Of `N` pairs it makes `input_ids` and `attention_mask`, each a `torch.Tensor` of shape `(2 * N, L)`: first the
+    chosen sequences, then the rejected ones.
+
     Args:
         pad_token_id (`int`):
             Token ID to pad with.
@@ -226,6 +232,8 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
 class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLanguageModeling):
     """
     TRL's collator for language modelling, padding on the side you choose.
+
+    Of `B` rows it makes `input_ids`, `attention_mask` and `labels`, each a `torch.Tensor` of shape `(B, L)`.
 
     The first token of a left-padded row has no label: there is nothing to predict it from. Rows that were packed
     (`seq_lengths`) are laid behind one another in one row whether or not `padding_free` says so, so that their

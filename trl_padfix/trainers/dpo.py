@@ -56,6 +56,16 @@ class DPOTrainer(
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
+
+    Example:
+
+    ```python
+    from trl_padfix import DPOConfig, DPOTrainer
+
+    args = DPOConfig(output_dir="runs/dpo", padding_free=True, prefix_sharing=True)
+    trainer = DPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=pairs)
+    trainer.train()  # columns of the data: prompt, chosen, rejected
+    ```
     """
 
     _collators = {

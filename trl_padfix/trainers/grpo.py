@@ -34,6 +34,21 @@ class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For a missing `prompt` column, and for prompts without a token.
+
+    Example:
+
+    ```python
+    from trl_padfix import GRPOConfig, GRPOTrainer
+
+
+    def shorter(completions, **columns):
+        return [-len(completion) for completion in completions]
+
+
+    args = GRPOConfig(output_dir="runs/grpo", padding_free=True, prefix_sharing=True)
+    trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=shorter, args=args, train_dataset=prompts)
+    trainer.train()  # columns of the data: prompt
+    ```
     """
 
     def _sums_over_rows(self) -> bool:

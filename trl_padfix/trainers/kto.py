@@ -29,6 +29,9 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     """
     TRL's collator for unpaired preferences, padding on the side you choose.
 
+    Of `B` rows it makes `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape `(B, L)`,
+    and `label`, of `B` entries; of rows with `KL_completion_ids` also `KL_input_ids` and its masks.
+
     Args:
         pad_token_id (`int`):
             Token ID to pad with.
@@ -97,6 +100,16 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For missing columns, empty completions, and no pad token.
+
+    Example:
+
+    ```python
+    from trl_padfix import KTOConfig, KTOTrainer
+
+    args = KTOConfig(output_dir="runs/kto", padding_free=True, prefix_sharing=True)
+    trainer = KTOTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=judged)
+    trainer.train()  # columns of the data: prompt, completion, label
+    ```
     """
 
     _takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL

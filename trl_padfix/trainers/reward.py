@@ -42,6 +42,16 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For missing columns, empty rows, and a model with a language-modelling head.
+
+    Example:
+
+    ```python
+    from trl_padfix import RewardConfig, RewardTrainer
+
+    args = RewardConfig(output_dir="runs/reward", padding_free=True, prefix_sharing=True)
+    trainer = RewardTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=pairs)
+    trainer.train()  # columns of the data: chosen, rejected
+    ```
     """
 
     _collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}

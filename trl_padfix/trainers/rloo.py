@@ -29,6 +29,21 @@ class RLOOTrainer(OnlineMixin, trl.RLOOTrainer):
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For a missing `prompt` column, and for prompts without a token.
+
+    Example:
+
+    ```python
+    from trl_padfix import RLOOConfig, RLOOTrainer
+
+
+    def shorter(completions, **columns):
+        return [-len(completion) for completion in completions]
+
+
+    args = RLOOConfig(output_dir="runs/rloo", padding_free=True, prefix_sharing=True)
+    trainer = RLOOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=shorter, args=args, train_dataset=prompts)
+    trainer.train()  # columns of the data: prompt
+    ```
     """
 
     def _sums_over_rows(self) -> bool:

@@ -67,6 +67,16 @@ class SFTTrainer(
         ParityError: On the first batch, if the packed and the padded forward differ.
         ValueError: For input that could not be trained on as meant: missing columns, no chat template, no row with a
             token to train on, no pad token.
+
+    Example:
+
+    ```python
+    from trl_padfix import SFTConfig, SFTTrainer
+
+    args = SFTConfig(output_dir="runs/sft", padding_free=True)
+    trainer = SFTTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=dialogues)
+    trainer.train()  # columns of the data: messages, text, or prompt and completion
+    ```
     """
 
     _collators = {
