@@ -23,6 +23,7 @@ from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token
 from .generation import evaluating
 from .layout import packed_layout
 from .remove import attachment_of, remove_padding
+from .sharded import forget_order_of_calls
 from .slices import short_slices
 from .views import other_attention
 
@@ -211,6 +212,7 @@ def check_parity(
             if other is not None:
                 with other_attention(other):
                     again = _scores(model(**inputs), ids, mask, columns)
+        forget_order_of_calls(pretrained, ids)
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
         return ParityReport(
