@@ -22,7 +22,7 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.parity import SLICE, TOLERANCES, short_slices
+from trl_padfix.core.parity import TOLERANCES
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
@@ -327,35 +327,3 @@ def test_the_precision_may_be_given():
     assert result.dtype == torch.float16
     assert result.rounding < 1e-5  # the model computes in float32 all the same
     assert result.mean_tolerance == torch.finfo(torch.float16).eps / 2
-
-
-# -- the slices
-
-
-def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
-    ids, mask = short_slices(*batch("left"))
-    assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == [
-        ROWS[6],
-        ROWS[0],  # none shares anything with it, so the first
-        ROWS[4],
-        ROWS[0],
-    ]
-    assert mask.tolist() == [[1] * n + [0] * (11 - n) for n in (5, 11, 6, 11)]
-
-
-def test_slices_of_equally_long_rows_are_ragged():
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 20, 21, 22, 23]])
-    _, mask = short_slices(ids, torch.ones_like(ids))
-    assert mask.sum(1).tolist() == [6, 8, 8, 8]
-
-
-def test_slices_of_long_rows_are_cut_around_where_they_part():
-    ids = torch.arange(1, 1001).repeat(2, 1)
-    ids[1, 600:] += 5000
-    sliced, mask = short_slices(ids, torch.ones_like(ids))
-
-    assert sliced.shape == (4, SLICE)
-    assert sliced[1, 0] == 601 - SLICE // 2
-    assert (sliced[1] == sliced[0])[: SLICE // 2].all()
-    assert (sliced[1] != sliced[0])[SLICE // 2 :].all()
-    assert mask.sum() < mask.numel()

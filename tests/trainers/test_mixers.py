@@ -8,30 +8,24 @@ indexer (DeepSeek V3.2) and ALiBi (Bloom).
 from __future__ import annotations
 
 import copy
-import random
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from kit.cells import MATRIX
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
+from kit.mixer_runs import TRAINERS, build_pairs, initial
 from kit.sft_runs import build_rows
-from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, break_mode, build_tokenizer, words
-from transformers import PreTrainedModel, PrinterCallback
+from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, break_mode, build_tokenizer
+from transformers import PrinterCallback
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_padfix import PaddingRemovalError
 
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "deepseek_v32", "bloom"]
-TRAINERS = {
-    "dpo": ((trl.DPOTrainer, trl.DPOConfig), (DPOTrainer, DPOConfig)),
-    "sft": ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)),
-}
 FAST = {"dpo": "prefix sharing, right", "sft": "padding-free, left"}
 STEPS = 20
 
@@ -40,29 +34,6 @@ STEPS = 20
 def _stable_choices():
     with stable_topk():
         yield
-
-
-def build_pairs(count: int, seed: int) -> Dataset:
-    """Ragged pairs, some of which have a prompt in common."""
-    draw = random.Random(seed)
-    prompts = [words(draw, 2, 14) for _ in range(count // 2)]
-    answers = [[words(draw, 1, 10) + "<eos>" for _ in range(2)] for _ in range(count)]
-    return Dataset.from_list(
-        [{"prompt": draw.choice(prompts), "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
-    )
-
-
-@cache
-def initial(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A policy and a reference that differs from it."""
-    policy, reference = build(family), build(family)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for own, other in zip(policy.parameters(), reference.parameters(), strict=True):
-            if own.dim() >= 2 and own.is_floating_point():
-                own.mul_(0.7)  # so large that a leak is seen, and not so large that 20 steps amplify rounding
-                other.mul_(0.7 + 0.1 * torch.randn(own.shape, generator=generator))
-    return policy, reference
 
 
 def trajectory(path: Any, kind: str, classes: tuple[type, type], family: str, **mode: Any) -> torch.Tensor:
@@ -121,3 +92,21 @@ def test_a_leak_would_bend_the_trajectory(kind, mode, theirs, tmp_path, monkeypa
     with nullcontext() if mode == "prefix sharing" else leaking_layouts():
         ours = trajectory(tmp_path, kind, TRAINERS[kind][1], "qwen3_5_text", **MODES[mode], parity_check=False)
     assert (ours - theirs(kind, "qwen3_5_text")).abs().max() > 1e-2
+
+
+def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
+    trainer_class, config_class = TRAINERS["dpo"][1]
+
+    def make():
+        config = config_class(**SETTINGS | {"output_dir": str(tmp_path), "padding_free": True})
+        models = {"model": build("cpmant"), "ref_model": build("cpmant")}
+        return trainer_class(
+            **models, args=config, train_dataset=build_pairs(4, 0), processing_class=build_tokenizer()
+        )
+
+    make().restore_padding()
+    monkeypatch.setattr(trainer_class, "_shards_parameters", lambda trainer: True)
+    with pytest.raises(
+        PaddingRemovalError, match=r"CpmAntModel puts `prompt_length=\d+` .* called once for each length"
+    ):
+        make()

@@ -95,6 +95,7 @@ class PackedCall:
         last_position (`int` or `torch.Tensor`, *optional*): Largest position of the padded call, padding included.
         dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
         prepared ([`PreparedMasks`], *optional*): Masks that the decoder was given, where its own would not do.
+        one_block (`bool`): Whether the rows of all mixers are one block, so that every process runs a mixer once.
         made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
@@ -105,6 +106,7 @@ class PackedCall:
     last_position: int | torch.Tensor = 0
     dry_run: Callable[..., Any] = lambda rows: []
     prepared: PreparedMasks | None = None
+    one_block: bool = False
     made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:

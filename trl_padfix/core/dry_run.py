@@ -57,17 +57,23 @@ class DryRun:
     def __call__(self, rows: Any) -> list[LayerCalls]:
         return [self._over(rows, block) for block in range(len(rows.tokens))]
 
+    def as_called(self) -> None:
+        """Run over the arguments as they are, to no end but to call the same parts as processes that need it."""
+        self._calls(self.packed, None)
+
     def _over(self, rows: Any, block: int) -> LayerCalls:
         given = {k: _rows_of(k, v, rows, block) for k, v in self.packed.items()}
         fixed = {"attention_mask": mask_of_rows(rows.tokens[block], self.decoder), "use_cache": False}
         given |= {k: v for k, v in fixed.items() if k in self.accepted}
         positions: Any = given.get("position_ids")
-        running_call = RowsCall(self.decoder, positions, self.last_position)
+        return self._calls(given, RowsCall(self.decoder, positions, self.last_position))
+
+    def _calls(self, given: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
         for outputs in _OUTPUTS:
             seen: LayerCalls = {}
             forward = _forward_with_stubs(self.decoder, self.layers, seen, outputs)
             try:
-                with torch.no_grad(), running(None), running(running_call):
+                with torch.no_grad(), running(None), running(rows_call):
                     forward(**given)
             except (ValueError, TypeError) as error:
                 if "unpack" in str(error):

@@ -28,7 +28,7 @@ from .attention import counts_columns, names_attention, uses_attention_interface
 from .handle import ForwardPatch
 from .layers import LayerPatch, hands_arguments_on
 from .patches import ViewPatch
-from .primitives import PrimitivesPatch, primitives_of
+from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .rows import RowsPatch
 from .whole_rows import needs_whole_rows
 
@@ -112,6 +112,11 @@ class Mixers:
     def that_are(self, how: str) -> list[Mixer]:
         """The mixers that run in a way."""
         return [mixer for mixer in self.mixers if mixer.how == how]
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens that a scan of a forked mixer computes at once; 0 if there is none."""
+        return max((chunk_of(mixer.module) for mixer in self.that_are(FORKED)), default=0)
 
     def patches(self, handle: Any) -> Iterator[ForwardPatch]:
         """What makes each mixer run in its way."""

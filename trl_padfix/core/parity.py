@@ -23,6 +23,8 @@ from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token
 from .generation import evaluating
 from .layout import packed_layout
 from .remove import attachment_of, remove_padding
+from .sharded import forget_order_of_calls
+from .slices import short_slices
 from .views import other_attention
 
 
@@ -40,14 +42,8 @@ measured: see [`check_parity`].
 TIMES_ROUNDING = 3
 """How many times the difference of two padded forwards that of packed and padded may be, in half precision."""
 
-HOLE = -1
-"""Stands for a masked token within a slice: holes are kept, since some decoders number tokens by their mask."""
-
 COLUMNS = 64
 """Columns of a batch with images whose scores are compared: logits are large."""
-
-SLICE = 192
-"""Tokens of a row that are compared, around the place where it parts from the row it shares most with."""
 
 
 class ParityError(RuntimeError):
@@ -160,6 +156,9 @@ def check_parity(
     """
     Compare the packed forward of a model with its padded forward on up to four short slices of a batch.
 
+    Where a decoder has scans that compute chunks of tokens at once, two of the slices are long enough to cross from
+    chunk to chunk, if rows of the batch are.
+
     Of a multimodal model's batch with images nothing can be cut out: all its rows go through the model twice, and the
     scores of up to `COLUMNS` columns are compared.
 
@@ -207,19 +206,19 @@ def check_parity(
     arrives_packed = "attention_mask" not in batch
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
-    if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
-        inputs, columns = _whole(batch, pretrained)
-    else:
-        rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
-        ids, mask = short_slices(*rows)
-        inputs, columns = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, None
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
+        if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
+            inputs, columns = _whole(batch, pretrained)
+        else:
+            rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
+            ids, mask = short_slices(*rows, chunk=handle.mixers.chunk)
+            inputs, columns = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, None
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         counted = dict(vars(handle.stats))
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
         stack.enter_context(handle.reenabled())
@@ -241,6 +240,7 @@ def check_parity(
             if other is not None:
                 with other_attention(other):
                     again = _scores(model(**inputs), ids, mask, columns)
+        forget_order_of_calls(pretrained, ids)
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
         return ParityReport(
@@ -306,48 +306,6 @@ def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = columns
     return inputs | {"use_cache": False}, columns
-
-
-def short_slices(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Two short rows and the row that each shares most with, cut to at most `SLICE` tokens around where they part.
-
-    Args:
-        ids, mask (`torch.Tensor` of shape `(B, L)`):
-            Token ids and attention mask.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.
-    """
-    rows = [_from_first_to_last(row, keep.bool()) for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
-    rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
-    shortest = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    with_holes = [i for i in shortest if (rows[i] == HOLE).any()][:1]
-    chosen: list[torch.Tensor] = []
-    for i in list(dict.fromkeys([shortest[0], *with_holes, *shortest]))[:2]:
-        others = [j for j in range(len(rows)) if j != i]
-        partner = max(others, key=lambda j: _common_prefix(rows[i], rows[j]), default=i)
-        begin = max(0, _common_prefix(rows[i], rows[partner]) - SLICE // 2)
-        pieces = (rows[k][begin : begin + SLICE] for k in (i, partner))
-        chosen += [_from_first_to_last(piece, piece != HOLE) for piece in pieces if (piece != HOLE).any()]
-    # Slices of one length would leave nothing to remove, and so nothing to compare.
-    if len({len(row) for row in chosen}) == 1 and len(chosen[0]) > 2:
-        shorter = chosen[0][: -max(1, len(chosen[0]) // 4)]
-        chosen[0] = _from_first_to_last(shorter, shorter != HOLE)
-    sliced = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=HOLE)
-    kept = sliced != HOLE
-    return sliced.masked_fill(~kept, 0).to(ids.device), kept.to(mask.dtype).to(mask.device)
-
-
-def _from_first_to_last(row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """A row without the padding around it; what is masked within it becomes [`HOLE`]."""
-    places = real.nonzero()
-    return row.masked_fill(~real, HOLE)[places.min() : places.max() + 1]
-
-
-def _common_prefix(a: torch.Tensor, b: torch.Tensor) -> int:
-    n = min(len(a), len(b))
-    return int((a[:n] == b[:n]).long().cumprod(0).sum())
 
 
 def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:

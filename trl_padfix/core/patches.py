@@ -37,6 +37,8 @@ from .layers import hands_arguments_on, takes_any_argument
 from .layout import Layout, pack
 from .positions import Numbering, length_dependent_rope
 from .prepared_masks import with_added_masks
+from .rows import calls_of_layers
+from .sharded import gathers_in_parts
 from .views import attends_otherwise
 from .whole_rows import needs_whole_rows, over_whole_rows
 
@@ -61,6 +63,8 @@ class DecoderPatch(ForwardPatch):
             Its layers by name.
         refuse (`Callable`, *optional*):
             Says why a layout, or a batch with prepared masks, cannot be packed, if it cannot.
+        makes_rows (`bool`, *optional*, defaults to `False`):
+            Whether some of its mixers run on rows.
     """
 
     runs_on_view = True
@@ -72,9 +76,10 @@ class DecoderPatch(ForwardPatch):
         *,
         layers: dict[str, nn.Module] | None = None,
         refuse: Callable[[Layout, bool], str | None] | None = None,
+        makes_rows: bool = False,
     ):
         super().__init__(module, attachment)
-        self.layers, self.refuse = layers or {}, refuse
+        self.layers, self.refuse, self.makes_rows = layers or {}, refuse, makes_rows
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
         self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
@@ -107,6 +112,8 @@ class DecoderPatch(ForwardPatch):
                 call.pop("use_cache", None)  # nobody asked for a cache; GIT asks its config
             layout = self.attachment.layout_of(call, asked)
             if layout is None:
+                if call.get("use_cache") is False:
+                    self._keep_pace(call)
                 return self.wrapped(*args, **kwargs)
             return self._packed(call, layout, asked)
         except IndexError as error:
@@ -120,6 +127,7 @@ class DecoderPatch(ForwardPatch):
         if layout.is_trivial:
             if prepared is not None:
                 call["attention_mask"] = prepared.given
+            self._keep_pace(call)
             return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
@@ -141,7 +149,12 @@ class DecoderPatch(ForwardPatch):
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
         dry_run = DryRun(self.module, self.layers, packed, last)
-        current = PackedCall(layout, config._attn_implementation, self.module, positions, last, dry_run, prepared)
+        in_pace = self._keeps_pace()
+        current = PackedCall(
+            layout, config._attn_implementation, self.module, positions, last, dry_run, prepared, in_pace
+        )
+        if in_pace:
+            calls_of_layers(current, one_block=True)
         if self.hands_on:
             packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
@@ -151,6 +164,15 @@ class DecoderPatch(ForwardPatch):
         if asked is not None and not asked.pools_last and asked.scored is None:
             asked.layout = layout
         return unpack_output(output, layout, asked)
+
+    def _keeps_pace(self) -> bool:
+        """Whether a forward has to call the same parts as those of other processes, whatever rows these have."""
+        return self.makes_rows and gathers_in_parts(self.module)
+
+    def _keep_pace(self, call: dict[str, Any]) -> None:
+        """Look how layers are called, as processes do whose batches are packed; a forward with them as they are."""
+        if self._keeps_pace():
+            DryRun(self.module, self.layers, self._accepted(call), 0).as_called()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the decoder takes: what its model was given it may not."""

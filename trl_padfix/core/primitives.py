@@ -32,7 +32,10 @@ from .rows import row_blocks
 from .views import viewed_module
 
 
-__all__ = ["PrimitivesPatch", "primitives_of"]
+__all__ = ["PrimitivesPatch", "chunk_of", "primitives_of"]
+
+CHUNK = 64
+"""Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
 
 
 def primitives_of(module: nn.Module) -> set[str]:
@@ -45,6 +48,17 @@ def primitives_of(module: nn.Module) -> set[str]:
         _recurs(module) and not names & _RECURRENCES
     )
     return set() if by_attention or by_itself else names
+
+
+def chunk_of(module: nn.Module) -> int:
+    """Tokens that the recurrence of a forked mixer computes at once; 0 if it has none that works by chunks."""
+    known = getattr(module, "chunk_size", None)
+    space = inspect.unwrap(type(module).forward).__globals__
+    for name in primitives_of(module) & _BY_CHUNKS:
+        default = inspect.signature(inspect.unwrap(space[name])).parameters.get("chunk_size")
+        known = known or (default.default if default is not None else None)
+        return known if isinstance(known, int) else CHUNK
+    return 0
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -218,6 +232,7 @@ _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
 }
 """What stands for each function, by the name under which mixers call it."""
 
+_BY_CHUNKS = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
 _RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
 _DECAYS = {"A_log", "dt_bias"}
 """Parameters of a recurrence. Older mixers keep their functions as attributes, or call methods that hold them: such a

@@ -25,7 +25,7 @@ from .errors import PaddingRemovalError
 from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .handle import Attachment, ForwardPatch, PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .mixers import Mixers
+from .mixers import ROWS, Mixers
 from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
 from .refusals import refusal, refuse_batch, refuse_sharing
@@ -129,7 +129,8 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
     """The patches that remove padding from `model`, from its decoder to its head."""
     decoder, multimodal = handle.decoder, handle.multimodal
     mixers = handle.mixers
-    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=partial(refuse_batch, mixers=mixers))
+    refuse = partial(refuse_batch, mixers=mixers)
+    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=refuse, makes_rows=bool(mixers.that_are(ROWS)))
     yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))

@@ -27,7 +27,7 @@ from .layers import LayerCall, layer_call
 from .layout import Layout
 
 
-__all__ = ["RowBlocks", "RowsPatch", "grouped_by_length", "joined", "row_blocks"]
+__all__ = ["RowBlocks", "RowsPatch", "calls_of_layers", "grouped_by_length", "joined", "row_blocks"]
 
 BEYOND = 1.125
 """A block of rows holds at most this many times the tokens of its rows; what is beyond the ends of rows is waste."""
@@ -104,9 +104,9 @@ def row_blocks(call: PackedCall, one_block: bool = False) -> RowBlocks:
     return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block=one_block))
 
 
-def _calls_of_layers(call: PackedCall, rows: RowBlocks, one_block: bool) -> list[dict[int, dict[str, Any]]]:
+def calls_of_layers(call: PackedCall, one_block: bool = False) -> list[dict[int, dict[str, Any]]]:
     """How the decoder calls its layers for the rows of each block: arguments by name, by the `id` of the layer."""
-    return call.once(("calls of layers", one_block), lambda: call.dry_run(rows))
+    return call.once(("calls of layers", one_block), lambda: call.dry_run(row_blocks(call, one_block)))
 
 
 class RowsPatch(ForwardPatch):
@@ -128,9 +128,9 @@ class RowsPatch(ForwardPatch):
                 f"{type(self.module).__name__} was called outside of the layers of its decoder, and it needs rows, "
                 "which are made for the layer that it is part of. Train this model with `padding_free=False`."
             )
-        rows = row_blocks(call, self.one_block)
-        outputs = []
-        for block, made in enumerate(_calls_of_layers(call, rows, self.one_block)):
+        one_block = self.one_block or call.one_block
+        rows, outputs = row_blocks(call, one_block), []
+        for block, made in enumerate(calls_of_layers(call, one_block)):
             pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
             block_args = [pick(None, value) for value in args]
             block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}

@@ -50,12 +50,13 @@ from .checks import (
     column_names,
     explain_missing_flash_attention,
     refuse_images,
+    refuse_whole_rows,
     require_rows,
     splitting_parallelism,
 )
 from .field_types import check_field_types, check_processing_class
 from .finite import FiniteMixin, check_weights
-from .rows import check_ids
+from .rows import check_ids, image_token_ids
 from .token_counts import TokenCounter, TokenCountsMixin
 from .whole_checkpoints import WholeCheckpointsMixin
 
@@ -159,6 +160,8 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
         for model in models:
             self._handles.append(remove_padding(model, **self._packing_options()))
             self._handles[-1].is_trainers = True
+            if self._shards_parameters():
+                refuse_whole_rows(self._handles[-1])
 
     def _set_up_collator(self) -> None:
         """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
@@ -167,14 +170,17 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
             tokenizer = getattr(self, "_tokenizer", self.processing_class)
             side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
             given = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            self.data_collator = ours(**given, padding_side=side, for_trainer=True, vocabulary=self._of_streams())
+            self.data_collator = ours(**given, padding_side=side, for_trainer=True, **self._known_ids())
         elif type(collator) in self._collators.values() and is_dataclass(collator):
-            self.data_collator = replace(collator, for_trainer=True, vocabulary=self._of_streams())
+            self.data_collator = replace(collator, for_trainer=True, **self._known_ids())
 
-    def _of_streams(self) -> int | None:
-        """The vocabulary that rows are looked at for as they come, where they cannot be before the first step."""
-        streams = any(not isinstance(d, Dataset) for d in self._datasets().values() if d is not None)
-        return self._vocabulary() if streams else None
+    def _known_ids(self) -> dict[str, Any]:
+        """What rows are looked at for as they come, where they cannot be before the first step."""
+        with_images = getattr(self, "_is_vision_dataset", False)  # they are tokenized batch by batch
+        if not with_images and all(isinstance(d, Dataset) for d in self._datasets().values() if d is not None):
+            return {}
+        stand_ins = image_token_ids(find_pretrained(self.model).config) if with_images else frozenset()
+        return {"vocabulary": self._vocabulary(), "stand_ins": stand_ins}
 
     def _packing_options(self) -> dict[str, Any]:
         """Keyword arguments of `remove_padding`."""
@@ -197,7 +203,8 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
             for which, model in (("model", self.model), ("reference model", getattr(self, "ref_model", None))):
                 if model is not None:
                     check_weights(model, which)
-        if (size := self._vocabulary()) is not None:
+        size = None if getattr(self, "_is_vision_dataset", False) else self._vocabulary()
+        if size is not None:
             for name, dataset in self._datasets().items():
                 check_ids(dataset, name, size)
 
@@ -206,11 +213,15 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
         return {"train": self.train_dataset, **evaluated}
 
     def _vocabulary(self) -> int | None:
-        """How many token ids the model has embeddings for; `None` for a model of images, which has more tokens."""
+        """How many token ids the model has embeddings for, if it says."""
         pretrained = find_pretrained(self.model)
-        if getattr(self, "_is_vision_dataset", False) or not hasattr(pretrained, "get_input_embeddings"):
-            return None
-        return getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
+        embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
+        return getattr(embeddings, "num_embeddings", None)
+
+    def _shards_parameters(self) -> bool:
+        """Whether each process has a part of the parameters, and modules gather them when they are called."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
 
     def _check_launch(self) -> None:
         """

@@ -11,6 +11,8 @@ from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
+from ..core.handle import PaddingRemoval
+from ..core.mixers import WHOLE
 from .collators import check_padding_side
 from .columns import first_misplaced_image, list_lengths
 from .sharing import check_prefix_sharing
@@ -27,6 +29,7 @@ __all__ = [
     "explain_missing_flash_attention",
     "length_dependent_rope",
     "refuse_images",
+    "refuse_whole_rows",
     "require_columns",
     "require_eos",
     "require_rows",
@@ -242,6 +245,19 @@ def _first_misplaced_of_rows(
         for _, images, placeholders in misplaced_images([example], processor):
             return i, images, placeholders
     return None
+
+
+def refuse_whole_rows(handle: PaddingRemoval) -> None:
+    """
+    Raises:
+        PaddingRemovalError: If a decoder is called once for each length of a row, where parameters are sharded.
+    """
+    for mixer in handle.mixers.that_are(WHOLE):
+        raise PaddingRemovalError(
+            f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
+            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another for ever "
+            "where their rows have other lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
+        )
 
 
 def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:

@@ -42,6 +42,7 @@ class SidedCollator:
     padding_side: str = "right"
     for_trainer: bool = False
     vocabulary: int | None = None
+    stand_ins: frozenset[int] = frozenset()
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

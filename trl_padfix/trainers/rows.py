@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from .columns import INSTEAD_OF_CONTENT, ids_outside, may_lack_text
 
 
-__all__ = ["TRAINED", "check_ids", "check_row", "sound_rows"]
+__all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "sound_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,16 @@ def check_ids(dataset: Any, name: str, size: int) -> None:
                 f"embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a device "
                 "assertion). Tokenize with the model's own tokenizer, or correct the row."
             )
+
+
+def image_token_ids(config: Any) -> frozenset[int]:
+    """The ids that stand for images, videos and sounds in a model's configuration; some lie beyond its embeddings."""
+    named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
+    return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
+
+
+_TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
+"""Tokens that are looked up as any other, and numbers of tokens."""
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "DataCollatorForVisionLanguageModeling",
     "DataCollatorForVisionPreference",
     "check_batch",
+    "check_ids_of_batch",
     "copied",
     "on_side_with_kl",
 ]
@@ -73,6 +74,7 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
         examples = copied(examples)
         check_batch(self, examples)
         batch = _collated(super(), self, examples)
+        check_ids_of_batch(self, batch, len(examples))
         empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
         rows = sorted(set(empty.tolist()))
         within = f"without a token (within `max_length={self.max_length}`)"
@@ -136,6 +138,7 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
         examples = copied(examples)
         check_batch(self, examples)
         batch = _collated(super(), self, examples)
+        check_ids_of_batch(self, batch, len(examples))
         return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
@@ -158,6 +161,39 @@ def check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
     found = misplaced_images(examples, collator.processor)
     rows, error = [i for i, *_ in found], misplaced(found[0], "the batch") if found else ""
     collator.refuse_or_count(rows, error, "rows have other images than placeholders; they are left to the model")
+
+
+def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
+    """
+    Refuse token ids that the model has no embedding for; what stands for images may lie beyond the vocabulary.
+
+    Args:
+        collator (`SidedCollator`):
+            With its `vocabulary`, and the ids of its `stand_ins`.
+        batch (`dict`):
+            What was made of `count` rows of the data.
+        count (`int`):
+            Row `i` of the data is row `i` of the batch, and `i + count` if the batch has a second half.
+
+    Raises:
+        ValueError: With the row, its beginning and the id.
+    """
+    if collator.vocabulary is None:
+        return
+    for ids in (batch[name] for name in ("input_ids", "KL_input_ids") if name in batch):
+        known = (ids >= 0) & (ids < collator.vocabulary)
+        known |= torch.isin(ids, torch.tensor(sorted(collator.stand_ins), dtype=ids.dtype))
+        if known.all():
+            continue
+        row, column = (~known).nonzero()[0].tolist()
+        decodable = [int(i) for i in ids[row] if 0 <= i < collator.vocabulary]
+        tokenizer = getattr(collator.processor, "tokenizer", collator.processor)
+        raise ValueError(
+            f"Row {row % count} of the batch (counted from 0; it begins with {tokenizer.decode(decodable[:12])!r}) "
+            f"holds the token id {int(ids[row, column])}, and the model has embeddings for 0 to "
+            f"{collator.vocabulary - 1}: its forward would stop (on a GPU with a device assertion). Use the model's "
+            "own processor, or `model.resize_token_embeddings(len(processor.tokenizer))`."
+        )
 
 
 def misplaced(found: tuple[int, int, int], where: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import trl.trainer.kto_trainer as trl_kto
 
 from .collators import EMPTY, SidedCollator
-from .vision_collators import check_batch, copied, on_side_with_kl
+from .vision_collators import check_batch, check_ids_of_batch, copied, on_side_with_kl
 
 
 __all__ = ["DataCollatorForVisionUnpairedPreference"]
@@ -38,6 +38,7 @@ class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollato
         examples = copied(examples)
         check_batch(self, examples)
         batch = dict(super().torch_call(examples))
+        check_ids_of_batch(self, batch, len(examples))
         rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten().tolist()
         self.refuse_or_count(
             rows,

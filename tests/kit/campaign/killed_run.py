@@ -1,4 +1,8 @@
-"""A script of a user, which the campaign kills: `killed_run.py FOLDER RESUME CONFIG`."""
+"""
+A script of a user, which the campaign kills: `killed_run.py FOLDER RESUME CONFIG`.
+
+`FORGETS_EPOCHS=1` leaves it to accelerate to tell the sampler its epoch: the negative control.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,13 @@ import sys
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from kit.budget_runs import build_data
+from kit.budget_runs import build_branching, build_data
 from kit.campaign.kills import EPOCH, STEPS
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback
 
 from trl_padfix import DPOConfig, DPOTrainer
+from trl_padfix.trainers.epochs import SamplerEpochs
 
 
 def main(run: str, resume: str, config: dict) -> None:
@@ -23,7 +28,10 @@ def main(run: str, resume: str, config: dict) -> None:
     if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":  # see `kit/launched.py`
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         cpu = {"use_cpu": False}
-    data: Dataset = build_data("dpo").select(range(4 * EPOCH))
+    if os.environ.get("FORGETS_EPOCHS"):
+        SamplerEpochs.on_epoch_begin = lambda *args, **kwargs: None
+    rows: Dataset = build_branching("dpo", prompts=4) if config.get("group_by_prefix") else build_data("dpo")
+    data = rows.select(range(4 * EPOCH))
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "max_length": 26}
     settings |= {"per_device_train_batch_size": 4 // processes, "padding_free": True, "prefix_sharing": True}
     model = build_model(attention_dropout=0.1)

@@ -33,6 +33,12 @@ SET_UPS = {
     "ddp, budget": (2, {"max_tokens_per_batch": 120}),
     "fsdp2": (2, {}),
 }
+OTHERS = {
+    "ddp, accumulated": (2, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "ddp, grouped": (2, {"group_by_prefix": True}),
+    "ddp, grouped, budget": (2, {"group_by_prefix": True, "max_tokens_per_batch": 120}),
+}
+"""Set-ups that are not drawn."""
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
@@ -80,10 +86,11 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
     return logs, load_file(run / "model.safetensors")
 
 
-def launch(set_up: str, run: Path, resume: str = "none") -> subprocess.Popen:
-    processes, config = SET_UPS[set_up]
+def launch(set_up: str, run: Path, resume: str = "none", *, env: Any = None, **config: Any) -> subprocess.Popen:
+    processes, own = (SET_UPS | OTHERS)[set_up]
+    config = own | config
     command = [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     if processes > 1:
         name = "fsdp2" if set_up == "fsdp2" else "multi_gpu"

@@ -1,0 +1,161 @@
+"""
+Two processes on decoders whose layers one packed row cannot serve: the trajectory of one process, gradients included.
+
+The one process runs TRL's trainer, padded. Of each step one of the two processes has rows of one length, with nothing
+to remove, and the other one ragged rows, so that modules on rows would run a different number of times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from kit import mixer_runs
+from kit.family_outcomes import gradient_difference, stable_topk
+from kit.mixer_runs import STEP_ROWS, STEPS, TRAINERS, save_initial, train_saved
+from safetensors.torch import load_file
+
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "bloom", "deepseek_v32"]
+CASES = [
+    *(f"{family},dpo,{mode}" for family in FAMILIES for mode in ("padding-free", "prefix sharing")),
+    *("qwen3_5_text,sft,padding-free", "bloom,sft,padding-free"),
+]
+ZERO_3 = {
+    "zero_optimization": {
+        "stage": 3,
+        # Parameters of this size would stay gathered, and those of real models do not.
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "reduce_bucket_size": 10_000,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+}
+"""All parameters are gathered when a module is called, and given up behind it."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        save_initial(family, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    """TRL's trainer in this process."""
+
+    @cache
+    def run(family: str, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        output = tmp_path_factory.mktemp("alone")
+        with stable_topk():
+            logs = train_saved(kind, TRAINERS[kind][0], models / family, output, per_device_train_batch_size=STEP_ROWS)
+        return curve(logs), load_file(output / "model.safetensors")
+
+    return run
+
+
+def curve(logs: list[dict[str, float]]) -> torch.Tensor:
+    steps = [(log["loss"], log["grad_norm"]) for log in logs if "loss" in log]
+    ends = [(log["eval_loss"], 0.0) for log in logs if "eval_loss" in log]
+    assert (len(steps), len(ends)) == (STEPS, 1)
+    return torch.tensor(steps + ends, dtype=torch.float64)
+
+
+def accelerate_config(strategy: str, folder: Path) -> Path:
+    """The configuration of `recipes/accelerate`, for two processes in float32; ZeRO-3 gathers all parameters anew."""
+    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{strategy}.yaml").read_text())
+    settings |= {"num_processes": 2, "mixed_precision": "no"}
+    if strategy == "zero3":
+        (folder / "zero3.json").write_text(json.dumps(ZERO_3))
+        settings["deepspeed_config"] = {"deepspeed_config_file": str(folder / "zero3.json"), "zero3_init_flag": True}
+        del settings["mixed_precision"]  # what DeepSpeed's own file says is not said twice
+    path = folder / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def launch(strategy: str, cases: list[str], models: Path, folder: Path, **env: str) -> dict[str, Any]:
+    """Train the cases in two processes; a run that waits for ever is ended, and says which case it was."""
+    for family in {case.split(",")[0] for case in cases}:
+        (folder / family).symlink_to(models / family)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    environment |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"} | env
+    if strategy != "multi_gpu":  # see `kit/launched.py`
+        environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", str(accelerate_config(strategy, folder)), mixer_runs.__file__, str(folder), *cases]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, said = process.communicate(timeout=120 + 30 * len(cases))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        _, said = process.communicate()
+        begun = [line for line in said.splitlines() if " begins" in line]
+        pytest.fail(f"the processes wait for each other: {begun[-1:]} {said[-2000:]}")
+    assert process.returncode == 0, [line for line in said.splitlines() if " begins" in line][-1] + said[-6000:]
+    return json.loads((folder / "logged.json").read_text())
+
+
+def assert_same(ours: Path, logs: Any, theirs: tuple[torch.Tensor, dict[str, torch.Tensor]], initial: Path) -> None:
+    """Losses and gradient norms, and what the steps have added to every weight: the sum of the gradients."""
+    torch.testing.assert_close(curve(logs), theirs[0], rtol=1e-4, atol=1e-4)
+    begin = load_file(initial / "policy" / "model.safetensors")
+    # Under ZeRO-3 the second Qwen3.5 of a process is saved under the names of a model with images (transformers 5.23).
+    saved = load_file(ours / "model.safetensors").items()
+    end = {name.replace("model.language_model.", "model."): weight for name, weight in saved}
+    assert end.keys() >= theirs[1].keys()  # FSDP2 saves tied weights twice
+    added, expected = ({name: w[name] - begin[name] for name in theirs[1]} for w in (end, theirs[1]))
+    assert max(change.abs().max() for change in expected.values()) > 1e-3
+    assert gradient_difference(added, expected) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "multi_gpu",
+        "fsdp2",
+        pytest.param(
+            "zero3",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`"),
+        ),
+    ],
+)
+def test_two_processes_give_the_trajectory_of_one(strategy, models, alone, tmp_path):
+    logged = launch(strategy, CASES, models, tmp_path)
+    for case in CASES:
+        family, kind, mode = case.split(",")
+        assert_same(tmp_path / case, logged[case], alone(family, kind), models / family)
+        steps = [log for log in logged[case] if "loss" in log]
+        assert max(log["padfix/pad_fraction"] for log in steps) > 0.05, case
+        assert (max(log["padfix/shared_fraction"] for log in steps) > 0.05) == (mode == "prefix sharing"), case
+
+
+def test_rows_that_see_each_other_do_not(models, alone, tmp_path):
+    case = "qwen3_5_text,dpo,padding-free"
+    logged = launch("multi_gpu", [case], models, tmp_path, BROKEN_LAYOUT="1")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(tmp_path / case, logged[case], alone("qwen3_5_text", "dpo"), models / "qwen3_5_text")

@@ -1,0 +1,49 @@
+"""
+Two processes, resumed in the middle of the second epoch: to the bit the run that was not stopped.
+
+A dataloader that skips batches at several processes forgets to tell its sampler the epoch (accelerate 1.15).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.campaign.kills import EPOCH, OTHERS, SET_UPS, STEPS, launch, outcome
+
+
+pytestmark = pytest.mark.slow
+
+STOPPED = EPOCH + 2
+"""The run goes on from here: one step before the end of the second epoch, and so with two orders of rows to come."""
+
+
+def finished(set_up: str, run: Path, resume: str = "none", **env: str) -> Any:
+    process = launch(set_up, run, resume, env=env, save_total_limit=STEPS)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said[-4000:]
+    return outcome(run)
+
+
+def stopped_and_resumed(set_up: str, run: Path, **env: str) -> Any:
+    for step in range(STOPPED + 1, STEPS + 1):
+        shutil.rmtree(run / f"checkpoint-{step}")
+    return finished(set_up, run, "latest", **env)
+
+
+@pytest.mark.parametrize("set_up", [name for name in (SET_UPS | OTHERS) if name != "one, budget"])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(set_up, tmp_path):
+    logs, weights = finished(set_up, tmp_path / "run")
+    resumed_logs, resumed_weights = stopped_and_resumed(set_up, tmp_path / "run")
+    assert resumed_logs == logs
+    assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
+
+
+def test_without_its_epoch_the_sampler_would_give_other_rows(tmp_path):
+    logs, _ = finished("ddp", tmp_path / "run")
+    resumed, _ = stopped_and_resumed("ddp", tmp_path / "run", FORGETS_EPOCHS="1")
+    assert resumed[:STOPPED] == logs[:STOPPED]
+    assert resumed[STOPPED][0] != pytest.approx(logs[STOPPED][0], rel=1e-4)

@@ -1,0 +1,47 @@
+"""Decoders whose parts gather their parameters from other processes whenever they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+__all__ = ["forget_order_of_calls", "gathers_in_parts"]
+
+_UNITS = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+def gathers_in_parts(module: nn.Module) -> bool:
+    """
+    Whether parts of `module` gather parameters when they are called: units of FSDP within it, or all under ZeRO-3.
+
+    All processes have to gather equally often and in one order, so they have to call these parts equally often,
+    whatever their rows are. A process with other calls than the rest waits for them for ever.
+    """
+    if _is_of_zero_3(module):
+        return True
+    return any(_UNITS & {cls.__name__ for cls in type(m).__mro__} for m in module.modules() if m is not module)
+
+
+def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
+    """
+    Let ZeRO-3 learn anew in which order the parts of `model` gather their parameters.
+
+    It learns that from the first forwards and stops at a parameter out of turn (DeepSpeed 0.19), and TRL's loss takes
+    the weights of the LM head by another way than a forward that returns logits. A call beyond the last of a forward
+    makes it forget; to models of other kinds nothing is done.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model.
+        ids (`torch.Tensor` of shape `(B, L)`):
+            Token ids; the first one is looked up.
+    """
+    if _is_of_zero_3(model):
+        model.get_input_embeddings()(ids[:1, :1])
+
+
+def _is_of_zero_3(module: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
