@@ -14,12 +14,13 @@ import sys
 import threading
 import types
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from kit import family_outcomes
-from kit.cells import MATRIX
+from kit.cells import MATRIX, every_pair
 from kit.families import build
 from kit.family_outcomes import (
     LEAK,
@@ -73,7 +74,7 @@ OTHERS = (
     *("deepseek_v32", "xlstm"),
 )
 FAMILIES = pytest.mark.parametrize("family", [*KINDS, *(pytest.param(f, marks=MATRIX) for f in OTHERS)])
-WAYS = pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant", "removed"])
+WAYS = ("plain", "checkpointed", "reentrant", "removed")
 
 
 @pytest.fixture(autouse=True)
@@ -192,9 +193,13 @@ def test_each_mixer_runs_in_its_way(family, ways):
         assert handle.mixers.counts() == ways
 
 
-@WAYS
-@SHARING
-@FAMILIES
+@pytest.mark.parametrize(
+    ("family", "sharing", "how"),
+    [
+        *every_pair(KINDS, [False, True], WAYS),
+        *(pytest.param(*cell, marks=MATRIX) for cell in product(OTHERS, [False, True], WAYS)),
+    ],
+)
 def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, how):
     model, expected = without_dropout(build(family)).train(), reference(family)
     if how != "plain":

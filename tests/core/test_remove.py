@@ -20,6 +20,7 @@ import peft
 import pytest
 import torch
 import transformers
+from kit.cells import every_pair
 from kit.family_outcomes import leaking_layouts
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import (
@@ -122,10 +123,10 @@ def assert_equal_where_real(got: torch.Tensor, expected: torch.Tensor, mask: tor
 # -- the same numbers
 
 
-@SHARING
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+@pytest.mark.parametrize(
+    ("name", "implementation", "side", "checkpointing", "sharing"),
+    every_pair(SUPPORTED, SIDES, [None, "reentrant", "non-reentrant"], [False, True]),
+)
 def test_packed_and_padded_give_the_same_numbers(name, implementation, side, checkpointing, sharing):
     ids, mask = batch(side)
     model = build(name, implementation)
@@ -1181,10 +1182,10 @@ def assert_same_fused_numbers(got, expected) -> None:
     assert_same_gradients(got[1], expected[1])
 
 
-@SHARING
-@pytest.mark.parametrize("items", [None, 17], ids=["mean", "num_items_in_batch"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "side", "items", "sharing"),
+    every_pair(["qwen2", "gemma2", "qwen3_moe"], SIDES, [None, 17], [False, True]),
+)
 def test_the_fused_head_scores_the_labels_and_nothing_else(name, side, items, sharing):
     ids, mask = batch(side)
     labels = answers(ids, mask)

@@ -10,6 +10,7 @@ from unittest import mock
 import peft
 import pytest
 import torch
+from kit.cells import every_pair
 from kit.family_outcomes import gradients_of, weighted
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.trainer_runs import BROKEN
@@ -56,9 +57,7 @@ def difference(vision: VisionModel, rows: list[Row], side: str, expected: torch.
         return (logps(vision.model, collate(vision, rows, side)) - expected).abs().max().item()
 
 
-@SHARING
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", EXACT)
+@pytest.mark.parametrize(("family", "side", "sharing"), every_pair(EXACT, ["left", "right"], [False, True]))
 def test_rows_with_images_are_what_they_are_alone(family, side, sharing):
     vision = build_vision(family)
     expected = alone(vision, ROWS)

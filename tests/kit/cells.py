@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ def once_each(cases: Iterable[Any], modes: Sequence[Any], *, fully: Sequence[Any
 
     Args:
         cases (`Iterable`):
-            Cases of a matrix, its first parameter.
+            Cases of a matrix, its first parameter; one that is a tuple stands for several.
         modes (`Sequence`):
             Modes of a matrix, its second parameter.
         fully (`Sequence`):
             Cases that are fast in all modes.
     """
     return [
-        pytest.param(case, mode, marks=() if case in fully or j == i % len(modes) else MATRIX)
+        pytest.param(*_parameters(case), mode, marks=() if case in fully or j == i % len(modes) else MATRIX)
         for i, case in enumerate(cases)
         for j, mode in enumerate(modes)
     ]
@@ -33,5 +34,28 @@ def once_each(cases: Iterable[Any], modes: Sequence[Any], *, fully: Sequence[Any
 def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     """Every case as a parameter of a test (a tuple: as several), slow unless it is among the `fast` ones."""
     fast = list(fast)
-    rows = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
-    return [pytest.param(*row, marks=() if case in fast else MATRIX) for case, row in rows]
+    return [pytest.param(*_parameters(case), marks=() if case in fast else MATRIX) for case in cases]
+
+
+def every_pair(*axes: Iterable[Any]) -> list[Any]:
+    """
+    The product of several axes as parameters of a test: as many cells are fast as it takes for any two values of any
+    two axes to meet in one, the others are slow.
+
+    Args:
+        axes (`Iterable`):
+            Values of each axis; one that is a tuple stands for several parameters.
+    """
+    cells = list(product(*(enumerate(axis) for axis in axes)))
+    # Values are told apart by their places, so they need not be hashable.
+    met = [{((a, i), (b, j)) for (a, (i, _)), (b, (j, _)) in combinations(enumerate(cell), 2)} for cell in cells]
+    wanted, fast = set().union(*met), set()
+    while wanted:
+        fast.add(best := max(range(len(cells)), key=lambda i: len(met[i] & wanted)))
+        wanted -= met[best]
+    rows = [[part for _, value in cell for part in _parameters(value)] for cell in cells]
+    return [pytest.param(*row, marks=() if i in fast else MATRIX) for i, row in enumerate(rows)]
+
+
+def _parameters(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -7,6 +7,7 @@ Which attention function a model called is recorded by the config that its atten
 import logging
 import random
 from collections import defaultdict
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,8 +61,8 @@ def saved_reward_model(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def make(tmp_path, saved, saved_reward_model):
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, saved, saved_reward_model):
     def make_trainer(kind: str = "DPO", config: dict[str, Any] | None = None, config_class=None, **given):
         config_class = config_class or getattr(trl_padfix, f"{kind}Config")
         online = kind in ("GRPO", "RLOO")
@@ -73,7 +74,7 @@ def make(tmp_path, saved, saved_reward_model):
         }
         if online:
             defaults["reward_funcs"] = reward_words
-        args = config_class(**settings | {"output_dir": str(tmp_path)} | (config or {}))
+        args = config_class(**settings | {"output_dir": str(tmp_path_factory.mktemp("run"))} | (config or {}))
         return getattr(trl_padfix, f"{kind}Trainer")(args=args, **defaults | given)
 
     return make_trainer
@@ -112,6 +113,12 @@ def finished(trainer, *names: str) -> torch.Tensor:
     return run(trainer, lambda trainer, batches: None).trajectory(*names)
 
 
+@pytest.fixture(scope="module")
+def by_default(make):
+    """The trajectory of DPO in a mode where no attention is asked for, computed once."""
+    return cache(lambda mode: finished(make("DPO", MODES[mode]), "rewards/margins"))
+
+
 # The same numbers
 
 
@@ -121,23 +128,23 @@ def finished(trainer, *names: str) -> torch.Tensor:
     [("eager", None), ("eager", "sdpa"), ("sdpa", "eager"), ("flash_attention_2", "eager"), (None, "eager")],
 )
 def test_policy_and_reference_on_different_attention_give_the_numbers_of_equal_ones(
-    policy, reference, mode, make, ran, flash
+    policy, reference, mode, make, by_default, ran, flash
 ):
     choice = {"attn_implementation": policy, "ref_attn_implementation": reference}
     trainer = make("DPO", MODES[mode] | choice)
     ours = finished(trainer, "rewards/margins")
     assert ran(trainer.model) == {policy or "sdpa"}
     assert ran(trainer.ref_model) == {reference or policy}
-    assert_same(ours, finished(make("DPO", MODES[mode]), "rewards/margins"))
+    assert_same(ours, by_default(mode))
 
 
-def test_a_reference_whose_attention_is_wrong_gives_other_numbers(make, ran, monkeypatch):
+def test_a_reference_whose_attention_is_wrong_gives_other_numbers(make, by_default, ran, monkeypatch):
     eager = modeling_qwen2.eager_attention_forward
 
     def sharper(*args, scaling, **kwargs):
         return eager(*args, scaling=2 * scaling, **kwargs)
 
-    expected = finished(make("DPO", MODES["padding-free"]), "rewards/margins")
+    expected = by_default("padding-free")
     monkeypatch.setattr(modeling_qwen2, "eager_attention_forward", sharper)
     ours = finished(make("DPO", MODES["padding-free"] | {"ref_attn_implementation": "eager"}), "rewards/margins")
     with pytest.raises(AssertionError):

@@ -277,6 +277,12 @@ def trl_run(make):
     return cache(lambda name: run(make_case(make, CASES[name], trl.DPOTrainer)))
 
 
+@pytest.fixture(scope="module")
+def our_run(make):
+    """The run of ours in one of `MODES` that several tests look at, computed once."""
+    return cache(lambda mode: run(make_case(make, CASES["sigmoid"], **MODES[mode])))
+
+
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -314,8 +320,8 @@ def assert_mode_ran(run: Run, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES), fully=["sigmoid"]))
-def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, trl_run):
-    ours = run(make_case(make, CASES[objective], **MODES[mode]))
+def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, our_run, trl_run):
+    ours = our_run(mode) if objective == "sigmoid" else run(make_case(make, CASES[objective], **MODES[mode]))
     assert len(ours.trajectory) == STEPS + 1
     assert_same(ours.trajectory, trl_run(objective).trajectory)
     assert_mode_ran(ours, mode)
@@ -392,9 +398,8 @@ def test_pairs_without_prompts_and_of_one_token_are_trls(make):
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
-def test_every_metric_of_trl_is_logged_as_trl_logs_it(mode, make, trl_run):
-    ours = run(make(config=MODES[mode]))
-    for our_log, their_log in zip(ours.logs, trl_run("sigmoid").logs, strict=True):
+def test_every_metric_of_trl_is_logged_as_trl_logs_it(mode, our_run, trl_run):
+    for our_log, their_log in zip(our_run(mode).logs, trl_run("sigmoid").logs, strict=True):
         their_log = {name: value for name, value in their_log.items() if not re.search("runtime|per_second", name)}
         assert their_log == pytest.approx({name: our_log[name] for name in their_log}, rel=1e-4, abs=1e-5)
 
@@ -471,9 +476,9 @@ def test_a_broken_layout_stops_an_evaluation(broken_mode, make):
 
 
 @pytest.mark.parametrize("mode", PACKED_MODES)
-def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(mode, make):
+def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(mode, our_run):
     side = MODES[mode]["padding_side"]
-    padded = run(make(config={"padding_side": side}))
+    padded = our_run(f"padded, {side}")
     assert_mode_ran(padded, f"padded, {side}")
     with pytest.raises(AssertionError):
         assert_mode_ran(padded, mode)

@@ -220,9 +220,14 @@ def train_with_pad(make, trainer_class, pad: str, **config):
     ).trajectory("mean_reward")
 
 
+@pytest.fixture(scope="module")
+def trl_with_pad(make):
+    return cache(lambda pad: train_with_pad(make, trl.RewardTrainer, pad))
+
+
 @pytest.mark.parametrize("mode", TWO_MODES)
-def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_token(mode, make):
-    before_the_end, at_the_end = (train_with_pad(make, trl.RewardTrainer, pad) for pad in ("<eos>", "<pad>"))
+def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_token(mode, make, trl_with_pad):
+    before_the_end, at_the_end = trl_with_pad("<eos>"), trl_with_pad("<pad>")
     config = SIDED_MODES[mode] | {"parity_check": False}
     assert_same(train_with_pad(make, RewardTrainer, "<eos>", **config), before_the_end)
     assert_same(train_with_pad(make, RewardTrainer, "<eos>", pool_last_token=True, **config), at_the_end)
