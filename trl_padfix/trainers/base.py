@@ -12,6 +12,7 @@ of `trl_padfix/__init__.py`. It fills in what differs from the defaults:
 - `_check_before(config, given)`: errors that are better raised before a model is loaded.
 - `_prepare_dataset(...)` (TRL's): errors and warnings about the data, before and after TRL has tokenized it.
 - `_padded_batches(inputs)`: ids and mask of each forward of the policy, if the batch names them differently.
+- `_takes_layouts`: `True` if every forward of a step, and of an evaluation, is within `compute_loss`.
 - `_wrap_model_for_loss(model)`: if TRL's loss hands the model something that it must not see.
 - `_packing_options()`: more arguments of `remove_padding`.
 - `observe_step(model, inputs)`: a context for the forwards of a step, if TRL computes them outside `compute_loss`.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,15 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from ..core.batches import step_layouts
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
+from ..core.index_maps import on_device
 from ..core.layout import Layout
 from ..core.parity import check_parity
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .batch_layouts import LayoutCollator, layouts_of_step, without_layout
+from .batch_layouts import without_layouts
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -54,7 +57,9 @@ from .checks import (
     splitting_parallelism,
 )
 from .field_types import check_field_types, check_processing_class
+from .fields import field_set
 from .finite import FiniteMixin, check_weights
+from .layout_loading import LayoutLoadingMixin
 from .metrics import TokenCounter
 from .rows import check_ids
 from .whole_checkpoints import WholeCheckpointsMixin
@@ -67,7 +72,7 @@ logger = get_logger(__name__)
 Metrics = dict[str, float]
 
 
-class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
+class PaddingRemovalMixin(LayoutLoadingMixin, WholeCheckpointsMixin, FiniteMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
@@ -277,25 +282,17 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
         self._undo_call_event.close()
         self._handles, self._attachments, self._removes_padding = [], [], False
 
-    def get_train_dataloader(self) -> Any:
-        # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.
-        by_rows = isinstance(self.train_dataset, Sized) and not self.accelerator.dispatch_batches
-        plain = type(self)._padded_batches is PaddingRemovalMixin._padded_batches
-        if not (self._handles and by_rows and plain):
-            return super().get_train_dataloader()
-        collator = LayoutCollator(self.data_collator, self._handles[0].prefix_sharing)
-        with field_set(self, "data_collator", collator):
-            return super().get_train_dataloader()
-
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs, layout = without_layout(inputs)
-        with self.observe_step(model, inputs, layout):
+        inputs, layouts = without_layouts(inputs)
+        with self.observe_step(model, inputs, layouts):
             result = super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
         self._see_loss(result, self._padded_batches(inputs))
         return result
 
     @contextlib.contextmanager
-    def observe_step(self, model: Any, inputs: dict[str, Any], layout: Layout | None = None) -> Iterator[None]:
+    def observe_step(
+        self, model: Any, inputs: dict[str, Any], layouts: dict[str, Layout] | None = None
+    ) -> Iterator[None]:
         """Check parity before the first forwards, and count the tokens of the forwards within the block."""
         if self._is_observing:
             yield
@@ -310,24 +307,18 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
         self._token_counters[mode].start()
         before, chosen, self._is_observing = self._forward_counts(), self._choices(), True
         try:
-            sharing = self._handles[0].prefix_sharing if self._handles else False
-            with layouts_of_step(inputs, layout, sharing):  # the reference's forward takes that of the policy's
+            with step_layouts(self._known_layouts(inputs, layouts or {})):  # the reference's forward takes them, too
                 yield
         finally:
             self._is_observing = False
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
         chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
-        counts = self._summed_over_processes([*_step_counts(batches, counted), *chose])
-        self._token_counters[mode].add(*counts[:3])
-        self._token_counters[mode].chose(*counts[3:])
+        counts = self._summed_over_processes(_step_counts(batches, counted, chose))
+        self._token_counters[mode].add(counts)
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""
         return model
-
-    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Ids and mask of each forward of the policy that a step on `inputs` takes."""
-        return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
     def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the parity check runs for one of the [`_padded_batches`] of a step."""
@@ -355,12 +346,13 @@ class PaddingRemovalMixin(WholeCheckpointsMixin, FiniteMixin):
         stats = self._handles[0].stats
         return stats.shared_forwards, stats.forwards
 
-    def _summed_over_processes(self, counts: list[int]) -> list[int]:
+    def _summed_over_processes(self, counts: list[int] | torch.Tensor) -> list[int] | torch.Tensor:
         if self.accelerator.num_processes == 1:
             return counts
         replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-        summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
-        return [count // replicas for count in summed.tolist()]
+        if isinstance(counts, list):
+            counts = on_device(torch.tensor(counts), self.accelerator.device)
+        return self.accelerator.reduce(counts) // replicas
 
     def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
@@ -411,29 +403,19 @@ def kept_padding_side(processing_class: Any) -> Iterator[None]:
                 holder.padding_side = side
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int]) -> list[int]:
+def _step_counts(
+    batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]
+) -> list[int] | torch.Tensor:
     """
-    Padded, real and packed tokens of `batches`.
+    Padded, real and packed tokens of `batches`, and what `chose` counts.
 
     `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
-    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches.
+    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
+    the masks say how many tokens are real; nobody waits for them.
     """
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if counted[0]:
-        return [padded, *(round(count * padded / counted[0]) for count in counted[1:])]
-    real = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
-    return [padded, real, padded]
-
-
-@contextlib.contextmanager
-def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """`config.name` set to `value` until the block ends; nothing where there is no config."""
-    if config is None or not hasattr(config, name):
-        yield
-        return
-    saved = getattr(config, name)
-    setattr(config, name, value)
-    try:
-        yield
-    finally:
-        setattr(config, name, saved)
+        return [padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose]
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+    real = torch.stack([mask.sum() for mask in masks]).sum()
+    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *chose))])

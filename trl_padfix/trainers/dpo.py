@@ -58,6 +58,7 @@ class DPOTrainer(
         ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
     """
 
+    _takes_layouts = True
     _collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,

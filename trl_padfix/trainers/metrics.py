@@ -11,16 +11,21 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_utils import EvalLoopOutput
 
+from .batch_layouts import without_layouts
+
 
 __all__ = ["EvalMeans", "ExactEvalMixin", "TokenCounter", "without_gathering", "without_repeated_rows"]
 
 
 class TokenCounter:
-    """Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes."""
+    """
+    Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes.
+
+    Sums over processes are on their device, and nobody reads them before the report.
+    """
 
     def __init__(self) -> None:
-        self.padded = self.real = self.packed = 0
-        self.shared_forwards = self.forwards = 0
+        self._counts, self._on_device = [0] * 5, None
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -33,21 +38,23 @@ class TokenCounter:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
-    def add(self, padded: int, real: int, packed: int) -> None:
-        self.padded += padded
-        self.real += real
-        self.packed += packed
-
-    def chose(self, shared: int, forwards: int) -> None:
-        """Count forwards in which `prefix_sharing="auto"` had the choice."""
-        self.shared_forwards += shared
-        self.forwards += forwards
+    def add(self, counts: list[int] | torch.Tensor) -> None:
+        """
+        Count a step: its padded, real and packed tokens, and of the forwards in which `prefix_sharing="auto"` had the
+        choice those that shared, and all.
+        """
+        if isinstance(counts, torch.Tensor):
+            self._on_device = counts if self._on_device is None else self._on_device + counts
+        else:
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; begins anew."""
         self.pause()
-        padded, real, packed, seconds = self.padded, self.real, self.packed, self.seconds
-        shared, forwards = self.shared_forwards, self.forwards
+        if self._on_device is not None:
+            self.add(self._on_device.tolist())
+        padded, real, packed, shared, forwards = self._counts
+        seconds = self.seconds
         self.__init__()
         if not padded:
             return {}
@@ -192,12 +199,13 @@ def without_repeated_rows(
         The batch, and whether it has any row that is not repeated; where it has none, it is as it was given.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
+    whole, (batch, _) = batch, without_layouts(batch)
     if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-        return batch, True
+        return whole, True
     items = rows // rows_per_item
     own = min(max(state.remainder - accelerator.process_index * items, 0), items)
     if own in (0, items) or any(v.shape[0] not in (items, rows) for v in batch.values() if _is_array(v)):
-        return batch, own > 0
+        return whole, own > 0
     cut = {k: torch.cat([part[:own] for part in v.split(items)]) for k, v in batch.items() if _is_array(v)}
     return {**batch, **cut}, True
 

@@ -44,6 +44,7 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
         ValueError: For missing columns, empty rows, and a model with a language-modelling head.
     """
 
+    _takes_layouts = True
     _collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     _takes_images = False
 

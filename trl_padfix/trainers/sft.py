@@ -69,6 +69,7 @@ class SFTTrainer(
             token to train on, no pad token.
     """
 
+    _takes_layouts = True
     _collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
