@@ -149,7 +149,7 @@ def test_4_models_that_share_a_config_are_noticed(gpu, monkeypatch):
 
 def test_4_rounded_frequencies_are_noticed(gpu, monkeypatch):
     monkeypatch.setattr(gpu_runs, "to_bfloat16", lambda model: model.bfloat16())
-    with pytest.raises(AssertionError, match="rounded to torch.bfloat16"):
+    with pytest.raises(AssertionError, match="frequencies are rounded"):
         check(autocast=False)
 
 

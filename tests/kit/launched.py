@@ -33,7 +33,7 @@ def write_graphs(folder: Path, calls: list[str]) -> None:
     counters = torch._dynamo.utils.counters
     found = {
         "unique_graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
+        "breaks": dict(counters["graph_break"]),
         "calls": len(calls),
     }
     (folder / f"graphs-{os.environ['RANK']}.json").write_text(json.dumps(found))

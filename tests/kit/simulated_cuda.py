@@ -214,7 +214,8 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "_varlen_attn_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
         return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
-    if func._overloadname in ("dtype", "dtype_out") and name != "view":  # half precision in, float32 out: no kernel of the CPU
+    # Half precision in, float32 out: no kernel of the CPU.
+    if func._overloadname in ("dtype", "dtype_out") and name != "view":
         *factors, dtype = args
         result = func._overloadpacket(*(x.to(dtype) for x in factors))
         return kwargs["out"].copy_(result) if "out" in kwargs else result

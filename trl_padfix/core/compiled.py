@@ -121,8 +121,8 @@ class LayerPatch(ForwardPatch):
         given = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
         def run(*args: Any) -> Any:
-            # Sizes that are equal in one batch by chance are not taken for one size. Within DDP dynamo would cut a layer
-            # at the buckets of its gradients, which it cannot where the sizes are not known.
+            # Sizes that are equal in one batch by chance are not taken for one size. Within DDP dynamo would cut a
+            # layer at the buckets of its gradients: it is small enough, and its sizes are not known.
             with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
                 return self.compiled(self._twin(), *args, **given)
 

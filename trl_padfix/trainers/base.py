@@ -111,9 +111,7 @@ class PaddingRemovalMixin(LayoutLoadingMixin, WholeCheckpointsMixin, FiniteMixin
             self._check_before(config, given)
             try:
                 # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-                # Whole models are not compiled, their layers are: see `compile_layers`.
-                whole = not self._removes_padding and getattr(config, "torch_compile", False)
-                with field_set(config, "padding_free", False), field_set(config, "torch_compile", whole):
+                with field_set(config, "padding_free", False), self._without_whole_compilation(config):
                     super().__init__(*args, **kwargs)
                 self.padding_free = self._removes_padding
                 self._set_up_padding()
@@ -126,6 +124,16 @@ class PaddingRemovalMixin(LayoutLoadingMixin, WholeCheckpointsMixin, FiniteMixin
                 if isinstance(error, ImportError):
                     explain_missing_flash_attention(error)
                 raise
+
+    @contextlib.contextmanager
+    def _without_whole_compilation(self, config: Any) -> Iterator[None]:
+        """Models without padding are not compiled as a whole, their layers are: see `compile_layers`."""
+        compiles = self._removes_padding and getattr(config, "torch_compile", False)
+        with contextlib.ExitStack() as stack:
+            # accelerate goes by the backend, whether or not anything is to be compiled.
+            for name, value in {"torch_compile": False, "torch_compile_backend": None}.items() if compiles else ():
+                stack.enter_context(field_set(config, name, value))
+            yield
 
     def _compile_layers(self) -> None:
         if self._handles and getattr(self.args, "torch_compile", False):
