@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,27 @@ def test_evaluation_is_a_graph_of_its_own_and_both_come_back():
             with torch.no_grad():
                 model.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
     assert graphs()[0] == 2
+
+
+def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypatch):
+    """Dynamo cuts a model that it compiles within DDP at the buckets of its gradients; a layer is small enough."""
+    ids, mask = batches(2)[1]
+    plain, compiled = build().train(), build().train()
+    with remove_padding(plain, prefix_sharing=True), remove_padding(compiled, prefix_sharing=True) as handle:
+        want, compilations = step(plain, ids, mask), []
+
+        def backend(graph, inputs):
+            compilations.append(graph)
+            return graph
+
+        compile_layers(handle, backend=backend)
+        ddp = SimpleNamespace(bucket_bytes_cap=1024)
+        monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", ddp)
+        got = step(compiled, ids, mask)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+    assert len(compilations) == 1
+    assert graphs() == (1, 0)
 
 
 def test_a_wrong_layout_gives_other_numbers(monkeypatch):

@@ -36,6 +36,9 @@ ROOT = Path(__file__).parents[2]
 STEPS = 4
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
+COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
+LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0")
+CHECKPOINTS = ("--gradient_checkpointing", "true")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
@@ -209,8 +212,8 @@ def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, toget
 @pytest.mark.parametrize(
     "more",
     [
-        ("--gradient_checkpointing", "true"),
-        ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0"),
+        CHECKPOINTS,
+        LORA,
         ("--precompute_ref_log_probs", "true"),
         ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
     ],
@@ -231,6 +234,24 @@ def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
         del their["rewards/accuracies"]  # the first are ties, broken by rounding
         assert {name: our[name] for name in their} == pytest.approx(their, rel=1e-5, abs=1e-5)
     assert_packed(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), LORA, CHECKPOINTS], ids=["whole", "LoRA", "checkpoints"])
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
+    adapters = more == LORA
+    plain = together("dpo", strategy, *PACKED, *more, adapters=adapters)
+    shutil.rmtree(tmp_path / "run")
+    ours = together("dpo", strategy, *PACKED, *more, *COMPILED, adapters=adapters, env={"GRAPHS": str(tmp_path)})
+    torch.testing.assert_close(ours.curve(*METRICS["dpo"]), plain.curve(*METRICS["dpo"]), rtol=1e-4, atol=1e-4)
+    assert_packed(ours)
+    for rank in range(2):
+        graphs = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
+        # Layers with gradients and without, in training and evaluation: no shape of a batch has a graph of its own.
+        assert 1 <= graphs["unique_graphs"] <= 4, graphs
+        assert graphs["breaks"] == {}
+        assert graphs["calls"] > 10 * graphs["unique_graphs"]
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ accelerate shards models over the devices that it knows, and processes on CPU ar
 DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass for GPUs here, which talk through gloo.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
-script instead.
+script instead. `GRAPHS=FOLDER` writes there what each process has compiled.
 """
 
 import importlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,6 +28,26 @@ from trl_padfix.cli.launch import main
 from trl_padfix.core import batches
 
 
+def write_graphs(folder: Path, calls: list[str]) -> None:
+    """The graphs that this process has compiled, the breaks in them, and the calls of compiled layers."""
+    counters = torch._dynamo.utils.counters
+    found = {
+        "unique_graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+        "calls": len(calls),
+    }
+    (folder / f"graphs-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def count_calls() -> list[str]:
+    """A list that grows with every call of a compiled layer."""
+    from trl_padfix.core.compiled import LayerPatch
+
+    calls, twin = [], LayerPatch._twin
+    LayerPatch._twin = lambda patch: (calls.append(type(patch.module).__name__), twin(patch))[1]
+    return calls
+
+
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
@@ -38,6 +59,10 @@ if __name__ == "__main__":
         parsed = script.make_parser().parse_args_and_config(args)
         group = torch.distributed.group.WORLD  # as in `trl_padfix.cli.launch.main`
         script.main(*parsed)
+    elif os.environ.get("GRAPHS"):
+        calls = count_calls()
+        main(method, args)
+        write_graphs(Path(os.environ["GRAPHS"]), calls)
     else:
         main(method, args)
     sys.stdout.flush()

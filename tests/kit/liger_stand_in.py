@@ -165,7 +165,34 @@ class LigerFusedLinearDPOLoss(nn.Module):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """TRL 1.0 imports its name; that version's KTO is not among what is tested."""
+    """KTO of hidden states; returns the loss and the sums over desirable and undesirable rows that TRL logs."""
+
+    def __init__(self, ignore_index: int = -100, beta: float = 0.1, use_ref_model: bool = False, **unused: Any):
+        super().__init__()
+        self.ignore_index, self.beta = ignore_index, beta
+
+    def forward(
+        self,
+        lin_weight: torch.Tensor,
+        _input: torch.Tensor,
+        target: torch.Tensor,
+        preference_labels: torch.Tensor,
+        bias: Any = None,
+        ref_input: Any = None,
+        ref_weight: Any = None,
+        ref_bias: Any = None,
+        kl: Any = None,
+    ) -> tuple:
+        _tokens["kto_loss"] += target.numel()
+        kept, liked = target != self.ignore_index, preference_labels.bool()
+        logits = functional.linear(_input, lin_weight, bias)
+        logps = (_token_logps(_input, lin_weight, bias, target) * kept).sum(1)
+        reference = (_token_logps(ref_input, ref_weight, ref_bias, target) * kept).sum(1)
+        ratios = logps - reference
+        ahead = torch.where(liked, ratios - kl, kl - ratios)
+        of_rows = [logps, (logits * kept[..., None]).sum((1, 2)), self.beta * ratios]
+        sums = [values[rows].sum() for values in of_rows for rows in (liked, ~liked)]
+        return (1 - torch.sigmoid(self.beta * ahead)).mean(), tuple(sums)
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):

@@ -214,7 +214,8 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "_varlen_attn_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
         return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
-    if func._overloadname in ("dtype", "dtype_out"):  # half precision in, float32 out: no kernel of the CPU
+    # Half precision in, float32 out: no kernel of the CPU.
+    if func._overloadname in ("dtype", "dtype_out") and name != "view":
         *factors, dtype = args
         result = func._overloadpacket(*(x.to(dtype) for x in factors))
         return kwargs["out"].copy_(result) if "out" in kwargs else result
@@ -262,6 +263,18 @@ class _Autocast(torch.autocast):
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
 
+def _tensor(make: Any) -> Any:
+    """`torch.tensor`, which copies what it is given to the device and waits for that."""
+
+    def made(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != "cuda":
+            return make(data, device=device, **kwargs)
+        _counts[-1].wait("copy to the device")
+        return to_simulated(make(data, **kwargs))
+
+    return made
+
+
 def _of_cpu(function: Any) -> Any:
     return lambda device_type="cuda": function("cpu")
 
@@ -286,6 +299,7 @@ def simulated_cuda() -> Iterator[Counts]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self, *args: self))
         stack.enter_context(mock.patch.object(torch, "autocast", _Autocast))
+        stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
         _counts.append(counts)

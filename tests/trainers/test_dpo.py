@@ -23,6 +23,8 @@ import pytest
 import torch
 import transformers
 import trl
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from kit.cells import once_each, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
@@ -387,6 +389,18 @@ def test_a_run_with_compiled_layers_is_trls(mode, make, trl_run):
     assert not counters["graph_break"]
     assert not isinstance(ours.trainer.model, torch._dynamo.OptimizedModule)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["padded", "padding-free"])
+def test_accelerate_compiles_no_model_whose_layers_are_compiled(mode, make):
+    """It keeps what the first trainer of a process asks for, which here is this one."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    try:
+        trainer = make(config=MODES[f"{mode}, left"] | {"torch_compile": True, "torch_compile_backend": "aot_eager"})
+        assert (trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO) is (mode == "padding-free")
+        assert trainer.args.torch_compile_backend == "aot_eager"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=False)
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.simulated_cuda import simulated_cuda, to_simulated
+from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
 import trl_padfix.core.kernels as kernels
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_padfix.core.index_maps import FlatMaps
-from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layout
+from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, read_by, without_layouts
 
 
 @pytest.fixture
@@ -52,32 +53,15 @@ def sft(tmp_path, **settings) -> SFTTrainer:
     return SFTTrainer(build_model(), args=config, train_dataset=rows, processing_class=build_tokenizer())
 
 
-def on_device(batch: dict) -> dict:
-    """What accelerate does with a batch."""
-    return {
-        k: to_simulated(v) if isinstance(v, torch.Tensor) else v.to("cuda:0") if isinstance(v, FlatMaps) else v
-        for k, v in batch.items()
-    }
-
-
-def step(trainer, batch: dict) -> torch.Tensor:
-    trainer.model.train()
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = trainer.compute_loss(trainer.model, dict(batch))
-    loss.backward()
-    return loss.detach().cpu()
-
-
 # -- waits
 
 
 def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
     trainer = dpo(tmp_path)
     (batch,) = trainer.get_train_dataloader()
-    for model in (trainer.model, trainer.ref_model):
-        to_simulated(model)
-    carried = on_device(batch)
-    plain, _ = without_layout(carried)
+    place_models(trainer)
+    carried = on_simulated(batch)
+    plain, _ = without_layouts(carried)
     first = step(trainer, carried)  # with the comparison of the first batch
     waits, losses = [], []
     for given in (carried, plain):
@@ -95,9 +79,8 @@ def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
 def test_labels_that_the_collator_did_not_see_are_noticed(gpu, tmp_path):
     trainer = dpo(tmp_path)
     (batch,) = trainer.get_train_dataloader()
-    for model in (trainer.model, trainer.ref_model):
-        to_simulated(model)
-    carried = on_device(batch)
+    place_models(trainer)
+    carried = on_simulated(batch)
     step(trainer, carried)
     wrong = carried | {"completion_mask": carried["completion_mask"].roll(1, dims=1)}
     with pytest.raises(RuntimeError, match="not those that its collator saw"):
@@ -107,10 +90,9 @@ def test_labels_that_the_collator_did_not_see_are_noticed(gpu, tmp_path):
 def test_labels_that_differ_from_the_first_batch_on_are_read_from_the_device(gpu, tmp_path):
     trainer = dpo(tmp_path)
     (batch,) = trainer.get_train_dataloader()
-    for model in (trainer.model, trainer.ref_model):
-        to_simulated(model)
-    wrong = on_device(batch) | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
-    plain, _ = without_layout(wrong)
+    place_models(trainer)
+    wrong = on_simulated(batch) | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
+    plain, _ = without_layouts(wrong)
     assert step(trainer, wrong) == step(trainer, plain)
 
 
@@ -122,7 +104,8 @@ def test_labels_that_differ_from_the_first_batch_on_are_read_from_the_device(gpu
 def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     trainer = dpo(tmp_path, pairs=4, prefix_sharing=sharing, dataloader_num_workers=workers)
     (batch,) = trainer.get_train_dataloader()
-    plain, layout = without_layout(batch)
+    plain, layouts = without_layouts(batch)
+    layout = layouts[""]
     want = trainer._handles[0].layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
     assert layout.query_lengths == want.query_lengths
     for name in ("real_index", "packed_index", "positions", "cu_seqlens_q", "cu_seqlens_k"):
@@ -149,29 +132,25 @@ def sft_batch_layout():
     batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
         [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
     )
-    return without_layout(batch)[1]
+    return without_layouts(batch)[1][""]
+
+
+@pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])
+def test_what_is_no_batch_of_tokens_is_left_as_it_is(batch):
+    assert LayoutCollator(lambda rows: batch, prefix_sharing=True)([]) is batch
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [
-        ["rows"],
-        {"input_ids": torch.ones(1, 4, dtype=torch.int64), "position_ids": torch.arange(4)[None]},
-        {
-            "input_ids": torch.ones(2, 3, dtype=torch.int64),
-            "attention_mask": torch.ones(2, 3, dtype=torch.int64),
-            "token_type_ids": torch.zeros(2, 3, dtype=torch.int64),
-        },
-        {
-            "input_ids": torch.ones(2, 3, dtype=torch.int64),
-            "attention_mask": torch.ones(2, 3, dtype=torch.int64),
-            "pixel_values": torch.zeros(4, 8),
-        },
-    ],
-    ids=["no batch", "packed", "types of tokens", "images"],
+    "more",
+    [{"token_type_ids": torch.zeros(2, 3, dtype=torch.int64)}, {"pixel_values": torch.zeros(4, 8)}],
+    ids=["types of tokens", "images"],
 )
-def test_other_batches_are_left_to_the_forward(batch):
-    assert LayoutCollator(lambda rows: batch, prefix_sharing=True)([]) is batch
+def test_ids_alone_do_not_say_what_rows_of_images_share(more):
+    ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+    text = {"input_ids": ids, "attention_mask": mask}
+    assert read_by(text, True) == ("prefix sharing", (ids, mask, None))
+    kind, given = read_by(text | more, True)
+    assert (kind, given[0] is mask) == ("padding-free", True)
 
 
 def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):

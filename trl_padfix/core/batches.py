@@ -20,7 +20,25 @@ from .images import token_keys
 from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_layout
 
 
-__all__ = ["PrefixSharing", "layout_of", "layout_of_batch", "sharing_pays", "step_layouts"]
+__all__ = [
+    "Given",
+    "Known",
+    "PrefixSharing",
+    "known_layout",
+    "known_too",
+    "layout_of",
+    "layout_of_batch",
+    "layout_of_given",
+    "packed_kind",
+    "sharing_pays",
+    "step_layouts",
+]
+
+Given = tuple[torch.Tensor | None, ...]
+"""The tensors that a layout is made from."""
+
+Known = tuple[str, Given, Layout]
+"""A layout with how it is made (see [`layout_of_given`]), and of what."""
 
 PrefixSharing = bool | Literal["auto"]
 """Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
@@ -127,6 +145,43 @@ def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: Pr
     return _shared_if_it_pays(ids, mask) if prefix_sharing else padding_free_layout(mask)
 
 
+def layout_of_given(kind: str, given: Given) -> Layout:
+    """
+    The layout that a call makes of what it is given; where that is on the host, so is the layout.
+
+    Args:
+        kind (`str`):
+            `"padding-free"`, made of the mask; `"prefix sharing"`, of ids, mask and positions; or a [`packed_kind`],
+            of ids, positions and bounds of rows that arrive packed.
+        given (`tuple`):
+            These tensors; positions and bounds may be `None`.
+    """
+    if kind == "padding-free":
+        (mask,) = given
+        assert mask is not None
+        return padding_free_layout(mask)
+    if kind == "prefix sharing":
+        ids, mask, positions = given
+        assert ids is not None
+        assert mask is not None
+        return _shared_if_it_pays(ids, mask, positions)
+    batch, positions, bounds = given
+    assert batch is not None
+    if positions is None:
+        positions = torch.arange(batch.shape[1], device=batch.device)
+    positions = positions.expand(batch.shape[:2])
+    if kind == packed_kind(True):
+        layout = packed_layout(positions, cu_seqlens=bounds, input_ids=batch)
+        if sharing_pays(layout):
+            return layout
+    return packed_layout(positions, cu_seqlens=bounds)
+
+
+def packed_kind(shares: bool) -> str:
+    """The kind of a layout of rows that arrive packed, for [`layout_of_given`]."""
+    return f"packed, {shares}"
+
+
 def _shared_if_it_pays(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> Layout:
     layout = prefix_sharing_layout(ids, mask, positions)
     return layout if sharing_pays(layout) else padding_free_layout(mask)
@@ -137,21 +192,11 @@ def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: P
     positions, bounds = call.get("position_ids"), call.get("cu_seq_lens_q")
     if positions is None and bounds is None:
         return None
-    if positions is None:
-        positions = torch.arange(batch.shape[1], device=batch.device).expand(batch.shape[:2])
-    if positions.dim() != 2:
+    if positions is not None and positions.dim() != 2:
         return None  # rows of positions for images
-    shares = bool(prefix_sharing) and _is_shareable(call, prefix_sharing)
-
-    def build() -> Layout:
-        rows = positions.expand(batch.shape[:2])
-        if shares:
-            layout = packed_layout(rows, cu_seqlens=bounds, input_ids=call["input_ids"])
-            if sharing_pays(layout):
-                return layout
-        return packed_layout(rows, cu_seqlens=bounds)
-
-    layout = _in_step((batch, call.get("position_ids"), bounds), f"packed, {shares}", build)
+    kind = packed_kind(bool(prefix_sharing) and _is_shareable(call, prefix_sharing))
+    given = batch, positions, bounds
+    layout = _in_step(given, kind, lambda: layout_of_given(kind, given))
     return None if layout.is_trivial else layout
 
 
@@ -211,7 +256,7 @@ def _is_shareable(call: dict[str, Any], prefix_sharing: PrefixSharing) -> bool:
 
 
 class _Built(NamedTuple):
-    given: tuple[torch.Tensor | None, ...]
+    given: Given
     versions: tuple[int | None, ...]
     kind: str
     layout: Layout
@@ -221,7 +266,7 @@ _built: ContextVar[list[_Built] | None] = ContextVar("trl_padfix_step_layouts", 
 
 
 @contextmanager
-def step_layouts(known: Iterable[tuple[str, tuple[torch.Tensor | None, ...], Layout]] = ()) -> Iterator[None]:
+def step_layouts(known: Iterable[Known] = ()) -> Iterator[None]:
     """
     Let forwards that are given the very same tensors share one layout, until the block ends.
 
@@ -231,33 +276,60 @@ def step_layouts(known: Iterable[tuple[str, tuple[torch.Tensor | None, ...], Lay
 
     Args:
         known (`Iterable`, *optional*):
-            Layouts that came with the batch of the step: the mode (`"padding-free"`, made from the mask, or `"prefix
-            sharing"`, made from ids, mask and positions), the tensors, and what was made of them.
+            Layouts that came with the batch of the step, each with its kind and the tensors that it was made of; see
+            [`layout_of_given`].
     """
-    built = [_Built(given, _versions(given), kind, layout) for kind, given, layout in known]
-    token = _built.set(built)
+    token = _built.set([_Built(given, _versions(given), kind, layout) for kind, given, layout in known])
     try:
         yield
     finally:
         _built.reset(token)
 
 
-def _in_step(given: tuple[torch.Tensor | None, ...], kind: str, build: Callable[[], Layout]) -> Layout:
+@contextmanager
+def known_too(kind: str, given: Given, layout: Layout) -> Iterator[None]:
+    """What the running step knows, and until the block ends one layout more; nothing outside of a step."""
+    before = _built.get()
+    if before is None:
+        yield
+        return
+    token = _built.set([*before, _Built(given, _versions(given), kind, layout)])
+    try:
+        yield
+    finally:
+        _built.reset(token)
+
+
+def known_layout(kind: str, given: Given) -> Layout | None:
+    """The layout that the running step has for these tensors, if it has one."""
+    step, versions = _built.get() or [], _versions(given)
+    for known in step:
+        if known.kind == kind and known.versions == versions and all(map(_is_same, known.given, given)):
+            return known.layout
+    return None
+
+
+def _in_step(given: Given, kind: str, build: Callable[[], Layout]) -> Layout:
     """What `build` makes of the tensors that are `given`, unless the step has it already."""
     step = _built.get()
     build = torch.inference_mode(False)(build)  # it may serve a forward with gradients later
     if step is None or any(t is not None and t.is_inference() for t in given):
         return build()
-    versions = _versions(given)
-    for known in step:
-        same = all(a is b for a, b in zip(known.given, given, strict=True)) if known.kind == kind else False
-        if same and known.versions == versions:
-            return known.layout
-    layout = build()
-    step.append(_Built(given, versions, kind, layout))
+    layout = known_layout(kind, given)
+    if layout is None:
+        layout = build()
+        step.append(_Built(given, _versions(given), kind, layout))
     return layout
 
 
-def _versions(given: tuple[torch.Tensor | None, ...]) -> tuple[int | None, ...]:
+def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are one, or views of the same values: a slice of all rows is another object."""
+    if a is None or b is None or a is b:
+        return a is b
+    alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device
+    return alike and b._is_view() and a.data_ptr() == b.data_ptr()
+
+
+def _versions(given: Given) -> tuple[int | None, ...]:
     """How often each tensor was written to; nothing of tensors that do not count it."""
     return tuple(None if t is None or t.is_inference() else t._version for t in given)

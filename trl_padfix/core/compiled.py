@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,6 +38,7 @@ __all__ = ["LayerPatch", "compile_layers"]
 logger = logging.get_logger(__name__)
 
 _shapes: Any = _config  # its `patch` is put there at run time
+_graphs: Any = dynamo_config
 
 COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
@@ -119,8 +121,9 @@ class LayerPatch(ForwardPatch):
         given = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
         def run(*args: Any) -> Any:
-            # Sizes that are equal in one batch by chance are not taken for one size.
-            with _shapes.patch(use_duck_shape=False):
+            # Sizes that are equal in one batch by chance are not taken for one size. Within DDP dynamo would cut a
+            # layer at the buckets of its gradients: it is small enough, and its sizes are not known.
+            with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
                 return self.compiled(self._twin(), *args, **given)
 
         with running(call):

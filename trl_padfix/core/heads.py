@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from .batches import known_layout
 from .calls import ModelCall, bind, model_call, running
 from .errors import PaddingRemovalError
 from .handle import Attachment, ForwardPatch
@@ -53,6 +54,10 @@ class LMHeadPatch(ForwardPatch):
         target = labels[:, 1:] != -100
         if call.get("attention_mask") is not None:
             target = target & call["attention_mask"][:, :-1].bool()
+        if (
+            layout is None or layout.scored is None
+        ):  # what images share only their forward knows; labels the batch does
+            layout = known_layout("padding-free", (call.get("attention_mask"),)) or layout
         index = self._places(target.flatten(), layout)
         if index.numel() == 0:
             return self.wrapped(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 
 from .calls import visual_mask
 from .compat import own_masks
+from .index_maps import on_device
 from .prepared_masks import PreparedMasks
 
 
@@ -121,5 +122,5 @@ def _content(values: torch.Tensor) -> torch.Tensor:
     bits_BLH = values.detach().contiguous().view(bits).flatten(2)
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, bits_BLH.shape[2:], generator=generator) * 2 + 1
-    factors = factors.to(values.device)
+    factors = on_device(factors, values.device)
     return torch.stack([(row.to(torch.int64) * factors).sum(1) for row in bits_BLH])

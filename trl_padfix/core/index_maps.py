@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["FlatMaps", "bounds_of", "sum_order"]
+__all__ = ["FlatMaps", "bounds_of", "on_device", "sum_order"]
 
 
 def bounds_of(lengths: list[int]) -> torch.Tensor:
@@ -39,6 +39,13 @@ def sum_order(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
     order = torch.argsort(index, stable=True)
     counts = torch.bincount(index, minlength=size)
     return order, counts.cumsum(0) - counts
+
+
+def on_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A tensor on `device`; where it comes from the host, the host does not wait for its arrival."""
+    if torch.device(device).type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +88,8 @@ class FlatMaps:
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
         """The dataclass with its tensors on `device`: one transfer, for which the host does not wait in any case."""
-        block = self.block
-        if torch.device(device).type == "cuda" and block.device.type == "cpu" and not block.is_pinned():
-            block = block.pin_memory()
         values = dict(self.others)
-        sections = block.to(device, non_blocking=True).split([length for length, _, _ in self.parts])
+        sections = on_device(self.block, device).split([length for length, _, _ in self.parts])
         for section, (_, dtype, names) in zip(sections, self.parts, strict=True):
             values |= dict.fromkeys(names, section.to(dtype))
         return self.kind(**values)

@@ -64,6 +64,8 @@ class Layout:
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
         scored (`torch.Tensor` of shape `(n,)`, *optional*):
             Places of `(B, L - 1)` from which a label is predicted, if whoever built the layout knew the labels.
+        images_repeat (`bool`, *optional*):
+            Whether the second half of the batch has the images of the first, if whoever built the layout knew.
     """
 
     batch_shape: tuple[int, int]
@@ -80,6 +82,7 @@ class Layout:
     key_order: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
     scored: torch.Tensor | None = None
+    images_repeat: bool | None = None
 
     @property
     def padded_tokens(self) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
+from .batches import known_layout
 from .calls import ModelCall, bind, model_call, running
 from .handle import ForwardPatch, PaddingRemoval
 from .images import tensors_in
@@ -68,8 +69,9 @@ class TowerPatch(ForwardPatch):
         self.separates_halves: bool | None = None
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        if self.separates_halves is False or not _repeats(given) or _draws(self.module) or _is_sharded(self.module):
+        given, module = [*args, *kwargs.values()], self.module
+        may = self.separates_halves is not False and not self._are_others()
+        if not (may and _repeats(given)) or _draws(module) or _is_sharded(module):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
         output = _twice(self.wrapped(*half[0], **half[1]))
@@ -77,6 +79,13 @@ class TowerPatch(ForwardPatch):
             with torch.no_grad():
                 self.separates_halves = _agree(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
+
+    def _are_others(self) -> bool:
+        """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
+        call = model_call(self.attachment.decoder)
+        mask = call.arguments.get("attention_mask") if call is not None else None
+        known = known_layout("padding-free", (mask,)) if isinstance(mask, torch.Tensor) else None
+        return known is not None and known.images_repeat is False
 
 
 def _takes_use_cache(forward: Any) -> bool:

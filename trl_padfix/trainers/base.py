@@ -12,6 +12,7 @@ of `trl_padfix/__init__.py`. It fills in what differs from the defaults:
 - `_check_before(config, given)`: errors that are better raised before a model is loaded.
 - `_prepare_dataset(...)` (TRL's): errors and warnings about the data, before and after TRL has tokenized it.
 - `_padded_batches(inputs)`: ids and mask of each forward of the policy, if the batch names them differently.
+- `_takes_layouts`: `True` if every forward of a step, and of an evaluation, is within `compute_loss`.
 - `_wrap_model_for_loss(model)`: if TRL's loss hands the model something that it must not see.
 - `_packing_options()`: more arguments of `remove_padding`.
 - `observe_step(model, inputs)`: a context for the forwards of a step, if TRL computes them outside `compute_loss`.
@@ -25,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +35,14 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from ..core.batches import step_layouts
 from ..core.errors import PaddingRemovalError
 from ..core.find import find_decoder, find_multimodal, find_pretrained
 from ..core.handle import Attachment, PaddingRemoval
 from ..core.layout import Layout
 from ..core.parity import check_parity
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .batch_layouts import LayoutCollator, layouts_of_step, without_layout
+from .batch_layouts import without_layouts
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -55,7 +57,9 @@ from .checks import (
     splitting_parallelism,
 )
 from .field_types import check_field_types, check_processing_class
+from .fields import field_set
 from .finite import FiniteMixin, check_weights
+from .layout_loading import LayoutLoadingMixin
 from .rows import check_ids, image_token_ids
 from .token_counts import TokenCounter, TokenCountsMixin
 from .whole_checkpoints import WholeCheckpointsMixin
@@ -66,7 +70,7 @@ __all__ = ["PaddingRemovalMixin"]
 logger = get_logger(__name__)
 
 
-class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
+class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, WholeCheckpointsMixin, FiniteMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
@@ -105,9 +109,7 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
             self._check_before(config, given)
             try:
                 # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-                # Whole models are not compiled, their layers are: see `compile_layers`.
-                whole = not self._removes_padding and getattr(config, "torch_compile", False)
-                with field_set(config, "padding_free", False), field_set(config, "torch_compile", whole):
+                with field_set(config, "padding_free", False), self._without_whole_compilation(config):
                     super().__init__(*args, **kwargs)
                 self.padding_free = self._removes_padding
                 self._set_up_padding()
@@ -120,6 +122,16 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
                 if isinstance(error, ImportError):
                     explain_missing_flash_attention(error)
                 raise
+
+    @contextlib.contextmanager
+    def _without_whole_compilation(self, config: Any) -> Iterator[None]:
+        """Models without padding are not compiled as a whole, their layers are: see `compile_layers`."""
+        compiles = self._removes_padding and getattr(config, "torch_compile", False)
+        with contextlib.ExitStack() as stack:
+            # accelerate goes by the backend, whether or not anything is to be compiled.
+            for name, value in {"torch_compile": False, "torch_compile_backend": None}.items() if compiles else ():
+                stack.enter_context(field_set(config, name, value))
+            yield
 
     def _compile_layers(self) -> None:
         if self._handles and getattr(self.args, "torch_compile", False):
@@ -286,25 +298,17 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
         self._undo_call_event.close()
         self._handles, self._attachments, self._removes_padding = [], [], False
 
-    def get_train_dataloader(self) -> Any:
-        # Where one process collates for all (iterable datasets), batches are cut and sent on tensor by tensor.
-        by_rows = isinstance(self.train_dataset, Sized) and not self.accelerator.dispatch_batches
-        plain = type(self)._padded_batches is PaddingRemovalMixin._padded_batches
-        if not (self._handles and by_rows and plain):
-            return super().get_train_dataloader()
-        collator = LayoutCollator(self.data_collator, self._handles[0].prefix_sharing)
-        with field_set(self, "data_collator", collator):
-            return super().get_train_dataloader()
-
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs, layout = without_layout(inputs)
-        with self.observe_step(model, inputs, layout):
+        inputs, layouts = without_layouts(inputs)
+        with self.observe_step(model, inputs, layouts):
             result = super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
         self._see_loss(result, self._padded_batches(inputs))
         return result
 
     @contextlib.contextmanager
-    def observe_step(self, model: Any, inputs: dict[str, Any], layout: Layout | None = None) -> Iterator[None]:
+    def observe_step(
+        self, model: Any, inputs: dict[str, Any], layouts: dict[str, Layout] | None = None
+    ) -> Iterator[None]:
         """Check parity before the first forwards, and count the tokens of the forwards within the block."""
         if self._is_observing:
             yield
@@ -316,9 +320,8 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
                 if self._handles[0].layout_of(batch) is not None:
                     self._parity_pending.discard(mode)
                     self._check_parity(model, self._parity_inputs(inputs, batch))
-        sharing = self._handles[0].prefix_sharing if self._handles else False
-        # The reference's forward takes the layout of the policy's.
-        with self._counting(mode, batches), layouts_of_step(inputs, layout, sharing):
+        # The reference's forward takes the layouts of the policy's.
+        with self._counting(mode, batches), step_layouts(self._known_layouts(inputs, layouts or {})):
             self._is_observing = True
             try:
                 yield
@@ -328,10 +331,6 @@ class PaddingRemovalMixin(TokenCountsMixin, WholeCheckpointsMixin, FiniteMixin):
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""
         return model
-
-    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Ids and mask of each forward of the policy that a step on `inputs` takes."""
-        return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
     def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the parity check runs for one of the [`_padded_batches`] of a step."""
@@ -381,17 +380,3 @@ def kept_padding_side(processing_class: Any) -> Iterator[None]:
                 vars(holder).pop("padding_side", None)
             else:
                 holder.padding_side = side
-
-
-@contextlib.contextmanager
-def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """`config.name` set to `value` until the block ends; nothing where there is no config."""
-    if config is None or not hasattr(config, name):
-        yield
-        return
-    saved = getattr(config, name)
-    setattr(config, name, value)
-    try:
-        yield
-    finally:
-        setattr(config, name, saved)

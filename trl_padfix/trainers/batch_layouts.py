@@ -1,88 +1,193 @@
 """
 Layouts that travel with their batches.
 
-Workers of the data loader build the layout of a batch on the host, beside the batch itself: it is pinned and uploaded
-with the batch, and a step of training waits for the device on its account nowhere. Code that calls a model without
-such a layout still works: the layout is then built from the tensors that the model is given, with one wait.
+Workers of the data loader build the layouts of a batch on the host, beside the batch itself: they are pinned and
+uploaded with the batch, and a step of training waits for the device on their account nowhere. Where batches are made
+in the main process, of completions that the model has generated, one copy to the host serves all of a generation. Code
+that calls a model without such a layout still works: it is then built from the tensors that the model is given, with
+one wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..core.batches import PrefixSharing, layout_of_batch, step_layouts
+from ..core.batches import Given, Known, PrefixSharing, layout_of_given, packed_kind, step_layouts
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
 
 
-__all__ = ["LayoutCollator", "layouts_of_step", "without_layout"]
+__all__ = [
+    "BATCH_LAYOUT",
+    "LayoutCollator",
+    "known_layouts",
+    "layouts_of_step",
+    "read_by",
+    "with_layout_of_rows",
+    "without_layouts",
+]
 
 BATCH_LAYOUT = "padfix_layout"
-"""Where the layout of a batch stands in it."""
+"""Where the layout of a batch stands in it; behind the prefix of its names, if a batch has several forwards."""
+
+_SAID_BY_IDS = {"input_ids", "attention_mask", "labels", "completion_mask", "position_ids", "seq_idx"}
+"""Values for each token that tell no two tokens apart whose ids and positions are the same."""
+
+PREFIXES = ("", "KL_")
+"""What the names of a batch begin with: KTO has mismatched completions beside its own."""
 
 
 @dataclass(frozen=True)
 class LayoutCollator:
     """
-    Adds its layout to the batches of another collator.
+    Adds to the batches of another collator the layouts of their forwards.
 
     Args:
         collator (`Callable`):
             Makes a batch of examples.
         prefix_sharing (`bool` or `"auto"`):
             Whether repeated prefixes are computed once.
+        packs_padded (`bool`, *optional*, defaults to `True`):
+            Whether batches with a mask are packed; rows that arrive packed are kept apart either way.
     """
 
     collator: Callable[[list[Any]], Any]
     prefix_sharing: PrefixSharing
+    packs_padded: bool = True
 
     def __call__(self, examples: list[Any]) -> Any:
         batch = self.collator(examples)
-        layout = _layout(batch, self.prefix_sharing) if isinstance(batch, dict) else None
-        return batch if layout is None else {**batch, BATCH_LAYOUT: FlatMaps.of(layout)}
+        if not isinstance(batch, Mapping):  # processors make mappings that are no dictionaries
+            return batch
+        found = {prefix + BATCH_LAYOUT: self._layout(batch, prefix) for prefix in PREFIXES}
+        found = {name: FlatMaps.of(layout) for name, layout in found.items() if layout is not None}
+        return {**batch, **found} if found else batch
+
+    def _layout(self, batch: Mapping[str, Any], prefix: str) -> Layout | None:
+        read = read_by(batch, self.prefix_sharing, prefix)
+        if read is None or not all(t is None or t.device.type == "cpu" for t in read[1]):
+            return None
+        mask = batch.get(f"{prefix}attention_mask")
+        if mask is not None and not self.packs_padded:
+            return None
+        layout = layout_of_given(*read)
+        return replace(layout, scored=_scored(batch, prefix), images_repeat=_images_repeat(batch))
 
 
-def without_layout(batch: dict[str, Any]) -> tuple[dict[str, Any], Layout | None]:
-    """A batch as a model takes it, and its layout on the batch's device, if one came with it."""
-    if BATCH_LAYOUT not in batch:
-        return batch, None
-    carried = batch[BATCH_LAYOUT]  # what places batches on a device has placed it, too, if there is one
-    carried = carried.to(batch["input_ids"].device) if isinstance(carried, FlatMaps) else carried
-    return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, carried
+def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
+    """A batch as a model takes it, and the layouts that came with it, on its device, by the prefix of their names."""
+    names = {prefix + BATCH_LAYOUT: prefix for prefix in PREFIXES if prefix + BATCH_LAYOUT in batch}
+    if not names:
+        return batch, {}
+    layouts = {}
+    for name, prefix in names.items():
+        carried = batch[name]  # what places batches on a device has placed it, too, if there is one
+        ids = batch.get(f"{prefix}input_ids")
+        if isinstance(carried, FlatMaps) and ids is not None:
+            carried = carried.to(ids.device)
+        layouts[prefix] = carried
+    return {k: v for k, v in batch.items() if k not in names}, layouts
+
+
+def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing) -> Iterable[Known]:
+    """The layouts that came with a batch, and the tensors that its forwards are known by."""
+    for prefix, layout in layouts.items():
+        read = read_by(batch, prefix_sharing, prefix)
+        if read is not None and tuple(batch[f"{prefix}input_ids"].shape) == layout.batch_shape:
+            yield (*read, layout)
 
 
 def layouts_of_step(
-    batch: dict[str, Any], layout: Layout | None, prefix_sharing: PrefixSharing
+    batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing
 ) -> AbstractContextManager[None]:
-    """The scope of a step on `batch`, in which its forwards find `layout`."""
-    if layout is None:
-        return step_layouts()
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    given = ("prefix sharing", (ids, mask, None)) if prefix_sharing else ("padding-free", (mask,))
-    return step_layouts([(*given, layout)])
+    """The scope of a step on `batch`, in which its forwards find `layouts`."""
+    return step_layouts(known_layouts(batch, layouts, prefix_sharing))
 
 
-def _layout(batch: dict[str, Any], prefix_sharing: PrefixSharing) -> Layout | None:
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 2 and x.device.type == "cpu" for x in (ids, mask)):
+def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:
+    """
+    What a forward on a batch makes its layout of, as far as the batch itself says it; see [`layout_of_given`].
+
+    With prefix sharing rows are also compared by what only the forward has (images become embeddings, tokens have
+    types): there the batch says where its labels are, in a layout without sharing.
+
+    Returns:
+        `tuple[str, tuple]`, *optional*: kind and tensors; `None` if the batch has no such forward.
+    """
+    ids, mask = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return None
-    # Positions, images and the types of their tokens are part of what may be shared, and are left to the forward.
-    others = [k for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
-    others += [k for k, v in batch.items() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
-    if ids.shape != mask.shape or set(others) - {"input_ids", "attention_mask", "labels", "completion_mask"}:
+    positions, bounds = batch.get(f"{prefix}position_ids"), batch.get(f"{prefix}cu_seq_lens_q")
+    if mask is None:
+        packed = isinstance(positions, torch.Tensor) and positions.dim() == 2
+        shares = bool(prefix_sharing) and _is_text(batch, prefix, ids)
+        return (packed_kind(shares), (ids, positions, bounds)) if packed else None
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bounds is not None:
         return None
-    return replace(layout_of_batch(ids, mask, prefix_sharing=prefix_sharing), scored=_scored(batch, mask))
+    if prefix_sharing and _is_text(batch, prefix, ids):
+        return "prefix sharing", (ids, mask, positions)
+    return "padding-free", (mask,)
 
 
-def _scored(batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
+def with_layout_of_rows(
+    batches: list[dict[str, Any]], rows: list[tuple[torch.Tensor, torch.Tensor, int]], prefix_sharing: PrefixSharing
+) -> list[dict[str, Any]]:
+    """
+    Batches with the layouts of their rows, for which the host reads the device once.
+
+    Args:
+        batches (`list[dict]`):
+            Batches of one process that are on a device already.
+        rows (`list[tuple[torch.Tensor, torch.Tensor, int]]`):
+            Of each batch ids and mask, `(B, L)`, and how many of its last columns are scored.
+        prefix_sharing (`bool` or `"auto"`):
+            Whether repeated prefixes are computed once.
+    """
+    both = [torch.stack([ids.to(torch.int64), mask.to(torch.int64)]) for ids, mask, _ in rows]
+    on_host = torch.cat([x.flatten() for x in both]).cpu().split([x.numel() for x in both])
+    found = []
+    for batch, given, flat, (_, _, columns) in zip(batches, both, on_host, rows, strict=True):
+        ids, mask = flat.view(given.shape)
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, : ids.shape[1] - columns] = -100
+        text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        layout = layout_of_given(*(read_by(text, prefix_sharing) or ("padding-free", (mask,))))
+        layout = replace(layout, scored=_scored(text, ""))
+        found.append({**batch, BATCH_LAYOUT: FlatMaps.of(layout).to(given.device)})
+    return found
+
+
+def _is_text(batch: Mapping[str, Any], prefix: str, ids: torch.Tensor) -> bool:
+    """Whether ids and positions say which tokens of a forward are equal."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    own = [p for p in PREFIXES if p and p != prefix]
+    of_forward = {k.removeprefix(prefix): v for k, v in tensors.items() if not any(k.startswith(p) for p in own)}
+    others = {k for k, v in of_forward.items() if v.shape[:2] == ids.shape and k not in _SAID_BY_IDS}
+    return not others and not _images(batch)
+
+
+def _images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What a batch has beside numbers for its rows and tokens."""
+    return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
+
+
+def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
+    images = _images(batch)
+    if not images:
+        return None
+    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)
+
+
+def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     """Places, among those of `(B, L - 1)`, from which a label is predicted; `None` if the batch does not say."""
-    labels, completion = batch.get("labels"), batch.get("completion_mask")
+    names = (f"{prefix}{name}" for name in ("labels", "completion_mask", "attention_mask"))
+    labels, completion, mask = (batch.get(name) for name in names)
     if labels is None and completion is None:
         return None
-    target = labels != -100 if labels is not None else completion == 1
-    return (target[:, 1:] & mask[:, :-1].bool()).flatten().nonzero().squeeze(1)
+    target = labels[:, 1:] != -100 if labels is not None else completion[:, 1:] == 1
+    return (target if mask is None else target & mask[:, :-1].bool()).flatten().nonzero().squeeze(1)

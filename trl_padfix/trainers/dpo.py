@@ -68,6 +68,7 @@ class DPOTrainer(
     ```
     """
 
+    _takes_layouts = True
     _collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,

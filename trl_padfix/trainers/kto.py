@@ -112,6 +112,7 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
     ```
     """
 
+    _takes_layouts = True
     _takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
     _collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
     if _takes_images:

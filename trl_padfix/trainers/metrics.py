@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 from transformers.trainer_utils import EvalLoopOutput
 
+from .batch_layouts import without_layouts
+
 
 __all__ = ["EvalMeans", "ExactEvalMixin", "without_gathering", "without_repeated_rows"]
 
@@ -146,12 +148,13 @@ def without_repeated_rows(
         The batch, and whether it has any row that is not repeated; where it has none, it is as it was given.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
+    whole, (batch, _) = batch, without_layouts(batch)
     if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-        return batch, True
+        return whole, True
     items = rows // rows_per_item
     own = min(max(state.remainder - accelerator.process_index * items, 0), items)
     if own in (0, items) or any(v.shape[0] not in (items, rows) for v in batch.values() if _is_array(v)):
-        return batch, own > 0
+        return whole, own > 0
     cut = {k: torch.cat([part[:own] for part in v.split(items)]) for k, v in batch.items() if _is_array(v)}
     return {**batch, **cut}, True
 

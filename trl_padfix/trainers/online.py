@@ -7,6 +7,7 @@ The forwards that score them are packed. Generation is not touched.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ..core.batches import Known, known_too
+from ..core.layout import Layout
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
+from .batch_layouts import read_by, with_layout_of_rows, without_layouts
 from .checks import check_vocabulary, column_names, require_columns
 from .columns import blank_texts
 from .rows import sound_rows
@@ -32,7 +36,12 @@ logger = get_logger(__name__)
 class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
 
+    _takes_layouts = False  # the data loader has prompts; see `_with_layouts`
+
     _has_sound_prompts = False
+
+    _of_step: tuple[dict[str, torch.Tensor], Layout] | None = None
+    """Ids and mask of the step that is running, and its layout."""
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -101,20 +110,56 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
     ) -> Any:  # fmt: skip
         if getattr(self.args, "max_tokens_per_batch", None) is not None:
             batch_size = len(input_ids)  # the budget says how many rows are computed at once
-        with self._splitting():
+        with self._splitting(), self._knowing_the_layout(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
+
+    @contextlib.contextmanager
+    def _knowing_the_layout(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """The layout that the running step came with is that of these rows: TRL joins prompts and completions anew."""
+        if self._of_step is None:
+            yield
+            return
+        batch, layout = self._of_step
+        read = read_by({"input_ids": ids, "attention_mask": mask}, self._shares_by_ids())
+        if read is None or ids.shape != batch["input_ids"].shape:
+            yield
+            return
+        same = (ids == batch["input_ids"]).all() & (mask == batch["attention_mask"]).all()
+        torch._assert_async(same, "These are not the rows that the layout of this step was made of.")
+        with known_too(*read, layout):
+            yield
+
+    def _known_layouts(self, inputs: dict[str, Any], layouts: dict[str, Layout]) -> Iterable[Known]:
+        return ()  # the forwards of a step are given tensors that nobody has seen yet
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        inputs, layouts = without_layouts(inputs)
+        self._of_step = (self._padded_batches(inputs)[0], layouts[""]) if layouts else None
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self._of_step = None
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self._token_counters["train" if self.model.training else "eval"].start()
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is not before and self._may_group():
+        if self._buffered_inputs is before:
+            return inputs if self.model.training else self._with_layouts([inputs])[0]
+        if self._may_group():
             window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
             self._buffered_inputs = group_prompts(self._buffered_inputs, window)
-            inputs = self._buffered_inputs[self._step % len(self._buffered_inputs)]
-        return inputs
+        self._buffered_inputs = self._with_layouts(self._buffered_inputs)
+        return self._buffered_inputs[self._step % len(self._buffered_inputs)]
+
+    def _with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Micro-batches of a generation with their layouts: the host looks once, and in none of their steps."""
+        if not self._handles or getattr(self.args, "max_tokens_per_batch", None) is not None:
+            return batches  # the budget computes them in pieces
+        rows = [(*self._padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
+        return with_layout_of_rows(batches, rows, self._shares_by_ids())
 
     def _may_group(self) -> bool:
         """

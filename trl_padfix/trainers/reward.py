@@ -54,6 +54,7 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
     ```
     """
 
+    _takes_layouts = True
     _collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     _takes_images = False
 

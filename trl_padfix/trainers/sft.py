@@ -79,6 +79,7 @@ class SFTTrainer(
     ```
     """
 
+    _takes_layouts = True
     _collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,

@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
-from .base import field_set
+from .fields import field_set
 from .prefix_groups import group_rows
 from .row_costs import RowCosts
 from .row_dealing import StepPlan

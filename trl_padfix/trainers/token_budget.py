@@ -25,8 +25,9 @@ from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ..core.handle import Attachment
-from .base import field_set
+from .batch_layouts import without_layouts
 from .checks import length_dependent_rope, splitting_parallelism
+from .fields import field_set
 from .metrics import without_gathering
 from .row_dealing import StepPlan, split
 from .row_measures import RowMeasure
@@ -184,7 +185,8 @@ class BudgetMixin(SplittingMixin, StepMixin):
         if budget is None:
             return super().get_train_dataloader()
         self._plan = self._step_plan()
-        collator = BudgetCollator(self.data_collator, self._measure(), budget, self._plan, self._compares_rows())
+        collator = self._layout_collator(self.train_dataset, is_training=True)
+        collator = BudgetCollator(collator, self._measure(), budget, self._plan, self._compares_rows())
         rows = self._remove_unused_columns(self.train_dataset, description="training")
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
         fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
@@ -302,6 +304,7 @@ def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
         items = [len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
         at = max(range(len(pieces)), key=items.__getitem__)
         (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
+        batch, _ = without_layouts(batch)
         if not middle:
             pieces.append((batch, 0.0))
             continue

@@ -11,17 +11,21 @@ import torch
 from transformers import ProgressCallback
 
 from ..core.handle import PaddingRemoval
+from ..core.index_maps import on_device
 
 
 __all__ = ["TokenCounter", "TokenCountsMixin"]
 
 
 class TokenCounter:
-    """Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes."""
+    """
+    Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes.
+
+    Sums over processes are on their device, and nobody reads them before the report.
+    """
 
     def __init__(self) -> None:
-        self.padded = self.real = self.packed = 0
-        self.shared_forwards = self.forwards = 0
+        self._counts, self._on_device = [0] * 5, None
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -34,21 +38,23 @@ class TokenCounter:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
-    def add(self, padded: int, real: int, packed: int) -> None:
-        self.padded += padded
-        self.real += real
-        self.packed += packed
-
-    def chose(self, shared: int, forwards: int) -> None:
-        """Count forwards in which `prefix_sharing="auto"` had the choice."""
-        self.shared_forwards += shared
-        self.forwards += forwards
+    def add(self, counts: list[int] | torch.Tensor) -> None:
+        """
+        Count a step: its padded, real and packed tokens, and of the forwards in which `prefix_sharing="auto"` had the
+        choice those that shared, and all.
+        """
+        if isinstance(counts, torch.Tensor):
+            self._on_device = counts if self._on_device is None else self._on_device + counts
+        else:
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; begins anew."""
         self.pause()
-        padded, real, packed, seconds = self.padded, self.real, self.packed, self.seconds
-        shared, forwards = self.shared_forwards, self.forwards
+        if self._on_device is not None:
+            self.add(self._on_device.tolist())
+        padded, real, packed, shared, forwards = self._counts
+        seconds = self.seconds
         self.__init__()
         if not padded:
             return {}
@@ -76,9 +82,7 @@ class TokenCountsMixin:
         yield
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
         chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
-        counts = self._summed_over_processes([*_step_counts(batches, counted), *chose])
-        self._token_counters[mode].add(*counts[:3])
-        self._token_counters[mode].chose(*counts[3:])
+        self._token_counters[mode].add(self._summed_over_processes(_step_counts(batches, counted, chose)))
 
     def _forward_counts(self) -> tuple[int, int, int]:
         """Padded, real and packed tokens of all packed forwards of the policy so far."""
@@ -94,12 +98,13 @@ class TokenCountsMixin:
         stats = self._handles[0].stats
         return stats.shared_forwards, stats.forwards
 
-    def _summed_over_processes(self, counts: list[int]) -> list[int]:
+    def _summed_over_processes(self, counts: list[int] | torch.Tensor) -> list[int] | torch.Tensor:
         if self.accelerator.num_processes == 1:
             return counts
         replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-        summed = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device))
-        return [count // replicas for count in summed.tolist()]
+        if isinstance(counts, list):
+            counts = on_device(torch.tensor(counts), self.accelerator.device)
+        return self.accelerator.reduce(counts) // replicas
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._token_counters["train"].pause()
@@ -116,18 +121,22 @@ class TokenCountsMixin:
         super().log(logs, *args, **kwargs)
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int]) -> list[int]:
+def _step_counts(
+    batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]
+) -> list[int] | torch.Tensor:
     """
-    Padded, real and packed tokens of `batches`.
+    Padded, real and packed tokens of `batches`, and what `chose` counts.
 
     `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
-    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches.
+    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
+    the masks say how many tokens are real; nobody waits for them.
     """
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if counted[0]:
-        return [padded, *(round(count * padded / counted[0]) for count in counted[1:])]
-    real = sum(int(batch.get("attention_mask", torch.ones_like(batch["input_ids"])).sum()) for batch in batches)
-    return [padded, real, padded]
+        return [padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose]
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+    real = torch.stack([mask.sum() for mask in masks]).sum()
+    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *chose))])
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:

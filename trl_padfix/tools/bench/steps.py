@@ -18,7 +18,7 @@ from ...core.find import find_decoder, find_pretrained
 from ...core.heads import trust_layouts
 from ...core.layout import Layout
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layout
+from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layouts
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 
 
@@ -107,11 +107,11 @@ class Step:
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
-        layout = None
+        layouts = {}
         if variant.packed:
             carried = LayoutCollator(lambda _: host, variant.shares)([])
-            _, layout = without_layout({**batch, **{k: v for k, v in carried.items() if k not in host}})
-        with layouts_of_step(batch, layout, variant.shares):
+            _, layouts = without_layouts({**batch, **{k: v for k, v in carried.items() if k not in host}})
+        with layouts_of_step(batch, layouts, variant.shares):
             if backward:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():

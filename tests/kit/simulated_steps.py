@@ -1,0 +1,56 @@
+"""Steps of a trainer on the simulated device: a batch as accelerate places it, and a forward and backward on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from kit.simulated_cuda import CUDA, Counts, to_simulated
+
+from trl_padfix.core.index_maps import FlatMaps
+from trl_padfix.core.layout import Layout
+
+
+__all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
+
+
+def on_simulated(value: Any) -> Any:
+    """What accelerate does with a batch, or with a part of one."""
+    if isinstance(value, Mapping):
+        return {k: on_simulated(v) for k, v in value.items()}
+    if isinstance(value, Layout):  # placed already, on the CPU that the trainer took for its device
+        return FlatMaps.of(value).to("cuda:0")
+    if isinstance(value, FlatMaps):
+        return value.to("cuda:0")
+    return to_simulated(value) if isinstance(value, torch.Tensor) else value
+
+
+def place_models(trainer: Any) -> None:
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            to_simulated(model)
+
+
+def step(trainer: Any, batch: dict[str, Any], training: bool = True) -> torch.Tensor:
+    """The loss of a step under bfloat16 autocast; its gradients go to the parameters."""
+    trainer.model.train(training)
+    device = mock.patch.object(type(trainer.accelerator), "device", CUDA)  # some trainers move their batches there
+    with device, torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(training):
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+    if training:
+        loss.backward()
+    return loss.detach().cpu()
+
+
+def waits_and_losses(
+    gpu: Counts, trainer: Any, *batches: dict[str, Any], training: bool = True
+) -> tuple[list[dict], list[torch.Tensor]]:
+    """Of a step on each of `batches` the waits that a line of the package caused, and the loss."""
+    waits, losses = [], []
+    for batch in batches:
+        gpu.reset()
+        losses.append(step(trainer, batch, training))
+        waits.append(dict(gpu.ours()))
+    return waits, losses
