@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 import trl
+from kit.cells import slow_but
 from trl import TrlParser
 
 import trl_padfix
 from trl_padfix import DPOConfig
-from trl_padfix.trainers.config import parse_implementation
+from trl_padfix.trainers.field_types import parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -241,6 +242,18 @@ def imported_by():
 def test_an_import_costs_only_what_it_needs(statement, imported_by):
     assert "trl_padfix" in imported_by[statement]
     assert imported_by[statement] & NOT_NEEDED[statement] == set()
+
+
+@pytest.mark.parametrize("names", slow_but(["DPOTrainer"], ["DPOTrainer", "SFTTrainer", "GRPOTrainer"]))
+def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):
+    """Seconds are measured by `docs/bench/import_cost.py`; here the modules are counted."""
+    code = f"from {{}} import {names}\nimport sys; print(*sorted(sys.modules))"
+    theirs, ours = (set(run_python(code.format(package)).split()) for package in ("trl", "trl_padfix"))
+    more = {module for module in ours - theirs if not module.startswith("trl_padfix.")} - {"trl_padfix"}
+    assert {module.partition(".")[0] for module in more} <= {"trl", "transformers", "packaging", "rich"}
+    assert not any(module.startswith("trl.scripts") for module in more)
+    assert len(more) < 40
+    assert len(ours - theirs - more) > 30  # it is ours that was imported
 
 
 def test_importing_the_trainers_changes_nothing_elsewhere():

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
 from ..core.find import find_pretrained
-from .config import parse_implementation
+from .field_types import parse_implementation
 
 
 __all__ = ["AttentionChoiceMixin", "set_attention"]

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
 # `InitVar` only where it is not a string.
-import json
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -11,49 +10,13 @@ import trl
 from ..core.backends import Implementation
 from ..core.generation import check_generation_settings
 from .collators import check_padding_side
-from .field_types import check_field_types
+from .field_types import check_field_types, parse_implementation
 from .sharing import Sharing, check_prefix_sharing
 from .step_config import BudgetConfig, OnlineBudgetConfig
 from .turns import check_turn_settings
 
 
-__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig", "parse_implementation"]
-
-
-def parse_implementation(value: Any) -> Implementation | None:
-    """
-    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
-
-    Raises:
-        TypeError: If it is neither a name nor a mapping of parts to names.
-        ValueError: If a string begins as a mapping and is not one.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.config import parse_implementation
-
-    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
-    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
-
-    ```
-    """
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
-                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
-            ) from error
-    names = value.values() if isinstance(value, dict) else [value]
-    if value is None or value == "":
-        return None
-    if not all(isinstance(name, str) for name in names) or not isinstance(value, (str, dict)):
-        raise TypeError(
-            f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
-        )
-    return value
+__all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
 @dataclass
@@ -258,6 +221,17 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
     Raises:
         ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
             for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DPOConfig
+
+    >>> args = DPOConfig("runs/dpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args.padding_free, args.prefix_sharing, args.beta  # ours, ours, TRL's
+    (True, True, 0.1)
+
+    ```
     """
 
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
@@ -270,8 +244,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
-        max_tokens_per_batch,
-        group_by_prefix, group_by_prefix_buffer:
+        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: whether the score of a row is that of the last token of its attention mask. By default
@@ -282,6 +255,17 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Raises:
         ValueError: For another `padding_side`, for `prefix_sharing` and for `pool_last_token` without `padding_free`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import RewardConfig
+
+    >>> args = RewardConfig("runs/reward", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
+    >>> args.pool_last_token
+    True
+
+    ```
     """
 
     pool_last_token: bool = field(
@@ -305,14 +289,24 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
-        ref_attn_implementation,
-        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+        ref_attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a budget the KL term of a step is estimated from all its rows.
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
     Raises:
         ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import KTOConfig
+
+    >>> args = KTOConfig("runs/kto", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
+    >>> args.prefix_sharing
+    'auto'
+
+    ```
     """
 
 
@@ -336,6 +330,17 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
 
     Raises:
         ValueError: For `prefix_sharing` without `padding_free`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import GRPOConfig
+
+    >>> args = GRPOConfig("runs/grpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args.prefix_sharing
+    True
+
+    ```
     """
 
 
@@ -353,6 +358,17 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
 
     Raises:
         ValueError: For `prefix_sharing` without `padding_free`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import RLOOConfig
+
+    >>> args = RLOOConfig("runs/rloo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args.prefix_sharing
+    True
+
+    ```
     """
 
 
@@ -363,19 +379,28 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
-        max_tokens_per_batch,
-        group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens,
-        generation_kwargs, eval_generation_samples, generation_rows_shown:
+        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate,
+        generation_max_new_tokens, generation_kwargs, eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].
-        **kwargs:
-            All fields of [`~trl.SFTConfig`].
-
         expand_turns (`bool`, *optional*, defaults to `False`):
             Whether a conversation becomes one row for each turn of the assistant; see [`expand_turns`].
+        **kwargs:
+            All fields of [`~trl.SFTConfig`].
 
     Raises:
         ValueError: As [`DPOConfig`], and for `expand_turns` with `assistant_only_loss` or without
             `completion_only_loss`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import SFTConfig
+
+    >>> args = SFTConfig("runs/sft", padding_free=True, expand_turns=True, use_cpu=True, bf16=False)
+    >>> args.expand_turns
+    True
+
+    ```
     """
 
     expand_turns: bool = field(

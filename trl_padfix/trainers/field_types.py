@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
 
 
-__all__ = ["check_field_types", "check_processing_class"]
+if TYPE_CHECKING:
+    from ..core.backends import Implementation
+
+__all__ = ["check_field_types", "check_processing_class", "parse_implementation"]
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
@@ -64,3 +68,39 @@ def check_processing_class(processing_class: Any) -> None:
             f"`processing_class` is a `{type(processing_class).__name__}`, and a tokenizer or processor is needed. "
             "Pass `AutoTokenizer.from_pretrained(...)`, or leave it out: TRL then loads that of the model."
         )
+
+
+def parse_implementation(value: Any) -> Implementation | None:
+    """
+    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+
+    Raises:
+        TypeError: If it is neither a name nor a mapping of parts to names.
+        ValueError: If a string begins as a mapping and is not one.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.field_types import parse_implementation
+
+    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
+    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
+
+    ```
+    """
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
+                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
+            ) from error
+    names = value.values() if isinstance(value, dict) else [value]
+    if value is None or value == "":
+        return None
+    if not all(isinstance(name, str) for name in names) or not isinstance(value, (str, dict)):
+        raise TypeError(
+            f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
+        )
+    return value
