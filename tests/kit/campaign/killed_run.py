@@ -1,8 +1,4 @@
-"""
-A script of a user, which the campaign kills: `killed_run.py FOLDER RESUME CONFIG`.
-
-`FORGETS_EPOCHS=1` leaves it to accelerate to tell the sampler its epoch: the negative control.
-"""
+"""A script of a user, which the campaign kills: `killed_run.py FOLDER RESUME CONFIG`."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback
 
 from trl_padfix import DPOConfig, DPOTrainer
-from trl_padfix.trainers.epochs import SamplerEpochs
 
 
 def main(run: str, resume: str, config: dict) -> None:
@@ -28,8 +23,6 @@ def main(run: str, resume: str, config: dict) -> None:
     if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":  # see `kit/launched.py`
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         cpu = {"use_cpu": False}
-    if os.environ.get("FORGETS_EPOCHS"):
-        SamplerEpochs.on_epoch_begin = lambda *args, **kwargs: None
     rows: Dataset = build_branching("dpo", prompts=4) if config.get("group_by_prefix") else build_data("dpo")
     data = rows.select(range(4 * EPOCH))
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "max_length": 26}

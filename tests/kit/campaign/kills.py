@@ -86,11 +86,11 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
     return logs, load_file(run / "model.safetensors")
 
 
-def launch(set_up: str, run: Path, resume: str = "none", *, env: Any = None, **config: Any) -> subprocess.Popen:
+def launch(set_up: str, run: Path, resume: str = "none", **config: Any) -> subprocess.Popen:
     processes, own = (SET_UPS | OTHERS)[set_up]
     config = own | config
     command = [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
     if processes > 1:
         name = "fsdp2" if set_up == "fsdp2" else "multi_gpu"

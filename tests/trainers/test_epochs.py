@@ -1,8 +1,4 @@
-"""
-Two processes, resumed in the middle of the second epoch: to the bit the run that was not stopped.
-
-A dataloader that skips batches at several processes forgets to tell its sampler the epoch (accelerate 1.15).
-"""
+"""One process and two, resumed in the middle of the second epoch: to the bit the run that was not stopped."""
 
 from __future__ import annotations
 
@@ -21,17 +17,17 @@ STOPPED = EPOCH + 2
 """The run goes on from here: one step before the end of the second epoch, and so with two orders of rows to come."""
 
 
-def finished(set_up: str, run: Path, resume: str = "none", **env: str) -> Any:
-    process = launch(set_up, run, resume, env=env, save_total_limit=STEPS)
+def finished(set_up: str, run: Path, resume: str = "none", **config: Any) -> Any:
+    process = launch(set_up, run, resume, save_total_limit=STEPS, **config)
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said[-4000:]
     return outcome(run)
 
 
-def stopped_and_resumed(set_up: str, run: Path, **env: str) -> Any:
+def stopped_and_resumed(set_up: str, run: Path, **config: Any) -> Any:
     for step in range(STOPPED + 1, STEPS + 1):
         shutil.rmtree(run / f"checkpoint-{step}")
-    return finished(set_up, run, "latest", **env)
+    return finished(set_up, run, "latest", **config)
 
 
 @pytest.mark.parametrize("set_up", [name for name in (SET_UPS | OTHERS) if name != "one, budget"])
@@ -42,8 +38,8 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(set_up, tmp_path):
     assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
 
 
-def test_without_its_epoch_the_sampler_would_give_other_rows(tmp_path):
+def test_another_order_of_the_rows_would_be_seen(tmp_path):
     logs, _ = finished("ddp", tmp_path / "run")
-    resumed, _ = stopped_and_resumed("ddp", tmp_path / "run", FORGETS_EPOCHS="1")
+    resumed, _ = stopped_and_resumed("ddp", tmp_path / "run", data_seed=7)
     assert resumed[:STOPPED] == logs[:STOPPED]
     assert resumed[STOPPED][0] != pytest.approx(logs[STOPPED][0], rel=1e-4)
