@@ -187,7 +187,10 @@ def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
     """Places, among those of `(B, L - 1)`, from which a label is predicted; `None` if the batch does not say."""
     names = (f"{prefix}{name}" for name in ("labels", "completion_mask", "attention_mask"))
     labels, completion, mask = (batch.get(name) for name in names)
-    if labels is None and completion is None:
+    if labels is not None:
+        target = labels[:, 1:] != -100
+    elif completion is not None:
+        target = completion[:, 1:] == 1
+    else:
         return None
-    target = labels[:, 1:] != -100 if labels is not None else completion[:, 1:] == 1
     return (target if mask is None else target & mask[:, :-1].bool()).flatten().nonzero().squeeze(1)
