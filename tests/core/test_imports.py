@@ -18,6 +18,7 @@ NO_SOURCE = {  # tests of what no single module does
         "conformance",
         "families",
         "gpu",
+        "gpu_findings",
         "gpu_path",
         "imports",
         "reference_flash_attn",
