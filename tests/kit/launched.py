@@ -28,23 +28,25 @@ from trl_padfix.cli.launch import main
 from trl_padfix.core import batches
 
 
-def write_graphs(folder: Path, calls: list[str]) -> None:
-    """The graphs that this process has compiled, the breaks in them, and the calls of compiled layers."""
+def write_graphs(folder: Path, calls: list[int]) -> None:
+    """The graphs that this process has compiled, at the end and halfway, their breaks, and the calls of layers."""
     counters = torch._dynamo.utils.counters
     found = {
         "unique_graphs": counters["stats"]["unique_graphs"],
+        "halfway": calls[len(calls) // 2],
         "breaks": dict(counters["graph_break"]),
         "calls": len(calls),
     }
     (folder / f"graphs-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def count_calls() -> list[str]:
-    """A list that grows with every call of a compiled layer."""
+def count_calls() -> list[int]:
+    """A list that grows with every call of a compiled layer, by the graphs that there are."""
     from trl_padfix.core.compiled import LayerPatch
 
     calls, twin = [], LayerPatch._twin
-    LayerPatch._twin = lambda patch: (calls.append(type(patch.module).__name__), twin(patch))[1]
+    counters = torch._dynamo.utils.counters
+    LayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
     return calls
 
 

@@ -6,6 +6,7 @@ Policy and reference are two random models with large weights, so their margins 
 token that sees one token too many bends the curve. The curves of TRL are computed once for each configuration.
 """
 
+import contextlib
 import inspect
 import logging
 import random
@@ -401,6 +402,18 @@ def test_accelerate_compiles_no_model_whose_layers_are_compiled(mode, make):
         assert trainer.args.torch_compile_backend == "aot_eager"
     finally:
         AcceleratorState._reset_state(reset_partial_state=False)
+
+
+def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, monkeypatch):
+    trainer = make(config=MODES["padding-free, left"])
+    for stage, refused in ((2, False), (3, True)):
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
+            patch.setattr(trainer.args, "torch_compile", True)
+            patch.setattr("trl_padfix.core.compiled.compile_layers", lambda *args, **kwargs: {})
+            with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
+                trainer._compile_layers()
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

@@ -1,9 +1,8 @@
 """
 Layouts: where the tokens of a padded `(B, L)` batch lie in one packed row of `T` tokens.
 
-A layout is built on the host, from the attention mask alone (padding-free) or from the mask and the token ids (prefix
-sharing). It knows nothing of models: it is index maps, the place of each packed token in its own row, and the
-attention segments.
+A layout is built on the host, from the attention mask (padding-free) or from mask and token ids (prefix sharing). It
+knows nothing of models: it is index maps, the place of each packed token in its row, and the attention segments.
 
 Shapes: `B` rows, `L` padded length, `R` real tokens, `T` packed tokens (`T <= R`), `S` segments. `_BL`, `_R`, `_T`
 after a name is the tensor's shape.
@@ -56,16 +55,14 @@ class Layout:
         key_order, key_offsets (`torch.Tensor` of shapes `(sum of key_lengths,)` and `(T,)`, *optional*):
             Places in `key_index`, sorted by the token that they name, and where those of each token begin.
         cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
-            Where the queries and the keys of the segments begin and end, as variable-length kernels take them. One
-            object where they are equal: cuDNN's causal attention asks for that.
+            Where the queries and the keys of the segments begin and end. One object where they are equal: cuDNN asks.
         query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
         scored (`torch.Tensor` of shape `(n,)`, *optional*):
             Places of `(B, L - 1)` from which a label is predicted, if whoever built the layout knew the labels.
-        images_repeat (`bool`, *optional*):
-            Whether the second half of the batch has the images of the first, if whoever built the layout knew.
+        images_repeat (`bool`, *optional*): Whether the halves of a batch have the same images, if that was known.
     """
 
     batch_shape: tuple[int, int]
@@ -118,7 +115,7 @@ class Layout:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether there is nothing to remove and nothing to share: the padded computation is the packed one."""
+        """Whether there is nothing to remove and to share: the padded computation is the packed one."""
         return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
 
     def to(self, device: torch.device | str) -> Layout:

@@ -56,6 +56,7 @@ from .checks import (
     require_rows,
     splitting_parallelism,
 )
+from .compilation import CompilationMixin
 from .field_types import check_field_types, check_processing_class
 from .fields import field_set
 from .finite import FiniteMixin, check_weights
@@ -70,7 +71,7 @@ __all__ = ["PaddingRemovalMixin"]
 logger = get_logger(__name__)
 
 
-class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, WholeCheckpointsMixin, FiniteMixin):
+class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin, WholeCheckpointsMixin, FiniteMixin):
     """
     Padding removal for a TRL trainer; stands in front of TRL's class.
 
@@ -122,24 +123,6 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, WholeCheckpoints
                 if isinstance(error, ImportError):
                     explain_missing_flash_attention(error)
                 raise
-
-    @contextlib.contextmanager
-    def _without_whole_compilation(self, config: Any) -> Iterator[None]:
-        """Models without padding are not compiled as a whole, their layers are: see `compile_layers`."""
-        compiles = self._removes_padding and getattr(config, "torch_compile", False)
-        with contextlib.ExitStack() as stack:
-            # accelerate goes by the backend, whether or not anything is to be compiled.
-            for name, value in {"torch_compile": False, "torch_compile_backend": None}.items() if compiles else ():
-                stack.enter_context(field_set(config, name, value))
-            yield
-
-    def _compile_layers(self) -> None:
-        if self._handles and getattr(self.args, "torch_compile", False):
-            from ..core.compiled import compile_layers  # registers operators with torch
-
-            for handle in self._handles:
-                backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode
-                compile_layers(handle, backend=backend or "inductor", mode=mode)
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
