@@ -335,3 +335,11 @@ def test_carried_layouts_have_one_block_each(tmp_path):
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
     assert isinstance(batch[BATCH_LAYOUT], FlatMaps)
     assert isinstance(batch["KL_" + BATCH_LAYOUT], FlatMaps)
+
+
+def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch_in_silence():
+    def collate(rows: list[Any]) -> Any:
+        return next(iter(()))
+
+    with pytest.raises(RuntimeError, match=r"function raised StopIteration, .* end of the data"):
+        LayoutCollator(collate, False)([1])

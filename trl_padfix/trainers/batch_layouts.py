@@ -54,6 +54,9 @@ class LayoutCollator:
             Whether repeated prefixes are computed once.
         packs_padded (`bool`, *optional*, defaults to `True`):
             Whether batches with a mask are packed; rows that arrive packed are kept apart either way.
+
+    Raises:
+        RuntimeError: If the collator raises `StopIteration`, which would end the epoch in silence.
     """
 
     collator: Callable[[list[Any]], Any]
@@ -61,7 +64,13 @@ class LayoutCollator:
     packs_padded: bool = True
 
     def __call__(self, examples: list[Any]) -> Any:
-        batch = self.collator(examples)
+        try:
+            batch = self.collator(examples)
+        except StopIteration as error:
+            raise RuntimeError(
+                f"{type(self.collator).__name__} raised StopIteration, which a data loader takes for the end of the "
+                "data: the epoch would end here, and nobody would know. Look for a `next()` on what is empty."
+            ) from error
         if not isinstance(batch, Mapping):  # processors make mappings that are no dictionaries
             return batch
         found = {prefix + BATCH_LAYOUT: self._layout(batch, prefix) for prefix in PREFIXES}
