@@ -25,7 +25,7 @@ import trl_padfix.core.kernels as kernels
 import trl_padfix.core.parity as parity
 import trl_padfix.core.patches as patches
 import trl_padfix.core.remove as remove
-import trl_padfix.tools.bench.steps as steps
+import trl_padfix.tools.bench.building as building
 from trl_padfix import (
     PaddingRemovalError,
     check_parity,
@@ -219,14 +219,14 @@ def test_6_a_fixed_limit_that_lets_a_foreign_token_pass_is_noticed(gpu, monkeypa
 
 
 def the_default_precision_is_measured() -> None:
-    assert steps._arguments(BenchSettings(pairs=2, shape="tiny", dtype="autocast")).bf16
-    assert steps.weights_dtype("autocast") == torch.float32
+    assert building._arguments(BenchSettings(pairs=2, shape="tiny", dtype="autocast")).bf16
+    assert building.weights_dtype("autocast") == torch.float32
 
 
 def test_7_a_bench_of_pure_bfloat16_is_noticed(monkeypatch):
     the_default_precision_is_measured()
-    config = steps.trl.DPOConfig
-    monkeypatch.setattr(steps.trl, "DPOConfig", lambda **given: config(**given | {"bf16": False}))
+    config = building.trl.DPOConfig
+    monkeypatch.setattr(building.trl, "DPOConfig", lambda **given: config(**given | {"bf16": False}))
     with pytest.raises(AssertionError):
         the_default_precision_is_measured()
 
@@ -243,22 +243,22 @@ class DrawsOnHost(TorchDispatchMode):
 
 
 def weights_are_drawn_on_the_device() -> None:
-    tokenizer = steps.train_tokenizer([""], 1024)
+    tokenizer = building.train_tokenizer([""], 1024)
     with DrawsOnHost() as host:
-        model = steps._model(tokenizer, BenchSettings(pairs=2, shape="tiny", device="meta"), seed=0)
+        model = building._model(tokenizer, BenchSettings(pairs=2, shape="tiny", device="meta"), seed=0)
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert host.drawn == 0
 
 
 def test_7_models_that_are_built_on_the_host_are_noticed(monkeypatch):
     weights_are_drawn_on_the_device()
-    build = steps.build_qwen2
+    build = building.build_qwen2
 
     def on_host(*args: Any, **kwargs: Any) -> Any:
         with torch.device("cpu"):
             return build(*args, **kwargs)
 
-    monkeypatch.setattr(steps, "build_qwen2", on_host)
+    monkeypatch.setattr(building, "build_qwen2", on_host)
     with pytest.raises(AssertionError):
         weights_are_drawn_on_the_device()
 

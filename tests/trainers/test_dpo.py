@@ -517,7 +517,7 @@ def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(mode, our_r
 @pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
 def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
     ticks = iter(range(10_000))
-    monkeypatch.setattr("trl_padfix.trainers.metrics.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("trl_padfix.trainers.token_counts.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     ours = run(make(config={"max_steps": 10} | MODES[mode]))
     train, evaluation = ours.batches[:10], ours.batches[10:]
     logs = [log for log in ours.logs if "loss" in log]
