@@ -62,10 +62,9 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize(
-    "sharing", [pytest.param(False, marks=pytest.mark.slow), True], ids=["padding-free", "prefix sharing"]
-)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
     plain, compiled = build().train(), build().train()
     with remove_padding(plain, prefix_sharing=sharing), remove_padding(compiled, prefix_sharing=sharing) as handle:

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from kit.cells import slow_but
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
 
@@ -178,7 +177,8 @@ def assert_packed(run: Run) -> None:
     assert any(log["padfix/shared_fraction"] > 0.1 for log in logs)
 
 
-@pytest.mark.parametrize("strategy", slow_but(["multi_gpu"], ["multi_gpu", "fsdp2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
 def test_two_processes_give_the_trajectory_of_one(strategy, together, alone):
     ours, theirs = together("dpo", strategy, *PACKED), alone("dpo")
     assert_same(ours, theirs, *METRICS["dpo"])

@@ -93,6 +93,7 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     "--device cuda --dtype bfloat16 --shape 0.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
     "--data test.jsonl.gz": "--data lengths:20/6 --shape tiny",
     "--data equal": "--data equal --shape tiny",
+    "--data tree:4x8/600/80": "--data tree:4x4/12/6 --shape tiny",
     "lengths:1024/256": "lengths:20/6",
     "lengths:4096/512": "lengths:20/6",
     "--shape tiny --steps": "--shape tiny --pairs 2 --warmup 0 --steps",

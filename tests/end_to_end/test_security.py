@@ -109,6 +109,7 @@ def test_but_a_name_of_the_hub_does(material):
     assert "NETWORK" in done.stderr
 
 
+@pytest.mark.slow
 def test_importing_asks_for_no_network(material):
     names = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.bench", "trl_padfix.tools.stats"]
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)\n"

@@ -243,6 +243,7 @@ def test_json_goes_to_a_file_beside_the_text(tmp_path):
     assert json.loads((tmp_path / "doctor.json").read_text())["problems"] == []
 
 
+@pytest.mark.slow
 def test_the_installed_command_runs_without_a_network():
     command = str(Path(sys.executable).with_name("trl-padfix"))
     done = subprocess.run([command, "doctor", "--json", "-"], capture_output=True, text=True, check=False)

@@ -255,6 +255,7 @@ def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch
     assert str(first).startswith("WRONG: padding-free, float32")
 
 
+@pytest.mark.slow
 def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
     build, pairs = gpu_checks._model, gpu_checks._pairs

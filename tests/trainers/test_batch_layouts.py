@@ -15,7 +15,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import slow_but
+from kit.cells import once_each, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.simulated_cuda import simulated_cuda
@@ -90,17 +90,18 @@ def assert_no_waits(gpu, trainer, batch, *, training: bool = True, without: int)
 PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
 @pytest.mark.parametrize(
-    ("kind", "config", "without"),
-    [
-        # Ids and mask are read once for each batch of rows; each forward looks for its labels.
-        ("KTO", {}, 6),
-        ("SFT", {}, 2),
-        ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
-        ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
-    ],
-    ids=["KTO", "SFT", "packed rows", "SFT on the left"],
+    ("kind", "config", "without", "sharing"),
+    once_each(
+        [
+            # Ids and mask are read once for each batch of rows; each forward looks for its labels.
+            ("KTO", {}, 6),
+            ("SFT", {}, 2),
+            ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
+            ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
+        ],
+        [False, True],
+    ),
 )
 def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, tmp_path):
     trainer = make(kind, tmp_path, prefix_sharing=sharing, **config)
@@ -121,8 +122,7 @@ def test_rows_that_are_packed_by_themselves_come_with_their_layouts(gpu, tmp_pat
     assert_no_waits(gpu, trainer, batch, without=3)
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(("kind", "sharing"), once_each(["GRPO", "RLOO"], [False, True]))
 def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, tmp_path):
     """What the model generates is known on its device alone: the host looks once for all steps on it."""
     config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": sharing, "gradient_accumulation_steps": 2}

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 import trl
-from kit.cells import slow_but
 from trl import TrlParser
 
 import trl_padfix
@@ -245,7 +244,8 @@ def test_an_import_costs_only_what_it_needs(statement, imported_by):
     assert imported_by[statement] & NOT_NEEDED[statement] == set()
 
 
-@pytest.mark.parametrize("names", slow_but(["DPOTrainer"], ["DPOTrainer", "SFTTrainer", "GRPOTrainer"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["DPOTrainer", "SFTTrainer", "GRPOTrainer"])
 def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):
     """Seconds are measured by `docs/bench/import_cost.py`; here the modules are counted."""
     code = f"from {{}} import {names}\nimport sys; print(*sorted(sys.modules))"
@@ -257,6 +257,7 @@ def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):
     assert len(ours - theirs - more) > 30  # it is ours that was imported
 
 
+@pytest.mark.slow
 def test_importing_the_trainers_changes_nothing_elsewhere():
     code = """
 import inspect, logging, os, warnings

@@ -373,13 +373,15 @@ def test_padding_that_is_not_removed_gives_trls_numbers_with_absolute_positions(
     assert_same(ours.trajectory, trl_run("absolute positions").trajectory)
 
 
+@pytest.mark.slow
 def test_a_compiled_run_is_trls(make, trl_run):
     config = {"torch_compile": True, "torch_compile_backend": "eager"}
     ours = run(make(config=SHORT | MODES["padded, left"] | config))
     assert_same(ours.trajectory, trl_run("short").trajectory)
 
 
-@pytest.mark.parametrize("mode", slow_but(TWO_MODES[1:], TWO_MODES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", TWO_MODES)
 def test_a_run_with_compiled_layers_is_trls(mode, make, trl_run):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
