@@ -19,12 +19,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from kit.cells import slow_but
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
 
@@ -237,8 +239,10 @@ def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), LORA, CHECKPOINTS], ids=["whole", "LoRA", "checkpoints"])
-@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    slow_but([("multi_gpu", CHECKPOINTS), ("fsdp2", LORA)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
+)
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
     adapters = more == LORA
     plain = together("dpo", strategy, *PACKED, *more, adapters=adapters)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.campaign.kills import EPOCH, OTHERS, SET_UPS, STEPS, launch, outcome
+from kit.cells import slow_but
 
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,9 @@ def stopped_and_resumed(set_up: str, run: Path, **config: Any) -> Any:
     return finished(set_up, run, "latest", **config)
 
 
-@pytest.mark.parametrize("set_up", [name for name in (SET_UPS | OTHERS) if name != "one, budget"])
+@pytest.mark.parametrize(
+    "set_up", slow_but(["ddp, grouped, budget", "fsdp2"], [name for name in SET_UPS | OTHERS if name != "one, budget"])
+)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(set_up, tmp_path):
     logs, weights = finished(set_up, tmp_path / "run")
     resumed_logs, resumed_weights = stopped_and_resumed(set_up, tmp_path / "run")
