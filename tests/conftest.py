@@ -4,6 +4,8 @@ import functools
 import gc
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,7 +29,7 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)  # the tensors are tiny, and threads would change the order of sums
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-# Two look-ups that took a fifth of a tiny training: accelerate reads at every step what is installed, and datasets
+# Two look-ups that take much of a tiny training: accelerate reads at every step what is installed, and datasets
 # names a table by a hash of all that made it, to find it on disk again, where those of the tests never are.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 for module in (datasets.fingerprint, datasets.arrow_dataset):
@@ -60,3 +62,18 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector, which accelerate calls before every training, off what all imports have left."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A simulated GPU whose torch has variable-length attention; what it counted."""
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
+    from kit.simulated_cuda import simulated_cuda
+
+    import trl_padfix.core.kernels as kernels
+
+    is_complete = kernels.torch_varlen_is_complete
+    is_complete.cache_clear()
+    with simulated_cuda() as counts:
+        yield counts
+    is_complete.cache_clear()

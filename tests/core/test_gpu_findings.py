@@ -16,7 +16,7 @@ import pytest
 import torch
 from kit import gpu_runs
 from kit.gpu_runs import check_half_precision
-from kit.simulated_cuda import simulated_cuda, to_simulated
+from kit.simulated_cuda import to_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_padfix.core.attention as attention
@@ -40,16 +40,6 @@ from trl_padfix.tools.bench import BenchSettings
 
 COLUMNS = 56
 TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-
-
-@pytest.fixture
-def gpu():
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    is_complete = kernels.torch_varlen_is_complete
-    is_complete.cache_clear()
-    with simulated_cuda() as counts:
-        yield counts
-    is_complete.cache_clear()
 
 
 def small(**more: Any) -> Any:

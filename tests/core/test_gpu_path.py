@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook
-from kit.simulated_cuda import Counts, simulated_cuda, to_simulated
+from kit.simulated_cuda import Counts, to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import trl_padfix.core.batches
@@ -30,15 +30,6 @@ from trl_padfix.core.views import other_attention
 
 
 VOCABULARY = 96
-
-
-@pytest.fixture
-def gpu():
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    kernels.torch_varlen_is_complete.cache_clear()
-    with simulated_cuda() as counts:
-        yield counts
-    kernels.torch_varlen_is_complete.cache_clear()
 
 
 def build(

@@ -8,9 +8,7 @@ to remove, and the other one ragged rows, so that modules on rows would run a di
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -23,12 +21,12 @@ import yaml
 from kit import mixer_runs
 from kit.family_outcomes import gradient_difference, stable_topk
 from kit.mixer_runs import STEP_ROWS, STEPS, TRAINERS, save_initial, train_saved
+from kit.processes import ROOT, run_processes
 from safetensors.torch import load_file
 
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "bloom", "deepseek_v32"]
 CASES = [
     *(f"{family},dpo,{mode}" for family in FAMILIES for mode in ("padding-free", "prefix sharing")),
@@ -99,24 +97,15 @@ def launch(strategy: str, cases: list[str], models: Path, folder: Path, **env: s
     """Train the cases in two processes; a run that waits for ever is ended, and says which case it was."""
     for family in {case.split(",")[0] for case in cases}:
         (folder / family).symlink_to(models / family)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    environment |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"} | env
+    environment = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"} | env
     if strategy != "multi_gpu":  # see `kit/launched.py`
         environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     command += ["--config_file", str(accelerate_config(strategy, folder)), mixer_runs.__file__, str(folder), *cases]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        _, said = process.communicate(timeout=120 + 30 * len(cases))
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        _, said = process.communicate()
-        begun = [line for line in said.splitlines() if " begins" in line]
-        pytest.fail(f"the processes wait for each other: {begun[-1:]} {said[-2000:]}")
-    assert process.returncode == 0, [line for line in said.splitlines() if " begins" in line][-1] + said[-6000:]
+    done = run_processes(command, environment, timeout=120 + 30 * len(cases))
+    last = [line for line in done.stderr.splitlines() if " begins" in line][-1:]
+    assert done.returncode != -signal.SIGKILL, f"the processes wait for each other: {last} {done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{last} {done.stderr[-6000:]}"
     return json.loads((folder / "logged.json").read_text())
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,13 +25,13 @@ import pytest
 import torch
 import yaml
 from kit.cells import slow_but
+from kit.processes import ROOT, run_processes
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
 
 from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
 
-ROOT = Path(__file__).parents[2]
 STEPS = 4
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
@@ -141,9 +139,7 @@ def together(material, tmp_path):
         adapters: bool = False,
         fails: bool = False,
     ) -> Any:
-        environment = (
-            os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
-        )
+        environment = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
         if strategy == "multi_gpu":
             more = (*more, "--use_cpu", "true")
         else:  # accelerate takes processes on CPU for DDP only: see `launched.py`
@@ -156,7 +152,7 @@ def together(material, tmp_path):
             method,
         ]
         command += [*flags(material, method, tmp_path / "run", rows=2), *more]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = run_processes(command, environment, timeout=300)
         if fails:
             assert done.returncode != 0
             return done.stderr
@@ -269,8 +265,7 @@ def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
         command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "recipes/dpo.py"]
         command += ["--config", "recipes/dpo_tiny.yaml"]
         command += [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = run_processes(command, {"HF_HUB_OFFLINE": "1"}, timeout=300)
         assert done.returncode == 0, done.stderr[-6000:]
         assert done.stdout.count("padding not computed") == 1
         return outcome(output)

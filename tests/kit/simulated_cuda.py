@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from kit import varlen_reference
 from torch import nn
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -283,6 +284,7 @@ def _of_cpu(function: Any) -> Any:
 def simulated_cuda() -> Iterator[Counts]:
     """Simulate a GPU until the block ends."""
     counts = Counts()
+    _device_constructors()  # torch remembers the functions that it finds at first: not the stand-in for `torch.tensor`
     cuda = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,

@@ -18,7 +18,6 @@ from datasets import Dataset
 from kit.cells import once_each, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
-from kit.simulated_cuda import simulated_cuda
 from kit.simulated_steps import on_simulated, place_models, step, waits_and_losses
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, run, words
 from kit.vision_runs import PROCESSORS, build_captions, build_vlm
@@ -26,21 +25,11 @@ from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
 import trl_padfix.core.batches
-import trl_padfix.core.kernels as kernels
 from trl_padfix.core.index_maps import FlatMaps
 from trl_padfix.core.layout import Layout
 from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
 from trl_padfix.trainers.metrics import without_repeated_rows
 from trl_padfix.trainers.token_budget import MICRO_BATCHES, _halved
-
-
-@pytest.fixture
-def gpu():
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    kernels.torch_varlen_is_complete.cache_clear()
-    with simulated_cuda() as counts:
-        yield counts
-    kernels.torch_varlen_is_complete.cache_clear()
 
 
 def build_pairs(count: int) -> Dataset:

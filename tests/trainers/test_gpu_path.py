@@ -8,23 +8,13 @@ import random
 import pytest
 import torch
 from datasets import Dataset
-from kit.simulated_cuda import simulated_cuda, to_simulated
+from kit.simulated_cuda import to_simulated
 from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-import trl_padfix.core.kernels as kernels
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl_padfix.core.index_maps import FlatMaps
 from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, read_by, without_layouts
-
-
-@pytest.fixture
-def gpu():
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    kernels.torch_varlen_is_complete.cache_clear()
-    with simulated_cuda() as counts:
-        yield counts
-    kernels.torch_varlen_is_complete.cache_clear()
 
 
 def preferences(pairs: int) -> Dataset:

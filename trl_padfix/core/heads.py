@@ -54,9 +54,8 @@ class LMHeadPatch(ForwardPatch):
         target = labels[:, 1:] != -100
         if call.get("attention_mask") is not None:
             target = target & call["attention_mask"][:, :-1].bool()
-        if (
-            layout is None or layout.scored is None
-        ):  # what images share only their forward knows; labels the batch does
+        if layout is None or layout.scored is None:
+            # What rows of images share is found in their forward; where their labels are came with the batch.
             layout = known_layout("padding-free", (call.get("attention_mask"),)) or layout
         index = self._places(target.flatten(), layout)
         if index.numel() == 0:

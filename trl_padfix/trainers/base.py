@@ -51,6 +51,7 @@ from .checks import (
     check_vision,
     column_names,
     explain_missing_flash_attention,
+    is_zero_3,
     refuse_images,
     refuse_whole_rows,
     require_rows,
@@ -215,8 +216,7 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
 
     def _shards_parameters(self) -> bool:
         """Whether each process has a part of the parameters, and modules gather them when they are called."""
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        return self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+        return self.is_fsdp_enabled or is_zero_3(self.accelerator)
 
     def _check_launch(self) -> None:
         """

@@ -11,13 +11,12 @@ one wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..core.batches import Given, Known, PrefixSharing, layout_of_given, packed_kind, step_layouts
+from ..core.batches import Given, Known, PrefixSharing, layout_of_given, packed_kind
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
 
@@ -26,7 +25,6 @@ __all__ = [
     "BATCH_LAYOUT",
     "LayoutCollator",
     "known_layouts",
-    "layouts_of_step",
     "read_by",
     "with_layout_of_rows",
     "without_layouts",
@@ -109,13 +107,6 @@ def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_shar
         read = read_by(batch, prefix_sharing, prefix)
         if read is not None and tuple(batch[f"{prefix}input_ids"].shape) == layout.batch_shape:
             yield (*read, layout)
-
-
-def layouts_of_step(
-    batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing
-) -> AbstractContextManager[None]:
-    """The scope of a step on `batch`, in which its forwards find `layouts`."""
-    return step_layouts(known_layouts(batch, layouts, prefix_sharing))
 
 
 def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:

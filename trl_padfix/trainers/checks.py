@@ -27,6 +27,7 @@ __all__ = [
     "check_vocabulary",
     "column_names",
     "explain_missing_flash_attention",
+    "is_zero_3",
     "length_dependent_rope",
     "refuse_images",
     "refuse_whole_rows",
@@ -245,6 +246,12 @@ def _first_misplaced_of_rows(
         for _, images, placeholders in misplaced_images([example], processor):
             return i, images, placeholders
     return None
+
+
+def is_zero_3(accelerator: Any) -> bool:
+    """Whether DeepSpeed gathers parameters module by module, as they are called."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and plugin.zero_stage == 3
 
 
 def refuse_whole_rows(handle: PaddingRemoval) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
+from .checks import is_zero_3
 from .fields import field_set
 
 
@@ -38,8 +39,7 @@ class CompilationMixin:
         """
         if not (self._handles and getattr(self.args, "torch_compile", False)):
             return
-        deepspeed = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if deepspeed is not None and deepspeed.zero_stage == 3:
+        if is_zero_3(self.accelerator):
             raise PaddingRemovalError(
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."

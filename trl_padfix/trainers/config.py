@@ -8,9 +8,9 @@ from typing import Any
 import trl
 
 from ..core.backends import Implementation
-from ..core.generation import check_generation_settings
 from .collators import check_padding_side
 from .field_types import check_field_types, parse_implementation
+from .generation_config import GeneratingConfig
 from .sharing import Sharing, check_prefix_sharing
 from .step_config import BudgetConfig, OnlineBudgetConfig
 from .turns import check_turn_settings
@@ -115,50 +115,6 @@ class PaddingConfig(PackingConfig):
     def __post_init__(self) -> None:
         check_padding_side(self.padding_side, optional=True)
         super().__post_init__()
-
-
-@dataclass
-class GeneratingConfig:
-    """Fields of the configurations whose trainers can generate in evaluation; a mixin, in front of the others."""
-
-    predict_with_generate: bool = field(
-        default=False,
-        metadata={
-            "help": "Continue the prompts of the evaluation set during evaluation. `compute_metrics` then receives "
-            "the generated tokens (`predictions`, padded with the pad token) and those of the data (`label_ids`, "
-            "padded with -100), as `Seq2SeqTrainer` hands them over; the texts go to `generations/` in the output "
-            "directory, and a few of them to the log and the trackers."
-        },
-    )
-    generation_max_new_tokens: int = field(
-        default=256, metadata={"help": "With `predict_with_generate`: tokens to generate after a prompt, at most."}
-    )
-    generation_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "With `predict_with_generate`: more keyword arguments of `generate`. They go before the model's "
-            "own generation config: `{'do_sample': False}` for greedy decoding whatever it says."
-        },
-    )
-    eval_generation_samples: int | None = field(
-        default=None,
-        metadata={
-            "help": "With `predict_with_generate`: how many rows of each evaluation set to generate from, the first "
-            "ones. By default all."
-        },
-    )
-    generation_rows_shown: int = field(
-        default=2,
-        metadata={
-            "help": "With `predict_with_generate`: how many of the generated texts an evaluation shows in the log and "
-            "the trackers; 0 for none. All of them are in `generations/`."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        if self.predict_with_generate:
-            check_generation_settings(self)
 
 
 @dataclass

@@ -118,13 +118,12 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
             padded = trainer.compute_loss(trainer.model, dict(batch))
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
     trainer.restore_padding()
-    # Where layers are checkpointed, attention stays able to recompute until the graph of the broken step is gone; one
-    # that torch's own backward hooks hold when they are broken off stays for good, out of the collector's reach.
+    # Where layers are checkpointed, attention stays able to recompute until the graph of the broken step is gone. A
+    # backward hook that raises within a checkpoint leaves it in memory for good, in a plain model of transformers too.
     gc.collect()
+    broken_off = case["where"] == "backward" and case["config"]["gradient_checkpointing"]
     for name, model in models.items():
-        assert traces_of(model, but=ViewPatch if case["where"] == "backward" else ()) == [], (
-            f"the {name} is not what it was"
-        )
+        assert traces_of(model, but=ViewPatch if broken_off else ()) == [], f"the {name} is not what it was"
         assert model.config._attn_implementation == before[name]
     return HELD
 

@@ -14,11 +14,12 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
+from ...core.batches import step_layouts
 from ...core.find import find_decoder, find_pretrained
 from ...core.heads import trust_layouts
 from ...core.layout import Layout
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.batch_layouts import LayoutCollator, layouts_of_step, without_layouts
+from ...trainers.batch_layouts import LayoutCollator, known_layouts, without_layouts
 from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 
 
@@ -111,7 +112,7 @@ class Step:
         if variant.packed:
             carried = LayoutCollator(lambda _: host, variant.shares)([])
             _, layouts = without_layouts({**batch, **{k: v for k, v in carried.items() if k not in host}})
-        with layouts_of_step(batch, layouts, variant.shares):
+        with step_layouts(known_layouts(batch, layouts, variant.shares)):
             if backward:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():
