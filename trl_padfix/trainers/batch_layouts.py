@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.batches import Given, Known, PrefixSharing, layout_of_given, packed_kind
+from ..core.batches import REPEATED, Given, Known, PrefixSharing, layout_of_given, packed_kind
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
 
@@ -104,9 +104,12 @@ def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, La
 def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing) -> Iterable[Known]:
     """The layouts that came with a batch, and the tensors that its forwards are known by."""
     for prefix, layout in layouts.items():
-        read = read_by(batch, prefix_sharing, prefix)
-        if read is not None and tuple(batch[f"{prefix}input_ids"].shape) == layout.batch_shape:
-            yield (*read, layout)
+        read, ids = read_by(batch, prefix_sharing, prefix), batch.get(f"{prefix}input_ids")
+        if read is None or ids is None or tuple(ids.shape) != layout.batch_shape:
+            continue
+        yield (*read, layout)
+        if layout.images_repeat:
+            yield from ((REPEATED, (images,), layout) for images in _of_images(batch))
 
 
 def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:
@@ -176,11 +179,18 @@ def _images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
+def _of_images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The images of a batch, and what it has beside them that is no number for each row or token: grids, masks."""
+    ids = [batch.get(f"{prefix}input_ids") for prefix in PREFIXES]
+    rows = {tuple(x.shape) for x in ids if isinstance(x, torch.Tensor)}
+    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 1]
+    return [v for v in tensors if v.is_floating_point() or not {tuple(v.shape[:2]), tuple(v.shape[-2:])} & rows]
+
+
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
-    images = _images(batch)
-    if not images:
+    if not _images(batch):
         return None
-    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)
+    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in _of_images(batch))
 
 
 def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
