@@ -42,7 +42,12 @@ def build_unpaired(count: int) -> Dataset:
     return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
 
 
-DATA: dict[str, Callable[[int], Dataset]] = {"DPO": build_pairs, "KTO": build_unpaired, "SFT": build_rows}
+DATA: dict[str, Callable[[int], Dataset]] = {
+    "DPO": build_pairs,
+    "KTO": build_unpaired,
+    "Reward": build_pairs,
+    "SFT": build_rows,
+}
 
 
 def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **config: Any) -> Any:
@@ -50,9 +55,9 @@ def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **con
     settings |= {"padding_free": True} if package is trl_padfix else {}
     if kind == "SFT":
         settings["eos_token"] = "<eos>"
-    given = {} if kind == "SFT" else {"ref_model": build_model(seed=1)}
+    given = {"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}
+    given["model"] = build_model("reward" if kind == "Reward" else "causal")
     return getattr(package, f"{kind}Trainer")(
-        model=build_model(),
         args=getattr(package, f"{kind}Config")(str(tmp_path / "run"), **settings | config),
         train_dataset=DATA[kind](16) if data is None else data,
         eval_dataset=DATA[kind](12),
@@ -88,6 +93,9 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
             ("SFT", {}, 2),
             ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
             ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
+            ("Reward", {}, 2),  # ids and mask, and which token of a row is scored
+            ("Reward", {"padding_side": "left"}, 2),
+            ("Reward", {"pool_last_token": True}, 1),
         ],
         [False, True],
     ),
@@ -98,7 +106,7 @@ def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, t
     assert_no_waits(gpu, trainer, batch, without=without)
 
 
-@pytest.mark.parametrize(("kind", "without"), [("DPO", 3), ("KTO", 6), ("SFT", 2)])
+@pytest.mark.parametrize(("kind", "without"), [("DPO", 3), ("KTO", 6), ("Reward", 2), ("SFT", 2)])
 def test_an_evaluation_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = make(kind, tmp_path, prefix_sharing=True)
     batch = next(iter(trainer.get_eval_dataloader()))

@@ -21,6 +21,7 @@ from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_l
 
 
 __all__ = [
+    "POOLED",
     "REPEATED",
     "Given",
     "Known",
@@ -44,6 +45,9 @@ Known = tuple[str, Given, Layout]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
+
+POOLED = "pooled"
+"""Kind under which a step knows what its layout says of the scored tokens of ids and mask."""
 
 REPEATED = "repeated"
 """Kind under which a step knows each tensor of images whose halves are the same, by the word of its layout."""

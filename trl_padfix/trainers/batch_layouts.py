@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ..core.batches import REPEATED, Given, Known, PrefixSharing, layout_of_given, packed_kind
+from ..core.batches import POOLED, REPEATED, Given, Known, PrefixSharing, layout_of_given, packed_kind
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
+from ..core.pooled import Pooled
 
 
 __all__ = [
@@ -52,6 +53,8 @@ class LayoutCollator:
             Whether repeated prefixes are computed once.
         packs_padded (`bool`, *optional*, defaults to `True`):
             Whether batches with a mask are packed; rows that arrive packed are kept apart either way.
+        pools_by (`int`, *optional*):
+            The pad token by which a sequence classifier looks for the token that it scores.
 
     Raises:
         RuntimeError: If the collator raises `StopIteration`, which would end the epoch in silence.
@@ -60,6 +63,7 @@ class LayoutCollator:
     collator: Callable[[list[Any]], Any]
     prefix_sharing: PrefixSharing
     packs_padded: bool = True
+    pools_by: int | None = None
 
     def __call__(self, examples: list[Any]) -> Any:
         try:
@@ -82,8 +86,11 @@ class LayoutCollator:
         mask = batch.get(f"{prefix}attention_mask")
         if mask is not None and not self.packs_padded:
             return None
-        layout = layout_of_given(*read)
-        return replace(layout, scored=_scored(batch, prefix), images_repeat=_images_repeat(batch))
+        pooled = None
+        if mask is not None and self.pools_by is not None:
+            pooled = Pooled.of(batch[f"{prefix}input_ids"], mask, self.pools_by)
+        found = {"scored": _scored(batch, prefix), "images_repeat": _images_repeat(batch), "pooled": pooled}
+        return replace(layout_of_given(*read), **found)
 
 
 def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
@@ -108,6 +115,8 @@ def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_shar
         if read is None or ids is None or tuple(ids.shape) != layout.batch_shape:
             continue
         yield (*read, layout)
+        if layout.pooled is not None:
+            yield POOLED, (ids, batch.get(f"{prefix}attention_mask")), layout
         if layout.images_repeat:
             yield from ((REPEATED, (images,), layout) for images in _of_images(batch))
 
