@@ -42,7 +42,12 @@ def build_unpaired(count: int) -> Dataset:
     return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
 
 
-DATA: dict[str, Callable[[int], Dataset]] = {"DPO": build_pairs, "KTO": build_unpaired, "SFT": build_rows}
+DATA: dict[str, Callable[[int], Dataset]] = {
+    "DPO": build_pairs,
+    "KTO": build_unpaired,
+    "Reward": build_pairs,
+    "SFT": build_rows,
+}
 
 
 def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **config: Any) -> Any:
@@ -50,9 +55,9 @@ def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **con
     settings |= {"padding_free": True} if package is trl_padfix else {}
     if kind == "SFT":
         settings["eos_token"] = "<eos>"
-    given = {} if kind == "SFT" else {"ref_model": build_model(seed=1)}
+    given = {"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}
+    given["model"] = build_model("reward" if kind == "Reward" else "causal")
     return getattr(package, f"{kind}Trainer")(
-        model=build_model(),
         args=getattr(package, f"{kind}Config")(str(tmp_path / "run"), **settings | config),
         train_dataset=DATA[kind](16) if data is None else data,
         eval_dataset=DATA[kind](12),
@@ -88,6 +93,9 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
             ("SFT", {}, 2),
             ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
             ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
+            ("Reward", {}, 2),  # ids and mask, and which token of a row is scored
+            ("Reward", {"padding_side": "left"}, 2),
+            ("Reward", {"pool_last_token": True}, 1),
         ],
         [False, True],
     ),
@@ -98,7 +106,7 @@ def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, t
     assert_no_waits(gpu, trainer, batch, without=without)
 
 
-@pytest.mark.parametrize(("kind", "without"), [("DPO", 3), ("KTO", 6), ("SFT", 2)])
+@pytest.mark.parametrize(("kind", "without"), [("DPO", 3), ("KTO", 6), ("Reward", 2), ("SFT", 2)])
 def test_an_evaluation_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = make(kind, tmp_path, prefix_sharing=True)
     batch = next(iter(trainer.get_eval_dataloader()))
@@ -163,12 +171,12 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
 # -- images
 
 
-def vision(kind: str, tmp_path, data: Dataset, **config: Any) -> Any:
-    processor = PROCESSORS["llava"]()
+def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **config: Any) -> Any:
+    processor = PROCESSORS[family]()
     settings = SETTINGS | {"per_device_train_batch_size": 4, "max_length": None, "padding_free": True} | config
-    given = {} if kind == "SFT" else {"ref_model": build_vlm("llava", processor)}
+    given = {} if kind == "SFT" else {"ref_model": build_vlm(family, processor)}
     return getattr(trl_padfix, f"{kind}Trainer")(
-        model=build_vlm("llava", processor),
+        model=build_vlm(family, processor),
         args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path / "run"), **settings),
         train_dataset=data,
         processing_class=processor,
@@ -176,27 +184,49 @@ def vision(kind: str, tmp_path, data: Dataset, **config: Any) -> Any:
     )
 
 
-def test_a_step_on_images_waits_for_nothing_of_ours(gpu, tmp_path):
-    trainer = vision("SFT", tmp_path, build_captions(4))
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    # Mask, labels, and whether images repeat themselves: of captions the tower and what follows it look, of pairs the
+    # tower alone. The reference looks for images and labels, too.
+    [("SFT", 4), ("DPO", 5)],
+)
+def test_a_step_on_images_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
+    trainer = vision(kind, tmp_path, (build_captions if kind == "SFT" else build_image_pairs)(4))
     batch = next(iter(trainer.get_train_dataloader()))
-    assert_no_waits(gpu, trainer, batch, without=4)  # mask, labels, and twice whether images repeat themselves
+    assert_no_waits(gpu, trainer, batch, without=without)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sharing", "carried"),
-    # Pairs have their images twice, which is looked at on the device; so is what rows of images share.
-    [("DPO", False, 4), ("SFT", True, 1), ("DPO", True, 6)],
-    ids=["pairs", "captions, sharing", "pairs, sharing"],
+    ("kind", "family", "sharing", "carried"),
+    # What rows of images share; and whether images repeat that a model has cut out of those of the batch.
+    [("SFT", "llava", True, 1), ("DPO", "llava", True, 2), ("DPO", "llava_next", False, 2)],
 )
-def test_images_that_are_compared_on_the_device_take_waits(kind, sharing, carried, gpu, tmp_path):
+def test_what_only_the_model_knows_of_images_is_seen_on_the_device_once_a_forward(
+    kind, family, sharing, carried, gpu, tmp_path
+):
     data = (build_captions if kind == "SFT" else build_image_pairs)(4)
-    trainer = vision(kind, tmp_path, data, prefix_sharing=sharing)
+    trainer = vision(kind, tmp_path, data, family, prefix_sharing=sharing)
     batch = on_simulated(next(iter(trainer.get_train_dataloader())))
     place_models(trainer)
     step(trainer, batch)
     waits, losses = waits_and_losses(gpu, trainer, batch, without_layouts(batch)[0])
     assert sum(waits[0].values()) == carried < sum(waits[1].values())
     assert losses[0] == losses[1]
+
+
+def test_images_repeat_only_if_their_grids_do():
+    pixels, ids = torch.randn(8, 12).repeat(2, 1), torch.ones(4, 3, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids, "completion_mask": ids, "pixel_values": pixels}
+
+    def repeat(**more: torch.Tensor) -> bool:
+        collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
+        return collated[BATCH_LAYOUT].to("cpu").images_repeat
+
+    grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
+    assert repeat()
+    assert repeat(image_grid_thw=grids[[0, 0]], ref_chosen_logps=torch.randn(2))
+    assert not repeat(image_grid_thw=grids)
+    assert not repeat(pixel_values=torch.randn(16, 12))
 
 
 # -- streams

@@ -25,7 +25,9 @@ from kit.trainer_runs import (
 from peft import TaskType
 from transformers import BertConfig, BertForSequenceClassification
 
+import trl_padfix.core.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, ParityError, RewardConfig, RewardTrainer
+from trl_padfix.core.pooled import Pooled
 
 
 METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens")
@@ -233,6 +235,63 @@ def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_tok
     assert_same(train_with_pad(make, RewardTrainer, "<eos>", pool_last_token=True, **config), at_the_end)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(before_the_end, at_the_end)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Batches at which the model had to look to know which tokens it scores."""
+    seen = []
+
+    class Looking(Pooled):
+        @classmethod
+        def of(cls, ids, mask, pad_token_id):
+            seen.append(ids)
+            return Pooled.of(ids, mask, pad_token_id)
+
+    monkeypatch.setattr(trl_padfix.core.heads, "Pooled", Looking)
+    return seen
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_which_tokens_are_scored_comes_with_the_batch(mode, make, trl_with_pad, looks, caplog):
+    config = SIDED_MODES[mode] | {"parity_check": False}
+    assert_same(train_with_pad(make, RewardTrainer, "<eos>", **config), trl_with_pad("<eos>"))
+    assert not looks
+    warnings = [record.message for record in caplog.records if "scores another token" in record.message]
+    assert len(warnings) == 1
+    assert "In 8 of 8 rows" in warnings[0]
+
+
+def test_batches_of_somebody_else_are_looked_at(make, looks):
+    trainer = make(config=MODES["padding-free"] | {"parity_check": False})
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert not looks
+    own = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    trainer.compute_loss(trainer.model, dict(own))
+    assert len(looks) == 1
+    trainer.model.config.pad_token_id = 38
+    with pytest.raises(PaddingRemovalError, match="scores the last token that is not `pad_token_id=38`"):
+        trainer.compute_loss(trainer.model, dict(batch))
+    assert len(looks) == 2
+    trainer._wrap_model_for_loss = lambda model: lambda input_ids, **inputs: model(input_ids.clone(), **inputs)
+    trainer.model.config.pad_token_id = 39
+    trainer.compute_loss(trainer.model, dict(batch))
+    assert len(looks) == 3
+
+
+def test_padding_that_would_be_scored_is_noticed(make, looks):
+    config = SIDED_MODES["padding-free, right"] | {"parity_check": False}
+    trainer = make(config=config)
+    batch = next(iter(trainer.get_train_dataloader()))
+    written = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 5)}
+    with pytest.raises(RuntimeError, match="these are not the rows of the collator"):
+        trainer.compute_loss(trainer.model, written)
+    assert not looks
+    trainer = make(config=config, data_collator=DataCollatorForReward(pad_token_id=5))
+    with pytest.raises(PaddingRemovalError, match=r"and in rows \[.*\] of the batch that is padding"):
+        trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
+    assert not looks
 
 
 def test_pooling_the_last_token_needs_padding_free():

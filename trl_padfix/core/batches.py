@@ -21,6 +21,8 @@ from .layout import Layout, packed_layout, padding_free_layout, prefix_sharing_l
 
 
 __all__ = [
+    "POOLED",
+    "REPEATED",
     "Given",
     "Known",
     "PrefixSharing",
@@ -30,6 +32,7 @@ __all__ = [
     "layout_of_batch",
     "layout_of_given",
     "packed_kind",
+    "said_to_repeat",
     "sharing_pays",
     "step_layouts",
 ]
@@ -42,6 +45,12 @@ Known = tuple[str, Given, Layout]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
+
+POOLED = "pooled"
+"""Kind under which a step knows what its layout says of the scored tokens of ids and mask."""
+
+REPEATED = "repeated"
+"""Kind under which a step knows each tensor of images whose halves are the same, by the word of its layout."""
 
 KEYS_PER_TOKEN = 64
 """Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
@@ -307,6 +316,13 @@ def known_layout(kind: str, given: Given) -> Layout | None:
         if known.kind == kind and known.versions == versions and all(map(_is_same, known.given, given)):
             return known.layout
     return None
+
+
+def said_to_repeat(x: torch.Tensor) -> bool:
+    """Whether the batch of the running step has a tensor like `x`, and came with word that its halves are the same."""
+    said = [known for known in _built.get() or [] if known.kind == REPEATED]
+    unchanged = [t for known in said if known.versions == _versions(known.given) for t in known.given if t is not None]
+    return any(t.shape == x.shape and t.device == x.device for t in unchanged)
 
 
 def _in_step(given: Given, kind: str, build: Callable[[], Layout]) -> Layout:

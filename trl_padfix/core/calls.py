@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
+from .doubled import Doubled
 from .errors import PaddingRemovalError
 from .layout import Layout, pack, unpack
 from .positions import Numbering, packed_positions
@@ -69,6 +70,8 @@ class ModelCall:
             Set by the decoder: the layout of the `(B, L, H)` that it returned.
         prepared ([`PreparedMasks`], *optional*):
             Set by the decoder: masks that it was given, if they let tokens see more than its own would.
+        doubled ([`Doubled`]):
+            What towers answered whose halves are the same.
     """
 
     decoder: nn.Module
@@ -78,6 +81,7 @@ class ModelCall:
     pools_last: bool = False
     layout: Layout | None = None
     prepared: PreparedMasks | None = None
+    doubled: Doubled = field(default_factory=Doubled)
 
 
 @dataclass(frozen=True, eq=False)

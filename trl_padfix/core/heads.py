@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .batches import known_layout
+from .batches import POOLED, known_layout
 from .calls import ModelCall, bind, model_call, running
 from .errors import PaddingRemovalError
 from .handle import Attachment, ForwardPatch
 from .layout import Layout, pack, unpack
+from .pooled import Pooled, pooled_tokens
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]
@@ -171,27 +172,32 @@ class PoolingPatch(ForwardPatch):
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return
         pad = self.module.config.get_text_config().pad_token_id
-        column = torch.arange(mask.shape[1], device=mask.device)
-        # Without ids or a pad token transformers scores the last column.
-        scored = torch.ones_like(mask) if ids is None or pad is None else ids != pad
-        pooled = (scored * column).argmax(1)
-        last = (mask.bool() * column).argmax(1)
-        differ, hidden = torch.stack([pooled != last, mask.gather(1, pooled[:, None]).squeeze(1) == 0]).tolist()
+        pooled = self._pooled(ids, mask, pad)
         remedy = (
             "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
             "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "
             "or score the last token of the attention mask: `pool_last_token=True`."
         )
-        if any(hidden):
+        if any(pooled.padding):
             raise PaddingRemovalError(
                 f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in rows "
-                f"{[row for row, is_hidden in enumerate(hidden) if is_hidden]} of the batch that is padding by the "
+                f"{[row for row, is_it in enumerate(pooled.padding) if is_it]} of the batch that is padding by the "
                 f"attention mask: the score would depend on the padding. {remedy}"
             )
-        if any(differ) and not self._said:
+        if any(pooled.others) and not self._said:
             self._said = True
             logger.warning(
-                f"In {sum(differ)} of {len(differ)} rows of this batch {type(self.module).__name__} scores another "
-                f"token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So does the "
-                f"model when it is served. {remedy} Said once."
+                f"In {sum(pooled.others)} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
+                f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
+                f"does the model when it is served. {remedy} Said once."
             )
+
+    def _pooled(self, ids: torch.Tensor | None, mask: torch.Tensor, pad: int | None) -> Pooled:
+        """What the batch came with; the device itself stops where padding would be scored all the same."""
+        known = known_layout(POOLED, (ids, mask))
+        if known is None or known.pooled is None or known.pooled.pad_token_id != pad:
+            return Pooled.of(ids, mask, pad)
+        if not any(known.pooled.padding):
+            _, padding = pooled_tokens(ids, mask, pad)
+            torch._assert_async(~padding.any(), "Padding would be scored: these are not the rows of the collator.")
+        return known.pooled

@@ -24,6 +24,7 @@ import torch
 
 from .index_maps import FlatMaps, bounds_of
 from .layout_checks import check_mask, check_positions, check_two_dimensional, checked_bounds
+from .pooled import Pooled
 from .trie import merge_prefixes, places_by_token, shared_paths
 
 
@@ -60,9 +61,9 @@ class Layout:
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
-        scored (`torch.Tensor` of shape `(n,)`, *optional*):
-            Places of `(B, L - 1)` from which a label is predicted, if whoever built the layout knew the labels.
-        images_repeat (`bool`, *optional*): Whether the halves of a batch have the same images, if that was known.
+        scored (`torch.Tensor` of shape `(n,)`, *optional*): Places of `(B, L - 1)` from which a label is predicted.
+        images_repeat (`bool`, *optional*): Whether the halves of the batch have the same images.
+        pooled ([`Pooled`], *optional*): The tokens that a sequence classifier scores. These three, if they were known.
     """
 
     batch_shape: tuple[int, int]
@@ -80,6 +81,7 @@ class Layout:
     key_offsets: torch.Tensor | None = None
     scored: torch.Tensor | None = None
     images_repeat: bool | None = None
+    pooled: Pooled | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -120,9 +122,7 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
-        if self.real_index.device == torch.device(device):
-            return self
-        return FlatMaps.of(self).to(device)
+        return self if self.real_index.device == torch.device(device) else FlatMaps.of(self).to(device)
 
     def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
         """

@@ -18,8 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from .batches import known_layout
+from .batches import known_layout, said_to_repeat
 from .calls import ModelCall, bind, model_call, running
+from .doubled import Doubled
 from .handle import ForwardPatch, PaddingRemoval
 from .images import tensors_in
 
@@ -62,30 +63,50 @@ class TowerPatch(ForwardPatch):
     Whether the halves of a tower's output belong to the halves of its input is tried out on the first batch that
     repeats itself: a tower that answers otherwise (in one row for all images, say) is left alone. So is one whose
     weights are sharded (FSDP, ZeRO-3): its processes have to run it equally often.
+
+    Whether its input repeats itself is looked at on the device, unless it is what another tower answered for one half,
+    or the batch came with word that images of this shape do. The first time that is compared with what the tower is
+    given; later the device itself stops where they differ.
     """
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
         self.separates_halves: bool | None = None
+        self._word_holds: bool | None = None
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        given, module = [*args, *kwargs.values()], self.module
-        may = self.separates_halves is not False and not self._are_others()
-        if not (may and _repeats(given)) or _draws(module) or _is_sharded(module):
+        call = model_call(self.attachment.decoder)
+        doubled = call.doubled if call is not None else Doubled()
+        may = self.separates_halves is not False and not _are_others(call)
+        if not may or _draws(self.module) or _is_sharded(self.module):
+            return self.wrapped(*args, **kwargs)
+        if not self._repeats([*args, *kwargs.values()], doubled):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
-        output = _twice(self.wrapped(*half[0], **half[1]))
+        output = _twice(self.wrapped(*half[0], **half[1]), doubled)
         if self.separates_halves is None:
             with torch.no_grad():
                 self.separates_halves = _agree(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
 
-    def _are_others(self) -> bool:
-        """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
-        call = model_call(self.attachment.decoder)
-        mask = call.arguments.get("attention_mask") if call is not None else None
-        known = known_layout("padding-free", (mask,)) if isinstance(mask, torch.Tensor) else None
-        return known is not None and known.images_repeat is False
+    def _repeats(self, given: list[Any], doubled: Doubled) -> bool:
+        """Whether every tensor among the arguments is the same twice, one half after the other."""
+        if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in given):
+            return False
+        tensors = [v for v in given if isinstance(v, torch.Tensor) and v.dim() > 0]
+        if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
+            return False
+        unknown = [v.detach() for v in tensors if v not in doubled]
+        is_said = len(unknown) > 0 and self._word_holds is not False and all(map(said_to_repeat, unknown))
+        if is_said and self._word_holds:
+            for first, second in (v.chunk(2) for v in unknown):
+                same = (first == second).all()
+                torch._assert_async(same, "The images of this batch are not those that its collator saw.")
+            return True
+        found = all(torch.equal(*v.chunk(2)) for v in unknown)
+        if is_said:
+            self._word_holds = found
+        return found
 
 
 def _takes_use_cache(forward: Any) -> bool:
@@ -93,29 +114,26 @@ def _takes_use_cache(forward: Any) -> bool:
     return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def _repeats(given: list[Any]) -> bool:
-    """Whether every tensor among the arguments is the same twice, one half after the other."""
-    if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in given):
-        return False
-    tensors = [v for v in given if isinstance(v, torch.Tensor) and v.dim() > 0]
-    if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
-        return False
-    return all(torch.equal(*v.detach().chunk(2)) for v in tensors)
+def _are_others(call: ModelCall | None) -> bool:
+    """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
+    mask = call.arguments.get("attention_mask") if call is not None else None
+    known = known_layout("padding-free", (mask,)) if isinstance(mask, torch.Tensor) else None
+    return known is not None and known.images_repeat is False
 
 
 def _first_half(value: Any) -> Any:
     return value.chunk(2)[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
 
-def _twice(output: Any) -> Any:
+def _twice(output: Any, doubled: Doubled) -> Any:
     if isinstance(output, torch.Tensor):
-        return torch.cat([output, output])
+        return doubled.of(output)
     if isinstance(output, ModelOutput):
         for name, value in output.items():
-            output[name] = _twice(value)
+            output[name] = _twice(value, doubled)
         return output
     if isinstance(output, list | tuple):
-        return type(output)(_twice(v) for v in output)
+        return type(output)(_twice(v, doubled) for v in output)
     return output
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ..core.batches import Given, Known, PrefixSharing, layout_of_given, packed_kind
+from ..core.batches import POOLED, REPEATED, Given, Known, PrefixSharing, layout_of_given, packed_kind
 from ..core.index_maps import FlatMaps
 from ..core.layout import Layout
+from ..core.pooled import Pooled
 
 
 __all__ = [
@@ -52,6 +53,8 @@ class LayoutCollator:
             Whether repeated prefixes are computed once.
         packs_padded (`bool`, *optional*, defaults to `True`):
             Whether batches with a mask are packed; rows that arrive packed are kept apart either way.
+        pools_by (`int`, *optional*):
+            The pad token by which a sequence classifier looks for the token that it scores.
 
     Raises:
         RuntimeError: If the collator raises `StopIteration`, which would end the epoch in silence.
@@ -60,6 +63,7 @@ class LayoutCollator:
     collator: Callable[[list[Any]], Any]
     prefix_sharing: PrefixSharing
     packs_padded: bool = True
+    pools_by: int | None = None
 
     def __call__(self, examples: list[Any]) -> Any:
         try:
@@ -82,8 +86,11 @@ class LayoutCollator:
         mask = batch.get(f"{prefix}attention_mask")
         if mask is not None and not self.packs_padded:
             return None
-        layout = layout_of_given(*read)
-        return replace(layout, scored=_scored(batch, prefix), images_repeat=_images_repeat(batch))
+        pooled = None
+        if mask is not None and self.pools_by is not None:
+            pooled = Pooled.of(batch[f"{prefix}input_ids"], mask, self.pools_by)
+        found = {"scored": _scored(batch, prefix), "images_repeat": _images_repeat(batch), "pooled": pooled}
+        return replace(layout_of_given(*read), **found)
 
 
 def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
@@ -104,9 +111,14 @@ def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, La
 def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing) -> Iterable[Known]:
     """The layouts that came with a batch, and the tensors that its forwards are known by."""
     for prefix, layout in layouts.items():
-        read = read_by(batch, prefix_sharing, prefix)
-        if read is not None and tuple(batch[f"{prefix}input_ids"].shape) == layout.batch_shape:
-            yield (*read, layout)
+        read, ids = read_by(batch, prefix_sharing, prefix), batch.get(f"{prefix}input_ids")
+        if read is None or ids is None or tuple(ids.shape) != layout.batch_shape:
+            continue
+        yield (*read, layout)
+        if layout.pooled is not None:
+            yield POOLED, (ids, batch.get(f"{prefix}attention_mask")), layout
+        if layout.images_repeat:
+            yield from ((REPEATED, (images,), layout) for images in _of_images(batch))
 
 
 def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:
@@ -176,11 +188,18 @@ def _images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
+def _of_images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The images of a batch, and what it has beside them that is no number for each row or token: grids, masks."""
+    ids = [batch.get(f"{prefix}input_ids") for prefix in PREFIXES]
+    rows = {tuple(x.shape) for x in ids if isinstance(x, torch.Tensor)}
+    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 1]
+    return [v for v in tensors if v.is_floating_point() or not {tuple(v.shape[:2]), tuple(v.shape[-2:])} & rows]
+
+
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
-    images = _images(batch)
-    if not images:
+    if not _images(batch):
         return None
-    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)
+    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in _of_images(batch))
 
 
 def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
+from ..core.find import find_pretrained
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
+from .batch_layouts import LayoutCollator
 from .checks import check_vocabulary, require_columns, require_rows
 from .collators import DataCollatorForReward, empty_sequence
 from .columns import empty_lists, rows_of_only
@@ -104,6 +107,12 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
     def _packing_options(self) -> dict[str, Any]:
         wanted = getattr(self.args, "pool_last_token", False)
         return super()._packing_options() | ({"pool_last_token": True} if wanted else {})
+
+    def _layout_collator(self, dataset: Any, is_training: bool) -> Any:
+        collator = super()._layout_collator(dataset, is_training)
+        if not isinstance(collator, LayoutCollator) or self._handles[0].pool_last_token:
+            return collator
+        return replace(collator, pools_by=find_pretrained(self.model).config.get_text_config().pad_token_id)
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
