@@ -179,10 +179,11 @@ class PoolingPatch(ForwardPatch):
             "or score the last token of the attention mask: `pool_last_token=True`."
         )
         if any(pooled.padding):
+            rows = [row for row, is_padding in enumerate(pooled.padding) if is_padding]
             raise PaddingRemovalError(
                 f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in rows "
-                f"{[row for row, is_it in enumerate(pooled.padding) if is_it]} of the batch that is padding by the "
-                f"attention mask: the score would depend on the padding. {remedy}"
+                f"{rows} of the batch that is padding by the attention mask: the score would depend on the padding. "
+                f"{remedy}"
             )
         if any(pooled.others) and not self._said:
             self._said = True

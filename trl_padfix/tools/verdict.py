@@ -39,7 +39,7 @@ SCORING = 0.6
 """What scoring a token costs on CPU, in tokens of the decoder: fitted to the measured steps in docs/bench."""
 
 GROWTH = 0.11
-"""Time of a token on CPU goes with the tokens of its batch to this power: attention, and memory that is moved; fitted."""
+"""A token on CPU takes as long as the tokens of its batch to this power: attention, memory that is moved; fitted."""
 
 WORTH_GROUPING = 0.9
 """Share of the tokens that grouped batches must fall below for grouping to be advised."""
