@@ -24,8 +24,10 @@ from ..core.layout import Layout
 __all__ = [
     "BATCH_LAYOUT",
     "LayoutCollator",
+    "images_in",
     "known_layouts",
     "read_by",
+    "scored",
     "with_layout_of_rows",
     "without_layouts",
 ]
@@ -83,7 +85,7 @@ class LayoutCollator:
         if mask is not None and not self.packs_padded:
             return None
         layout = layout_of_given(*read)
-        return replace(layout, scored=_scored(batch, prefix), images_repeat=_images_repeat(batch))
+        return replace(layout, scored=scored(batch, prefix), images_repeat=_images_repeat(batch))
 
 
 def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
@@ -157,7 +159,7 @@ def with_layout_of_rows(
         labels[:, : ids.shape[1] - columns] = -100
         text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         layout = layout_of_given(*(read_by(text, prefix_sharing) or ("padding-free", (mask,))))
-        layout = replace(layout, scored=_scored(text, ""))
+        layout = replace(layout, scored=scored(text))
         found.append({**batch, BATCH_LAYOUT: FlatMaps.of(layout).to(given.device)})
     return found
 
@@ -168,22 +170,22 @@ def _is_text(batch: Mapping[str, Any], prefix: str, ids: torch.Tensor) -> bool:
     own = [p for p in PREFIXES if p and p != prefix]
     of_forward = {k.removeprefix(prefix): v for k, v in tensors.items() if not any(k.startswith(p) for p in own)}
     others = {k for k, v in of_forward.items() if v.shape[:2] == ids.shape and k not in _SAID_BY_IDS}
-    return not others and not _images(batch)
+    return not others and not images_in(batch)
 
 
-def _images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """What a batch has beside numbers for its rows and tokens."""
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
-    images = _images(batch)
+    images = images_in(batch)
     if not images:
         return None
     return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)
 
 
-def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
+def scored(batch: Mapping[str, Any], prefix: str = "") -> torch.Tensor | None:
     """Places, among those of `(B, L - 1)`, from which a label is predicted; `None` if the batch does not say."""
     names = (f"{prefix}{name}" for name in ("labels", "completion_mask", "attention_mask"))
     labels, completion, mask = (batch.get(name) for name in names)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.find import find_pretrained
 from ..core.handle import Attachment, ForwardPatch
+from .batch_layouts import images_in
 from .prefix_groups import prefix_order
 from .row_costs import prefix_costs, text_costs
 from .row_dealing import split
@@ -105,6 +106,11 @@ class SplitForward(ForwardPatch):
         cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
         if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
+        if images_in(kwargs):
+            raise ValueError(
+                "`max_tokens_per_batch` computes this batch in pieces of rows, and its images are not rows of their "
+                "own: nobody knows here which belong to which. Leave the budget out."
+            )
         known = splits.of(ids, kwargs.get("attention_mask"))
         if len(known.rows) == 1:
             return self.wrapped(**kwargs)
