@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import trl
 from accelerate.utils import DistributedType
 from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
@@ -27,6 +28,7 @@ from datasets import Dataset
 from ..core.handle import Attachment
 from .batch_layouts import images_in, scored, without_layouts
 from .checks import column_names, length_dependent_rope, splitting_parallelism
+from .expert_losses import joins_balancing_losses
 from .fields import field_set
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .metrics import without_gathering
@@ -117,8 +119,11 @@ class SplittingMixin:
                 "The loss compares rows, whose forwards are cut by rows, and which of the images in a batch belong to "
                 "which row is not known there"
             )
-        if getattr(self, "aux_loss_enabled", False):
-            return "The load-balancing loss of the experts (`router_aux_loss_coef`) is taken over a whole forward"
+        if getattr(self, "aux_loss_enabled", False) and not joins_balancing_losses():
+            return (
+                f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
+                "model's own loss, over a whole forward"
+            )
         if splitting_parallelism(self.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
         if kind := length_dependent_rope(self.model, getattr(self.args, "max_length", None)):
@@ -127,7 +132,7 @@ class SplittingMixin:
 
     def _compares_rows(self) -> bool:
         """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return False
+        return getattr(self, "aux_loss_enabled", False)
 
     def _has_images(self) -> bool:
         return any(column_names(dataset) & {"image", "images"} for dataset in self._datasets().values())

@@ -1,0 +1,187 @@
+"""The load-balancing loss of experts under a token budget is that of all rows of a step, gradients too."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import trl
+import trl.trainer.utils as trl_utils
+from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, build_data
+from kit.cells import slow_but
+from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, reward_words
+from kit.trainer_runs import SETTINGS, build_tokenizer
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, PrinterCallback, Qwen3MoeConfig
+
+from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+from trl_padfix.trainers import expert_losses, split_forward
+from trl_padfix.trainers.split_forward import Splits, attach_splitting, splitting
+
+
+pytestmark = pytest.mark.skipif(
+    not expert_losses.joins_balancing_losses(), reason="this TRL takes the loss from the model"
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "num_experts_per_tok": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": 39,
+}  # fmt: skip
+CONFIGS = {
+    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, intermediate_size=24),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, num_experts=4, intermediate_size=48, moe_intermediate_size=24),
+}
+COEFFICIENT = 0.5
+SHARING = {"prefix_sharing": True}
+
+
+def build_model(kind: str, seed: int = 0) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(CONFIGS[kind]())
+
+
+def make(name: str, kind: str, folder: Any, *, ours: bool, **config: Any) -> Any:
+    trainer_class, config_class = ALL_TRAINERS[name][:2] if ours else ALL_TRAINERS[name][2:]
+    budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
+    settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
+    settings |= {"router_aux_loss_coef": COEFFICIENT, "max_steps": 4}
+    data = build_data(name)
+    trainer = trainer_class(
+        model=build_model(kind),
+        args=config_class(**settings | SETTINGS | {"max_steps": 4} | budget | config),
+        train_dataset=data,
+        eval_dataset=data.select(range(8)),
+        processing_class=build_tokenizer(),
+        **{"ref_model": build_model(kind, seed=1)} if name in ("dpo", "kto") else {},
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def figures(trainer: Any) -> torch.Tensor:
+    trainer.train()
+    trainer.evaluate()
+    logs = [log for log in trainer.state.log_history if "loss" in log or "eval_loss" in log]
+    elsewhere = ("perf/", "padfix/", "runtime", "_per_second", "_time", "epoch", "num_tokens")
+    names = sorted({n for log in logs for n in log if not any(part in n for part in elsewhere)})
+    assert {"loss", "grad_norm", "aux_loss", "eval_aux_loss"} <= set(names)
+    return torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
+
+
+@cache
+def trls(name: str, kind: str) -> torch.Tensor:
+    return figures(make(name, kind, "unused", ours=False))
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def entered(trainer: Any) -> list[int]:
+    """Tokens of each forward of the policy."""
+    found: list[int] = []
+    layer = trainer.model.model.layers[0]
+    layer.register_forward_pre_hook(lambda m, args: found.append(args[0].shape[:2].numel()))
+    return found
+
+
+CELLS = [(n, k, m) for n in ("sft", "dpo", "kto") for k in CONFIGS for m in ("padding-free", "sharing", "checkpoints")]
+MODES = {"padding-free": {}, "sharing": SHARING, "checkpoints": {"gradient_checkpointing": True}}
+FAST = [("sft", "mixtral", "padding-free"), ("dpo", "qwen3_moe", "sharing"), ("sft", "qwen3_moe", "checkpoints")]
+FAST += [("kto", "mixtral", "padding-free")]
+
+
+@pytest.mark.parametrize(("name", "kind", "mode"), slow_but(FAST, CELLS))
+def test_a_split_step_has_trls_loss_of_experts(name, kind, mode, tmp_path):
+    trainer = make(name, kind, tmp_path, ours=True, parity_check=False, **MODES[mode])
+    forwards = entered(trainer)
+    assert_same(figures(trainer), trls(name, kind))
+    assert max(forwards) <= BUDGET[name]
+    assert len(forwards) > 4 * 3
+
+
+ONLINE = {"grpo": (GRPOTrainer, GRPOConfig, trl.GRPOTrainer, trl.GRPOConfig)}
+ONLINE |= {"rloo": (RLOOTrainer, RLOOConfig, trl.RLOOTrainer, trl.RLOOConfig)}
+
+
+@pytest.mark.parametrize(("name", "kind"), slow_but([("grpo", "mixtral")], [(n, k) for n in ONLINE for k in CONFIGS]))
+def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_path):
+    runs = []
+    for trainer_class, config_class in (ONLINE[name][:2], ONLINE[name][2:]):
+        ours = trainer_class is ONLINE[name][0]
+        budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48} if ours else {}
+        settings = ONLINE_SETTINGS | {"router_aux_loss_coef": COEFFICIENT, "beta": 0.0, "max_steps": 3}
+        model = build_model(kind)
+        model.generation_config.eos_token_id = ENDS
+        torch.manual_seed(0)
+        trainer = trainer_class(
+            reward_funcs=reward_words, model=model, train_dataset=build_prompts(16),
+            args=config_class(output_dir=str(tmp_path), **settings | budget), processing_class=build_tokenizer(),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        forwards = entered(trainer)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        runs.append(torch.tensor([[log[n] for n in ("loss", "grad_norm", "reward", "aux_loss")] for log in logs]))
+        taken = [count for count in forwards if count > 8]  # others are of generation
+        assert (sum(count > 8 * 18 for count in taken) == 0) == ours
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatch):
+    def mean(model: Any, routed: Any, masks: Any) -> Any:
+        each = [expert_losses.balancing_loss(model, [r], [m]) for r, m in zip(routed, masks, strict=True)]
+        counts = torch.stack([mask.sum() for mask in masks])
+        return (torch.stack(each) * counts).sum() / counts.sum()
+
+    monkeypatch.setattr(split_forward, "balancing_loss", mean)
+    trainer = make(name, "mixtral", tmp_path, ours=True, parity_check=False)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer), trls(name, "mixtral"))
+
+
+def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tuple[Any, list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 39, (6, 14), generator=draw)
+    ids[3:, :8] = ids[:3, :8]
+    mask = torch.ones_like(ids)
+    for row, end in enumerate([14, 12, 9, 13, 14, 10]):
+        mask[row, end:] = 0
+    model.zero_grad()
+    with (
+        remove_padding(model, prefix_sharing=sharing),
+        attach_splitting(model),
+        splitting(budget and Splits(budget, sharing)),
+    ):
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True)
+        (output.logits[mask.bool()].log_softmax(-1)[:, 3].mean() + output.aux_loss).backward()
+    real = mask.flatten().bool()
+    values = [output.aux_loss.detach(), *(layer[real].detach() for layer in output.router_logits)]
+    return values, [p.grad.clone() if p.grad is not None else torch.zeros(1) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_pieces_have_the_router_logits_and_gradients_of_the_whole_forward(kind, sharing):
+    model = build_model(kind).train()
+    whole = gradients(model, None, sharing)
+    for budget in (14, 24, 40):
+        for found, expected in zip(gradients(model, budget, sharing), whole, strict=True):
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(theirs.abs().max().item(), 1e-3))
+
+
+def test_a_loss_of_another_kind_is_an_error(monkeypatch):
+    model = build_model("mixtral").train()
+    monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
+    with pytest.raises(ValueError, match=r"load-balancing loss of MixtralForCausalLM is .* by their router logits"):
+        gradients(model, 14, False)
+
+
+def test_where_trl_takes_the_loss_from_the_model_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(trl_utils, "add_fused_lm_head")
+    with pytest.raises(ValueError, match=r"takes the load-balancing loss of experts .* over a whole forward"):
+        make("sft", "mixtral", tmp_path, ours=True)
