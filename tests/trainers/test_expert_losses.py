@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
 import trl.trainer.utils as trl_utils
-from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, build_data
+from kit import expert_runs
+from kit.budget_runs import BUDGET
 from kit.cells import slow_but
+from kit.expert_runs import COEFFICIENT, CONFIGS, build_model, entered, make
 from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, reward_words
-from kit.trainer_runs import SETTINGS, build_tokenizer
-from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, PrinterCallback, Qwen3MoeConfig
+from kit.processes import run_processes
+from kit.trainer_runs import build_tokenizer
+from transformers import PreTrainedModel, PrinterCallback
 
 from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
 from trl_padfix.trainers import expert_losses, split_forward
@@ -23,41 +29,7 @@ from trl_padfix.trainers.split_forward import Splits, attach_splitting, splittin
 pytestmark = pytest.mark.skipif(
     not expert_losses.joins_balancing_losses(), reason="this TRL takes the loss from the model"
 )
-SHAPE: dict[str, Any] = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "num_experts_per_tok": 2, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1,
-    "pad_token_id": 39,
-}  # fmt: skip
-CONFIGS = {
-    "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, intermediate_size=24),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, num_experts=4, intermediate_size=48, moe_intermediate_size=24),
-}
-COEFFICIENT = 0.5
 SHARING = {"prefix_sharing": True}
-
-
-def build_model(kind: str, seed: int = 0) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(CONFIGS[kind]())
-
-
-def make(name: str, kind: str, folder: Any, *, ours: bool, **config: Any) -> Any:
-    trainer_class, config_class = ALL_TRAINERS[name][:2] if ours else ALL_TRAINERS[name][2:]
-    budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
-    settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
-    settings |= {"router_aux_loss_coef": COEFFICIENT, "max_steps": 4}
-    data = build_data(name)
-    trainer = trainer_class(
-        model=build_model(kind),
-        args=config_class(**settings | SETTINGS | {"max_steps": 4} | budget | config),
-        train_dataset=data,
-        eval_dataset=data.select(range(8)),
-        processing_class=build_tokenizer(),
-        **{"ref_model": build_model(kind, seed=1)} if name in ("dpo", "kto") else {},
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def figures(trainer: Any) -> torch.Tensor:
@@ -77,14 +49,6 @@ def trls(name: str, kind: str) -> torch.Tensor:
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def entered(trainer: Any) -> list[int]:
-    """Tokens of each forward of the policy."""
-    found: list[int] = []
-    layer = trainer.model.model.layers[0]
-    layer.register_forward_pre_hook(lambda m, args: found.append(args[0].shape[:2].numel()))
-    return found
 
 
 CELLS = [(n, k, m) for n in ("sft", "dpo", "kto") for k in CONFIGS for m in ("padding-free", "sharing", "checkpoints")]
@@ -128,6 +92,28 @@ def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_
         taken = [count for count in forwards if count > 8]  # others are of generation
         assert (sum(count > 8 * 18 for count in taken) == 0) == ours
     assert_same(*runs)
+
+
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "MixtralDecoderLayer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "flags"), [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)], ids=["ddp", "fsdp2"])
+def test_two_processes_have_the_loss_of_their_whole_batches(kind, flags, tmp_path):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
+    command += ["--main_process_port", "0", expert_runs.__file__, str(tmp_path)]
+    done = run_processes(command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {}, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == kind
+    for name in ("sft", "dpo"):
+        whole, split = logged[name]
+        steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]
+        names = sorted(n for n in steps[0][0] if not n.startswith(("perf/", "padfix/")))
+        assert {"loss", "grad_norm", "aux_loss"} <= set(names)
+        assert_same(*(torch.tensor([[log[n] for n in names] for log in logs]) for logs in steps))
+        assert max(split["forwards"]) <= BUDGET[name] < max(whole["forwards"])
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])

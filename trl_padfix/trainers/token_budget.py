@@ -6,9 +6,9 @@ collator splits those of a process into micro-batches, and `training_step` runs 
 and epochs, shuffling and resuming stay Trainer's. A step has the rows that it has without a budget, and each row
 weighs in the loss what it weighs in TRL's mean over micro-batches, however the rows were split.
 
-A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at once,
-and its forwards are split (`split_forward.py`); so are the forwards of an evaluation, which need no second pass. Images
-go with their rows as long as their collator makes the batches, so forwards with images are never split.
+A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
+once, and its forwards are split (`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
+Images go with their rows as long as their collator makes the batches, so forwards with images are never split.
 """
 
 from __future__ import annotations
