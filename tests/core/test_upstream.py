@@ -338,6 +338,11 @@ TRL = [
         "labels that need no shift: those of the packed row",
         lambda owner, name: name in inspect.getsource(import_module(owner.__module__)), "trl>=1.10",
     ),
+    Upstream(
+        "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral", "trainers.expert_losses",
+        "the loss of experts, over all pieces of a forward",
+        takes("gate_logits", "num_experts", "top_k", "attention_mask"),
+    ),
     *(
         Upstream(
             f"{name}_pixel_values_by_grid", "trl.trainer.utils", "trainers.online",

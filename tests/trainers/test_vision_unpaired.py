@@ -111,6 +111,12 @@ def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monk
         assert_same(trajectory(trainer), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_budget_is_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99)
+
+
 def test_rows_take_their_images_along():
     ids = torch.tensor([[1], [2]])
     batches = [

@@ -25,8 +25,10 @@ from ..core.pooled import Pooled
 __all__ = [
     "BATCH_LAYOUT",
     "LayoutCollator",
+    "images_in",
     "known_layouts",
     "read_by",
+    "scored",
     "with_layout_of_rows",
     "without_layouts",
 ]
@@ -89,7 +91,7 @@ class LayoutCollator:
         pooled = None
         if mask is not None and self.pools_by is not None:
             pooled = Pooled.of(batch[f"{prefix}input_ids"], mask, self.pools_by)
-        found = {"scored": _scored(batch, prefix), "images_repeat": _images_repeat(batch), "pooled": pooled}
+        found = {"scored": scored(batch, prefix), "images_repeat": _images_repeat(batch), "pooled": pooled}
         return replace(layout_of_given(*read), **found)
 
 
@@ -118,7 +120,7 @@ def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_shar
         if layout.pooled is not None:
             yield POOLED, (ids, batch.get(f"{prefix}attention_mask")), layout
         if layout.images_repeat:
-            yield from ((REPEATED, (images,), layout) for images in _of_images(batch))
+            yield from ((REPEATED, (images,), layout) for images in _with_grids(batch))
 
 
 def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:
@@ -169,7 +171,7 @@ def with_layout_of_rows(
         labels[:, : ids.shape[1] - columns] = -100
         text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         layout = layout_of_given(*(read_by(text, prefix_sharing) or ("padding-free", (mask,))))
-        layout = replace(layout, scored=_scored(text, ""))
+        layout = replace(layout, scored=scored(text))
         found.append({**batch, BATCH_LAYOUT: FlatMaps.of(layout).to(given.device)})
     return found
 
@@ -180,15 +182,15 @@ def _is_text(batch: Mapping[str, Any], prefix: str, ids: torch.Tensor) -> bool:
     own = [p for p in PREFIXES if p and p != prefix]
     of_forward = {k.removeprefix(prefix): v for k, v in tensors.items() if not any(k.startswith(p) for p in own)}
     others = {k for k, v in of_forward.items() if v.shape[:2] == ids.shape and k not in _SAID_BY_IDS}
-    return not others and not _images(batch)
+    return not others and not images_in(batch)
 
 
-def _images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """What a batch has beside numbers for its rows and tokens."""
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
-def _of_images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def _with_grids(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """The images of a batch, and what it has beside them that is no number for each row or token: grids, masks."""
     ids = [batch.get(f"{prefix}input_ids") for prefix in PREFIXES]
     rows = {tuple(x.shape) for x in ids if isinstance(x, torch.Tensor)}
@@ -197,12 +199,12 @@ def _of_images(batch: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
-    if not _images(batch):
+    if not images_in(batch):
         return None
-    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in _of_images(batch))
+    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in _with_grids(batch))
 
 
-def _scored(batch: Mapping[str, Any], prefix: str) -> torch.Tensor | None:
+def scored(batch: Mapping[str, Any], prefix: str = "") -> torch.Tensor | None:
     """Places, among those of `(B, L - 1)`, from which a label is predicted; `None` if the batch does not say."""
     names = (f"{prefix}{name}" for name in ("labels", "completion_mask", "attention_mask"))
     labels, completion, mask = (batch.get(name) for name in names)

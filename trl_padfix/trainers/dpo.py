@@ -94,7 +94,7 @@ class DPOTrainer(
 
     def _compares_rows(self) -> bool:
         # These sort the rows of a forward, or weigh them by their tokens.
-        return bool({"aot", "aot_unpaired", "sft"} & set(self.loss_types))
+        return super()._compares_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.loss_types))
 
     def _row_measure(self) -> type[PairMeasure]:
         return PairMeasure

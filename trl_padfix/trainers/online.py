@@ -175,6 +175,9 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
         balanced = getattr(self, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
         return bool(sharing and whole and self._sums_over_rows() and not balanced)
 
+    def _compares_rows(self) -> bool:
+        return True  # by the advantages of a generation; a step is one batch, whose forwards are split
+
     def _sums_over_rows(self) -> bool:
         """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
         raise NotImplementedError

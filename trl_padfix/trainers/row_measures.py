@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -41,6 +41,13 @@ class RowMeasure:
 
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
         return self._costs(_Examples(examples))
+
+    def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
+        """Costs of the rows `numbers` of the train dataset, which are these examples."""
+        return self.examples(examples)
+
+    def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
+        """Whether a batch of these rows has the tokens that they were taken to have; of tokenized rows it has."""
 
     def dataset(self, dataset: Dataset) -> RowCosts:
         return self._costs(_Table(dataset))

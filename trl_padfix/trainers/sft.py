@@ -148,9 +148,15 @@ class SFTTrainer(
     def _reason_not_to_split(self) -> str | None:
         if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
             return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            return f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward"
+        if self._averages_tokens() and (self._step_plan().accumulated > 1 or self.accelerator.num_processes > 1):
+            return (
+                f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward, and a step has "
+                "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"
+            )
         return super()._reason_not_to_split()
+
+    def _averages_tokens(self) -> bool:
+        return not self.model_accepts_loss_kwargs and self.compute_loss_func is None
 
     def _row_measure(self) -> type[TextMeasure]:
         return TextMeasure

@@ -9,7 +9,7 @@ activations of one piece at a time: the gradient is that of the whole forward, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.find import find_pretrained
 from ..core.handle import Attachment, ForwardPatch
+from .batch_layouts import images_in
+from .expert_losses import Routed, balancing_loss, check_balancing_loss, routed_of
 from .prefix_groups import prefix_order
 from .row_costs import prefix_costs, text_costs
 from .row_dealing import split
@@ -100,11 +102,19 @@ def splitting(splits: Splits | None) -> Iterator[None]:
 class SplitForward(ForwardPatch):
     """Runs the forward of a model in the pieces of [`splitting`]."""
 
+    _checked_experts = False
+    """Whether the load-balancing loss of a piece was compared with the model's own."""
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         splits, ids = _splits.get(), kwargs.get("input_ids")
         cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
         if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
+        if images_in(kwargs):
+            raise ValueError(
+                "`max_tokens_per_batch` computes this batch in pieces of rows, and its images are not rows of their "
+                "own: nobody knows here which belong to which. Leave the budget out."
+            )
         known = splits.of(ids, kwargs.get("attention_mask"))
         if len(known.rows) == 1:
             return self.wrapped(**kwargs)
@@ -117,14 +127,29 @@ class SplitForward(ForwardPatch):
         # The last piece is the first that the backward pass comes to: it is not computed twice.
         *twice, last = calls
         if torch.is_grad_enabled():
-            outputs = [checkpoint(self._forward, call, use_reentrant=False) for call in twice]
+            pieces = [checkpoint(self._forward, call, use_reentrant=False) for call in twice]
         else:
-            outputs = [self._forward(call) for call in twice]
-        outputs.append(self._forward(last))
-        return _joined(outputs, calls, torch.cat(known.rows))
+            pieces = [self._forward(call) for call in twice]
+        outputs, routed = zip(*pieces, self._forward(last), strict=True)
+        joined = _joined(outputs, calls, torch.cat(known.rows))
+        if outputs[0].get("aux_loss") is not None:
+            masks = [call.get("attention_mask") for call in calls]
+            if not self._checked_experts:
+                check_balancing_loss(self.module, routed[0], masks[0], outputs[0]["aux_loss"])
+                self._checked_experts = True
+            joined["aux_loss"] = balancing_loss(self.module, routed, masks)
+        return joined
 
-    def _forward(self, call: dict[str, Any]) -> Any:
-        return self.wrapped(**call)
+    def _forward(self, call: dict[str, Any]) -> tuple[Any, Routed]:
+        """The output of a piece, and its router logits, of a model with experts."""
+        wanted = call.get("output_router_logits")
+        if wanted is None:
+            wanted = getattr(self.module.config.get_text_config(), "output_router_logits", False)
+        if not wanted:
+            return self.wrapped(**call), None
+        with routed_of(self.module) as found:
+            output = self.wrapped(**call)
+        return output, found[0] if len(found) == 1 else None
 
 
 def attach_splitting(model: torch.nn.Module) -> Attachment:
@@ -143,18 +168,25 @@ def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _joined(outputs: list[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
+def _joined(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
     """
-    The output of the whole call.
+    The output of the whole call, but for the load-balancing loss of experts.
 
     Raises:
         ValueError: If the model answers with something that cannot be put together from its pieces.
     """
     back, joined = rows.argsort(), outputs[0]
+    balanced = joined.get("aux_loss") is not None
     for name, value in list(joined.items()):
         values = [output[name] for output in outputs]
         if all(_has_rows(v, len(call["input_ids"])) for v, call in zip(values, calls, strict=True)):
             joined[name] = torch.cat(values).index_select(0, back)
+        elif name == "aux_loss":
+            continue
+        elif name == "loss" and balanced:
+            joined[name] = None  # a piece's has its own balancing loss in it; TRL takes neither from there
+        elif name == "router_logits":
+            joined[name] = tuple(_tokens_of_rows(layer, calls, back) for layer in zip(*values, strict=True))
         elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
             joined[name] = _joined_loss(values, calls)
         elif value is not None:
@@ -164,6 +196,12 @@ def _joined(outputs: list[Any], calls: list[dict[str, Any]], rows: torch.Tensor)
                 "Leave the budget out, or ask the model for less."
             )
     return joined
+
+
+def _tokens_of_rows(values: tuple[torch.Tensor, ...], calls: list[dict[str, Any]], back: torch.Tensor) -> torch.Tensor:
+    """Values of the tokens of pieces, `(b * L, ...)` each, in the order of the whole batch."""
+    by_rows = [v.unflatten(0, call["input_ids"].shape) for v, call in zip(values, calls, strict=True)]
+    return torch.cat(by_rows).index_select(0, back).flatten(0, 1)
 
 
 def _joined_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> torch.Tensor:

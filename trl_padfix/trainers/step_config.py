@@ -17,7 +17,8 @@ class BudgetConfig:
             "help": "Most tokens that one forward computes on a device: the rows of an optimizer step are split into "
             "micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of "
             "them. The batch of an optimizer step stays `per_device_train_batch_size` x "
-            "`gradient_accumulation_steps` x processes. Batches of evaluation are split, too. Needs `padding_free`."
+            "`gradient_accumulation_steps` x processes. Batches of evaluation are split, too, but not with images. "
+            "Needs `padding_free`."
         },
     )
     group_by_prefix: bool = field(

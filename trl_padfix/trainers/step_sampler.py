@@ -82,7 +82,8 @@ class StepSampler(Sampler):
 
 class StepRows(TorchDataset):
     """
-    A dataset whose items are what a process has of a step: how many rows the step has, and the process's own.
+    A dataset whose items are what a process has of a step: how many rows the step has, and the process's own, by
+    their numbers and as examples.
 
     Args:
         rows (`Dataset`):
@@ -98,9 +99,9 @@ class StepRows(TorchDataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, share: tuple[int, list[int]]) -> tuple[int, list[dict[str, Any]]]:
+    def __getitem__(self, share: tuple[int, list[int]]) -> tuple[int, list[int], list[dict[str, Any]]]:
         of_step, rows = share
-        return of_step, self.rows.__getitems__(rows)
+        return of_step, rows, self.rows.__getitems__(rows)
 
 
 class GroupedStream(IterableDataset):
@@ -164,10 +165,6 @@ class StepMixin:
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."
             )
-
-    def _compares_rows(self) -> bool:
-        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return False
 
     def _row_measure(self) -> type[RowMeasure]:
         """What measures the rows of this trainer's data."""

@@ -6,8 +6,9 @@ collator splits those of a process into micro-batches, and `training_step` runs 
 and epochs, shuffling and resuming stay Trainer's. A step has the rows that it has without a budget, and each row
 weighs in the loss what it weighs in TRL's mean over micro-batches, however the rows were split.
 
-A loss that compares the rows of a forward is computed from all rows of a process at once, and its forwards are split
-(`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
+A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
+once, and its forwards are split (`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
+Images go with their rows as long as their collator makes the batches, so forwards with images are never split.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import trl
 from accelerate.utils import DistributedType
 from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ..core.handle import Attachment
-from .batch_layouts import without_layouts
-from .checks import length_dependent_rope, splitting_parallelism
+from .batch_layouts import images_in, scored, without_layouts
+from .checks import column_names, length_dependent_rope, splitting_parallelism
+from .expert_losses import joins_balancing_losses
 from .fields import field_set
+from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .metrics import without_gathering
 from .row_dealing import StepPlan, split
 from .row_measures import RowMeasure
@@ -62,6 +66,8 @@ class BudgetCollator:
             The micro-batches of TRL, by which rows weigh.
         whole (`bool`, *optional*, defaults to `False`):
             Whether all rows stay in one batch, whose forwards are split.
+        by_tokens (`bool`, *optional*, defaults to `False`):
+            Whether micro-batches weigh by their trained tokens, and not by their rows.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -69,16 +75,22 @@ class BudgetCollator:
     budget: int
     plan: StepPlan
     whole: bool = False
+    by_tokens: bool = False
 
-    def __call__(self, shares: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, Any]:
-        ((of_step, examples),) = shares
+    def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
+        ((of_step, numbers, examples),) = shares
         if self.whole:
             return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
-        costs, weights = self.measure.examples(examples), self.plan.weights(len(examples), of_step)
+        costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
         parts = [rows[part].tolist() for rows in alike for part in split(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
+        for rows, batch in zip(parts, batches, strict=True):
+            self.measure.check([numbers[i] for i in rows], batch)
+        if self.by_tokens:
+            counts = [0 if (found := scored(batch)) is None else len(found) for batch in batches]
+            return {MICRO_BATCHES: batches, WEIGHTS: [count / max(sum(counts), 1) for count in counts]}
         return {MICRO_BATCHES: batches, WEIGHTS: [float(weights[rows].sum()) for rows in parts]}
 
 
@@ -103,20 +115,33 @@ class SplittingMixin:
 
     def _reason_not_to_split(self) -> str | None:
         """Why the loss of a batch depends on which rows are in one forward, if it does."""
-        if getattr(self, "_is_vision_dataset", False):
-            return "The dataset has images, which are not split with their rows"
-        if getattr(self, "aux_loss_enabled", False):
-            return "The load-balancing loss of the experts (`router_aux_loss_coef`) is taken over a whole forward"
+        if self._has_images() and self._compares_rows():
+            return (
+                "The loss compares rows, whose forwards are cut by rows, and which of the images in a batch belong to "
+                "which row is not known there"
+            )
+        if getattr(self, "aux_loss_enabled", False) and not joins_balancing_losses():
+            return (
+                f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
+                "model's own loss, over a whole forward"
+            )
         if splitting_parallelism(self.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
         if kind := length_dependent_rope(self.model, getattr(self.args, "max_length", None)):
             return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
+    def _compares_rows(self) -> bool:
+        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
+        return getattr(self, "aux_loss_enabled", False)
+
+    def _has_images(self) -> bool:
+        return any(column_names(dataset) & {"image", "images"} for dataset in self._datasets().values())
+
     def _splitting(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose forwards are split by the budget, if there is one."""
+        """A block whose forwards are split by the budget, if there is one; those of rows with images are not."""
         budget = getattr(self.args, "max_tokens_per_batch", None)
-        if budget is None:
+        if budget is None or self._has_images():
             return contextlib.nullcontext()
         sharing = bool(self._handles and self._handles[0].prefix_sharing)
         # Sharded models meet in every forward, the others at the end of the step.
@@ -143,6 +168,9 @@ class BudgetMixin(SplittingMixin, StepMixin):
 
     _rows_per_item = 1
     """Rows of a batch that belong together, as in [`ExactEvalMixin`]."""
+
+    _images: ImageMeasure | None = None
+    """Token counts of the rows of a train dataset with images."""
 
     _extremes: dict[str, Callable] = {}
     """Metrics of TRL that are no means but the least or the most over rows, and what takes it."""
@@ -180,14 +208,20 @@ class BudgetMixin(SplittingMixin, StepMixin):
             return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
         return super()._reason_not_to_split()
 
+    def _averages_tokens(self) -> bool:
+        """Whether the loss of a forward is a mean over its tokens, whatever else is in the step."""
+        return False
+
     def get_train_dataloader(self) -> Any:
         budget = getattr(self.args, "max_tokens_per_batch", None)
         if budget is None:
             return super().get_train_dataloader()
         self._plan = self._step_plan()
-        collator = self._layout_collator(self.train_dataset, is_training=True)
-        collator = BudgetCollator(collator, self._measure(), budget, self._plan, self._compares_rows())
         rows = self._remove_unused_columns(self.train_dataset, description="training")
+        self._images = self._measured_images(rows) if self._has_images() else None
+        collator = self._layout_collator(self.train_dataset, is_training=True)
+        how = {"whole": self._compares_rows(), "by_tokens": self._averages_tokens()}
+        collator = BudgetCollator(collator, self._measure(), budget, self._plan, **how)
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
         fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
@@ -195,6 +229,21 @@ class BudgetMixin(SplittingMixin, StepMixin):
                 stack.enter_context(field_set(self, name, value))
             stack.enter_context(field_set(self.args, "dataloader_drop_last", False))
             return super().get_train_dataloader()
+
+    def _measured_images(self, rows: Dataset) -> ImageMeasure:
+        measure = measure_images(
+            rows,
+            self.data_collator,
+            sharing=bool(getattr(self.args, "prefix_sharing", False)),
+            processes=(self.accelerator.process_index, self.accelerator.num_processes),
+            workers=getattr(self.args, "dataset_num_proc", None),
+        )
+        if self.accelerator.num_processes > 1:
+            check_images_of_processes(measure)
+        return measure
+
+    def _measure(self) -> RowMeasure:
+        return self._images or super()._measure()
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         return super()._get_num_items_in_batch(self._counted_batches(batch_samples), device)
@@ -276,7 +325,8 @@ class BudgetMixin(SplittingMixin, StepMixin):
         weighted_by = torch.tensor(items, dtype=torch.float64, device=device)
         values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device)
         extremes = {n: take(values[names.index(n)]) for n, take in self._extremes.items() if n in names}
-        seen = values.new_tensor([self._total_train_tokens - tokens])
+        again = sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight)
+        seen = values.new_tensor([self._total_train_tokens - tokens - again])
         totals = torch.cat([(values * weighted_by).sum(1), weighted_by.sum(1), seen])
         if self.accelerator.num_processes > 1:
             totals = self.accelerator.reduce(totals)
@@ -297,17 +347,19 @@ def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
     """
     `count` micro-batches, as many as the process with the most of them has.
 
-    The largest are cut in two; where none has two rows, the last one comes again without a weight.
+    The largest are cut in two. Where none has two rows, or all have images, which have no row for each row, the one
+    with the fewest rows comes again without a weight.
     """
     pieces = list(pieces)
     while len(pieces) < count:
-        items = [len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
+        items = [1 if images_in(batch) else len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
         at = max(range(len(pieces)), key=items.__getitem__)
         (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
-        batch, _ = without_layouts(batch)
         if not middle:
-            pieces.append((batch, 0.0))
+            smallest, _ = min(pieces, key=lambda piece: len(piece[0]["input_ids"]))
+            pieces.append((smallest, 0.0))
             continue
+        batch, _ = without_layouts(batch)
         pieces[at : at + 1] = [
             (_selected(batch, part, n), weight * len(part) / n) for part in (range(middle), range(middle, n))
         ]

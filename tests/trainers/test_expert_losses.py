@@ -1,0 +1,173 @@
+"""The load-balancing loss of experts under a token budget is that of all rows of a step, gradients too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+import trl.trainer.utils as trl_utils
+from kit import expert_runs
+from kit.budget_runs import BUDGET
+from kit.cells import slow_but
+from kit.expert_runs import COEFFICIENT, CONFIGS, build_model, entered, make
+from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, reward_words
+from kit.processes import run_processes
+from kit.trainer_runs import build_tokenizer
+from transformers import PreTrainedModel, PrinterCallback
+
+from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+from trl_padfix.trainers import expert_losses, split_forward
+from trl_padfix.trainers.split_forward import Splits, attach_splitting, splitting
+
+
+pytestmark = pytest.mark.skipif(
+    not expert_losses.joins_balancing_losses(), reason="this TRL takes the loss from the model"
+)
+SHARING = {"prefix_sharing": True}
+
+
+def figures(trainer: Any) -> torch.Tensor:
+    trainer.train()
+    trainer.evaluate()
+    logs = [log for log in trainer.state.log_history if "loss" in log or "eval_loss" in log]
+    elsewhere = ("perf/", "padfix/", "runtime", "_per_second", "_time", "epoch", "num_tokens")
+    names = sorted({n for log in logs for n in log if not any(part in n for part in elsewhere)})
+    assert {"loss", "grad_norm", "aux_loss", "eval_aux_loss"} <= set(names)
+    return torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
+
+
+@cache
+def trls(name: str, kind: str) -> torch.Tensor:
+    return figures(make(name, kind, "unused", ours=False))
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+CELLS = [(n, k, m) for n in ("sft", "dpo", "kto") for k in CONFIGS for m in ("padding-free", "sharing", "checkpoints")]
+MODES = {"padding-free": {}, "sharing": SHARING, "checkpoints": {"gradient_checkpointing": True}}
+FAST = [("sft", "mixtral", "padding-free"), ("dpo", "qwen3_moe", "sharing"), ("sft", "qwen3_moe", "checkpoints")]
+FAST += [("kto", "mixtral", "padding-free")]
+
+
+@pytest.mark.parametrize(("name", "kind", "mode"), slow_but(FAST, CELLS))
+def test_a_split_step_has_trls_loss_of_experts(name, kind, mode, tmp_path):
+    trainer = make(name, kind, tmp_path, ours=True, parity_check=False, **MODES[mode])
+    forwards = entered(trainer)
+    assert_same(figures(trainer), trls(name, kind))
+    assert max(forwards) <= BUDGET[name]
+    assert len(forwards) > 4 * 3
+
+
+ONLINE = {"grpo": (GRPOTrainer, GRPOConfig, trl.GRPOTrainer, trl.GRPOConfig)}
+ONLINE |= {"rloo": (RLOOTrainer, RLOOConfig, trl.RLOOTrainer, trl.RLOOConfig)}
+
+
+@pytest.mark.parametrize(("name", "kind"), slow_but([("grpo", "mixtral")], [(n, k) for n in ONLINE for k in CONFIGS]))
+def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_path):
+    runs = []
+    for trainer_class, config_class in (ONLINE[name][:2], ONLINE[name][2:]):
+        ours = trainer_class is ONLINE[name][0]
+        budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48} if ours else {}
+        settings = ONLINE_SETTINGS | {"router_aux_loss_coef": COEFFICIENT, "beta": 0.0, "max_steps": 3}
+        model = build_model(kind)
+        model.generation_config.eos_token_id = ENDS
+        torch.manual_seed(0)
+        trainer = trainer_class(
+            reward_funcs=reward_words, model=model, train_dataset=build_prompts(16),
+            args=config_class(output_dir=str(tmp_path), **settings | budget), processing_class=build_tokenizer(),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        forwards = entered(trainer)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        runs.append(torch.tensor([[log[n] for n in ("loss", "grad_norm", "reward", "aux_loss")] for log in logs]))
+        taken = [count for count in forwards if count > 8]  # others are of generation
+        assert (sum(count > 8 * 18 for count in taken) == 0) == ours
+    assert_same(*runs)
+
+
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "MixtralDecoderLayer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "flags"), [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)], ids=["ddp", "fsdp2"])
+def test_two_processes_have_the_loss_of_their_whole_batches(kind, flags, tmp_path):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
+    command += ["--main_process_port", "0", expert_runs.__file__, str(tmp_path)]
+    done = run_processes(command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {}, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == kind
+    for name in ("sft", "dpo"):
+        whole, split = logged[name]
+        steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]
+        names = sorted(n for n in steps[0][0] if not n.startswith(("perf/", "padfix/")))
+        assert {"loss", "grad_norm", "aux_loss"} <= set(names)
+        assert_same(*(torch.tensor([[log[n] for n in names] for log in logs]) for logs in steps))
+        assert max(split["forwards"]) <= BUDGET[name] < max(whole["forwards"])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatch):
+    def mean(model: Any, routed: Any, masks: Any) -> Any:
+        each = [expert_losses.balancing_loss(model, [r], [m]) for r, m in zip(routed, masks, strict=True)]
+        counts = torch.stack([mask.sum() for mask in masks])
+        return (torch.stack(each) * counts).sum() / counts.sum()
+
+    monkeypatch.setattr(split_forward, "balancing_loss", mean)
+    trainer = make(name, "mixtral", tmp_path, ours=True, parity_check=False)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer), trls(name, "mixtral"))
+
+
+def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tuple[Any, list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 39, (6, 14), generator=draw)
+    ids[3:, :8] = ids[:3, :8]
+    mask = torch.ones_like(ids)
+    for row, end in enumerate([14, 12, 9, 13, 14, 10]):
+        mask[row, end:] = 0
+    model.zero_grad()
+    with (
+        remove_padding(model, prefix_sharing=sharing),
+        attach_splitting(model),
+        splitting(budget and Splits(budget, sharing)),
+    ):
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True)
+        (output.logits[mask.bool()].log_softmax(-1)[:, 3].mean() + output.aux_loss).backward()
+    real = mask.flatten().bool()
+    values = [output.aux_loss.detach(), *(layer[real].detach() for layer in output.router_logits)]
+    return values, [p.grad.clone() if p.grad is not None else torch.zeros(1) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_pieces_have_the_router_logits_and_gradients_of_the_whole_forward(kind, sharing):
+    model = build_model(kind).train()
+    whole = gradients(model, None, sharing)
+    for budget in (14, 24, 40):
+        for found, expected in zip(gradients(model, budget, sharing), whole, strict=True):
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * max(theirs.abs().max().item(), 1e-3))
+
+
+def test_a_loss_of_another_kind_is_an_error(monkeypatch):
+    model = build_model("mixtral").train()
+    monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
+    with pytest.raises(ValueError, match=r"load-balancing loss of MixtralForCausalLM is .* by their router logits"):
+        gradients(model, 14, False)
+
+
+def test_where_trl_takes_the_loss_from_the_model_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(trl_utils, "add_fused_lm_head")
+    with pytest.raises(ValueError, match=r"takes the load-balancing loss of experts .* over a whole forward"):
+        make("sft", "mixtral", tmp_path, ours=True)

@@ -1,0 +1,277 @@
+"""
+Batches by token budget of rows with images: the trajectory of fixed batches, whatever the split.
+
+TRL's own trainer with all rows of an optimizer step in one forward is what every split is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import vision_budget_runs
+from kit.cells import slow_but
+from kit.processes import run_processes
+from kit.torchvision_stand_in import torchvision_loads
+from kit.vision_budget_runs import BATCH, LAUNCHED, ROWS, STEPS, build_trainer, figures, pictured
+from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
+from transformers import LlavaForConditionalGeneration
+
+import trl_padfix
+from trl_padfix.trainers import token_budget
+from trl_padfix.trainers.image_measures import check_images_of_processes, measure_images
+from trl_padfix.trainers.split_forward import Splits, attach_splitting, splitting
+
+
+needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
+FAMILIES = [
+    pytest.param(family, marks=needs_torchvision if family in NEEDS_TORCHVISION else ()) for family in PROCESSORS
+]
+KINDS = ("DPO", "SFT")
+SHARING = {"prefix_sharing": True}
+
+
+@cache
+def trls(kind: str, family: str) -> torch.Tensor:
+    trainer = build_trainer(trl, kind, family, "unused")
+    trainer.train()
+    trainer.evaluate()
+    return figures(trainer.state.log_history)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def watched(trainer: Any) -> list[list[list[int]]]:
+    """Train, and list the tokens of the rows of every micro-batch, step by step."""
+    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        steps.append([])
+        return training_step(*args, **kwargs)
+
+    def loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            steps[-1].append(inputs["attention_mask"].sum(1).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.training_step, trainer.compute_loss = step, loss
+    trainer.train()
+    return steps
+
+
+def longest(kind: str, family: str) -> int:
+    """Tokens of the longest row of the train dataset: a pair, or an example."""
+    trainer = build_trainer(trl_padfix, kind, family, "unused", padding_free=True)
+    return max(int(trainer.data_collator([row])["attention_mask"].sum()) for row in trainer.train_dataset)
+
+
+CASES = {
+    "padding-free": {},
+    "sharing, left": SHARING | {"padding_side": "left"},
+    "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+    "workers": {"dataloader_num_workers": 1},
+    "another budget": {"budget": 1.4},
+}
+FAST = [("DPO", "padding-free"), ("DPO", "sharing, left"), ("SFT", "padding-free"), ("SFT", "accumulation")]
+
+
+AVERAGES_TOKENS = {"qwen2_5_vl", "qwen3_vl"}
+"""Families whose SFT is refused where a step has several forwards of TRL's."""
+
+
+@pytest.mark.parametrize(("kind", "case"), slow_but(FAST, [(kind, case) for kind in KINDS for case in CASES]))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(family, kind, case, tmp_path):
+    if kind == "SFT" and family in AVERAGES_TOKENS and case == "accumulation":
+        pytest.skip("the loss of a micro-batch is a mean over its tokens")
+    config = dict(CASES[case])
+    budget = int(longest(kind, family) * config.pop("budget", 1))
+    given = {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False, **config}
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **given)
+    entered: list[int] = []
+    layer = next(m for m in trainer.model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList))[0]
+    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    steps = watched(trainer)
+    seen = len(entered)
+    trainer.evaluate()
+    assert_same(figures(trainer.state.log_history), trls(kind, family))
+    rows = 2 if kind == "DPO" else 1
+    assert all(sum(map(len, step)) == rows * BATCH for step in steps)
+    assert all(len(step) > 1 for step in steps)
+    if not config.get("prefix_sharing"):
+        assert max(sum(batch) for step in steps for batch in step) <= budget
+        assert sum(entered[:seen]) == sum(sum(batch) for step in steps for batch in step)
+    assert max(entered[:seen]) <= budget
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(kind, tmp_path, monkeypatch):
+    budget = longest(kind, "llava")
+    trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
+    rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
+    monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
+    monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
+    trainer.train()
+    trainer.evaluate()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer.state.log_history), trls(kind, "llava"))
+
+
+@pytest.mark.parametrize("case", slow_but(["padding-free"], ["padding-free", "sharing, left"]))
+def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(case, tmp_path, monkeypatch):
+    """As transformers has it for Qwen2.5-VL and Qwen3-VL, where TRL does not count the tokens of a step."""
+    monkeypatch.setattr(LlavaForConditionalGeneration, "accepts_loss_kwargs", False, raising=False)
+    config = {"max_tokens_per_batch": longest("SFT", "llava"), "padding_free": True, **CASES[case]}
+    runs = []
+    for library, given in ((trl_padfix, config), (trl, {})):
+        trainer = build_trainer(library, "SFT", "llava", tmp_path, **given)
+        assert not trainer.model_accepts_loss_kwargs
+        steps = watched(trainer)
+        trainer.evaluate()
+        runs.append(figures(trainer.state.log_history))
+        assert all(len(step) > 1 for step in steps) == (library is trl_padfix)
+    assert_same(*runs)
+    monkeypatch.setattr(trl_padfix.SFTTrainer, "_averages_tokens", lambda trainer: False)
+    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, **config)
+    trainer.train()
+    trainer.evaluate()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer.state.log_history), runs[1])
+
+
+def test_means_over_the_tokens_of_several_forwards_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlavaForConditionalGeneration, "accepts_loss_kwargs", False, raising=False)
+    config = {"padding_free": True, "max_tokens_per_batch": 500, "gradient_accumulation_steps": 2}
+    with pytest.raises(ValueError, match=r"of LlavaForConditionalGeneration is a mean over .* has several of them"):
+        build_trainer(trl_padfix, "SFT", "llava", tmp_path, **config)
+
+
+# The tokens of a row
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_cost_what_their_batches_hold(family, kind, tmp_path):
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, padding_free=True)
+    data, collator = trainer.train_dataset, trainer.data_collator
+    measure, shared = (measure_images(data, collator, sharing=sharing) for sharing in (False, True))
+    batch = collator(list(data))
+    assert measure.dataset(data).total() == batch["attention_mask"].sum()
+    assert measure.longest(data).max() == batch["attention_mask"].sum(1).max()
+    assert measure.images.tolist() == [len(images) for images in data["images"]]
+    measure.check(range(ROWS), batch)
+    if kind == "DPO":  # a prompt counts once
+        prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:ROWS].sum(1)
+        assert (measure.dataset(data).each - shared.dataset(data).each).tolist() == prompts.tolist()
+
+
+def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
+    collator = trl_padfix.DataCollatorForVisionLanguageModeling(build_processor("llava"))
+    data = build_captions(7, (2, 0, 1))
+    whole = measure_images(data, collator)
+    parts: list[Any] = []
+    gather = "trl_padfix.trainers.image_measures.gather_object"
+    with monkeypatch.context() as patch:
+        patch.setattr(gather, lambda rows: parts.extend(rows) or parts)
+        for process in range(3):
+            found = measure_images(data, collator, processes=(process, 3))
+    assert found.tokens.tolist() == whole.tokens.tolist()
+    with pytest.raises(ValueError, match=r"2 of 7 rows of the train dataset have no image \(row 1\)"):
+        check_images_of_processes(whole)
+    check_images_of_processes(measure_images(build_captions(3), collator))
+
+
+def test_rows_that_change_their_length_are_an_error(tmp_path):
+    data = build_captions(6)
+    calls = iter(range(10**6))
+
+    def drawn(rows: dict[str, Any]) -> dict[str, Any]:
+        """Longer with every look."""
+        prompts = [[{"role": "user", "content": "w3 " * (3 + next(calls))}] for _ in rows["images"]]
+        return {**rows, "prompt": prompts}
+
+    given = {"padding_free": True, "max_tokens_per_batch": 500, "train_dataset": data.with_transform(drawn)}
+    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, **given)
+    with pytest.raises(ValueError, match=r"Row \d of the train dataset has \[\d+\] tokens, and had \[\d+\] before"):
+        trainer.train()
+
+
+def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_path):
+    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, padding_free=True, max_tokens_per_batch=20)
+    with pytest.raises(ValueError, match="have a sequence of more tokens than `max_tokens_per_batch=20`"):
+        trainer.train()
+
+
+# Batches that are cut, and not
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_trajectory_of_one(tmp_path):
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
+    command += ["--main_process_port", "0", vision_budget_runs.__file__, str(tmp_path)]
+    done = run_processes(command, {}, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == "MULTI_CPU"
+    for name in LAUNCHED:
+        trainer = build_trainer(trl, name, "llava", tmp_path, train_dataset=pictured(name), eval_dataset=None)
+        trainer.train()
+        assert_same(figures(logged[name]["history"]), figures(trainer.state.log_history))
+    first, second = torch.tensor([logged[name]["micro_batches"] for name in LAUNCHED]).unbind(1)
+    assert (first != second).any()  # some computed micro-batches again, without a weight
+    assert min(first.min(), second.min()) > 1
+
+
+def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    data = build_pairs(ROWS, (2, 1, 1))
+    runs = []
+    for library, config in ((trl_padfix, {"padding_free": True, "max_tokens_per_batch": 10**6}), (trl, {})):
+        trainer = build_trainer(library, "DPO", "llava", tmp_path, train_dataset=data, **config)
+        steps = watched(trainer)
+        trainer.evaluate()
+        runs.append((steps, figures(trainer.state.log_history)))
+    assert [[len(batch) for batch in step] for step in runs[0][0]] == [[2 * BATCH] * 3] * STEPS
+    names = runs[0][1].shape[1]
+    assert runs[1][1].shape[1] == names
+    assert_same(runs[0][1], runs[1][1])
+
+
+def test_a_text_is_cut_before_images_are_repeated():
+    text = {"input_ids": torch.arange(4).view(4, 1)}
+    image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
+    pieces = token_budget._halved([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
+    assert [(len(batch["input_ids"]), weight) for batch, weight in pieces] == [
+        (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
+    ]  # fmt: skip
+
+
+def test_a_forward_with_images_is_never_cut():
+    processor = build_processor("llava")
+    model = build_vlm("llava", processor)
+    batch = trl_padfix.DataCollatorForVisionLanguageModeling(processor)(list(build_captions(4)))
+    with attach_splitting(model), splitting(Splits(20, False)):
+        with pytest.raises(ValueError, match="its images are not rows of their own"):
+            model(**batch, use_cache=False)
+        model(input_ids=batch["input_ids"] * 0 + 5, attention_mask=batch["attention_mask"], use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_losses_that_compare_rows_with_images_are_refused(kind, tmp_path):
+    data: Dataset = build_captions(4).add_column("label", [True, False] * 2)
+    more = {"DPO": {"loss_type": ["aot"]}, "KTO": {"train_dataset": data, "eval_dataset": None}}[kind]
+    if kind == "KTO" and not trl_padfix.KTOTrainer._takes_images:
+        pytest.skip("this TRL has no images in KTO")
+    with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
+        build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)
