@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit import vision_budget_runs
-from kit.cells import slow_but
+from kit.cells import once_each, slow_but
 from kit.processes import run_processes
 from kit.torchvision_stand_in import torchvision_loads
 from kit.vision_budget_runs import BATCH, LAUNCHED, ROWS, STEPS, build_trainer, figures, pictured
@@ -82,16 +83,19 @@ CASES = {
     "workers": {"dataloader_num_workers": 1},
     "another budget": {"budget": 1.4},
 }
-FAST = [("DPO", "padding-free"), ("DPO", "sharing, left"), ("SFT", "padding-free"), ("SFT", "accumulation")]
 
 
 AVERAGES_TOKENS = {"qwen2_5_vl", "qwen3_vl"}
 """Families whose SFT is refused where a step has several forwards of TRL's."""
 
 
-@pytest.mark.parametrize(("kind", "case"), slow_but(FAST, [(kind, case) for kind in KINDS for case in CASES]))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "case", "family"),
+    once_each(product(KINDS, CASES), sorted(PROCESSORS, key=lambda family: family in NEEDS_TORCHVISION)),
+)
 def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(family, kind, case, tmp_path):
+    if family in NEEDS_TORCHVISION and not torchvision_loads():
+        pytest.skip("its video processor needs torchvision")
     if kind == "SFT" and family in AVERAGES_TOKENS and case == "accumulation":
         pytest.skip("the loss of a micro-batch is a mean over its tokens")
     config = dict(CASES[case])
