@@ -4,7 +4,7 @@ The speed-ups that `trl-padfix stats` would expect of the batches that were meas
     python docs/bench/verdicts.py --data test.jsonl.gz
 
 Reads the files of this folder: steps of TRL, padding-free and sharing, on HH-RLHF (`--data`, the file that they were
-measured on), trees and equal lengths, of the default shape. `--fit` looks for the two constants anew.
+measured on), trees, short prompts and equal lengths, of the default shape. `--fit` looks for the two constants anew.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trl_padfix.tools import bench, verdict
 
 
 FILES = ["dpo-hh-rlhf-8-pairs-auto", "dpo-hh-rlhf-16-pairs", "sft-hh-rlhf-16-rows", "dpo-equal-lengths"]
-FILES += ["sft-tree-4x8-600-80", "dpo-tree-4x8-600-80"]
+FILES += ["sft-tree-4x8-600-80", "dpo-tree-4x8-600-80", "sft-short-prompts", "dpo-short-prompts"]
 
 
 def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
@@ -31,10 +31,13 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
     given = {k: tuple(v) if k == "variants" else v for k, v in report["settings"].items() if k in known}
     settings = bench.BenchSettings(**given | {"shape": "tiny"})  # the same rows, and a model that is made sooner
     count = settings.pairs * (settings.warmup + settings.steps)
-    if report["data"].startswith("tree:"):
+    described, _, spread = report["data"].partition(", spread ")
+    if described.startswith("tree:"):
         make = bench.tree_rows if settings.trainer == "sft" else bench.tree_pairs
-        rows = make(bench.parse_tree(report["data"]), count, seed=0)
-    elif report["data"] == "equal":
+        rows = make(bench.parse_tree(described), count, seed=0)
+    elif lengths := bench.parse_lengths(described):
+        rows = bench.pairs_of_lengths(count, *lengths, float(spread))
+    elif described == "equal":
         rows = bench.equal_length_pairs(count * 2)
     else:
         rows = bench.load_pairs(data)
