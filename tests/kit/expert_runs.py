@@ -23,6 +23,7 @@ if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, build_data
+from kit.processes import leave
 from kit.trainer_runs import SETTINGS, build_tokenizer
 
 
@@ -89,7 +90,9 @@ def main(folder: Path) -> None:
     if trainer.accelerator.is_main_process:
         found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
         (folder / "logged.json").write_text(json.dumps(found))
+    trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kit.processes import leave
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli.launch import main
@@ -67,6 +68,4 @@ if __name__ == "__main__":
         write_graphs(Path(os.environ["GRAPHS"]), calls)
     else:
         main(method, args)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of gloo outlive the group, and abort one in twenty interpreters that end under them
+    leave()

@@ -29,6 +29,7 @@ if __name__ == "__main__":  # a script sees its own folder only
 
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
+from kit.processes import leave
 from kit.sft_runs import build_rows
 from kit.trainer_runs import MODES, SETTINGS, build_tokenizer, words
 
@@ -139,8 +140,7 @@ def main(folder: Path, cases: list[str]) -> None:
     if int(os.environ["RANK"]) == 0:
         (folder / "logged.json").write_text(json.dumps(logged))
     torch.distributed.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # threads of gloo outlive the group
+    leave()
 
 
 if __name__ == "__main__":

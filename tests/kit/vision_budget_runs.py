@@ -20,6 +20,7 @@ from transformers import PrinterCallback
 if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kit.processes import leave
 from kit.trainer_runs import SETTINGS
 from kit.vision_runs import build_captions, build_pairs, build_processor, build_vlm
 
@@ -90,7 +91,9 @@ def main(folder: Path) -> None:
     if trainer.accelerator.is_main_process:
         found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
         (folder / "logged.json").write_text(json.dumps(found))
+    trainer.accelerator.wait_for_everyone()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave()

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from kit.budget_runs import build_branching, build_data
 from kit.campaign.kills import EPOCH, STEPS
+from kit.processes import leave
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback
 
@@ -39,8 +40,7 @@ def main(run: str, resume: str, config: dict) -> None:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(run)
     trainer.accelerator.wait_for_everyone()
-    sys.stderr.flush()
-    os._exit(0)  # threads of gloo outlive the group
+    leave()
 
 
 if __name__ == "__main__":
