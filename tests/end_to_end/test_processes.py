@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from kit.cells import slow_but
+from kit.cells import once_each, slow_but
 from kit.processes import ROOT, run_processes
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
@@ -206,20 +206,19 @@ def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, toget
     assert_same(resumed, alone(method), *METRICS[method])
 
 
+SET_UPS = {
+    "gradient checkpointing": CHECKPOINTS,
+    "LoRA": LORA,
+    "precomputed reference": ("--precompute_ref_log_probs", "true"),
+    "IPO": ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        CHECKPOINTS,
-        LORA,
-        ("--precompute_ref_log_probs", "true"),
-        ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
-    ],
-    ids=lambda more: more[0].lstrip("-"),
-)
-@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
-def test_every_set_up_is_trls_in_two_processes(strategy, more, together):
+@pytest.mark.parametrize(("set_up", "strategy"), once_each(SET_UPS, ["multi_gpu", "fsdp2"]))
+def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
     """All that is logged of the steps, against TRL's own script in two processes."""
+    more = SET_UPS[set_up]
     adapters = more[0] == "--use_peft"
     theirs = together("dpo", strategy, *more, adapters=adapters, env={"PLAIN_TRL": "1"})
     ours = together("dpo", strategy, *PACKED, *more, adapters=adapters)
