@@ -307,3 +307,8 @@ def test_sequences_of_nothing_but_pad_tokens_are_found_before_the_first_step(mak
     with pytest.raises(ValueError, match="`rejected_ids` of pair 2 of the train dataset is nothing but pad tokens"):
         make(config=config, **given)
     make(config=config | {"pool_last_token": True}, **given)
+
+
+def test_a_dataset_of_which_no_pair_is_left_is_an_error_before_the_first_step(make):
+    with pytest.raises(ValueError, match="No pair of the train dataset is left: all have a sequence of more than"):
+        make(config={"max_length": 1})

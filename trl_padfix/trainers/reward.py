@@ -83,6 +83,11 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
         dataset = sound_rows(dataset, dataset_name, ("prompt", "chosen", "rejected"))
         prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if isinstance(prepared, Dataset):
+            if len(prepared) == 0:
+                raise ValueError(
+                    f"No pair of the {dataset_name} dataset is left: all have a sequence of more than "
+                    f"`max_length={args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
+                )
             for side in ("chosen", "rejected"):
                 if len(rows := empty_lists(prepared, f"{side}_ids")):
                     raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))

@@ -106,7 +106,7 @@ def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, An
         trainer.train()
         if case["evaluated"]:
             trainer.evaluate()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError) as error:
         if library is trl:
             return error
         raise
