@@ -7,7 +7,6 @@ splits it, and writes what they logged and the tokens of their forwards.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, build_data
-from kit.processes import leave
+from kit.processes import leave_with
 from kit.trainer_runs import SETTINGS, build_tokenizer
 
 
@@ -87,12 +86,8 @@ def main(folder: Path) -> None:
             forwards = entered(trainer)
             trainer.train()
             logged.setdefault(name, []).append({"history": trainer.state.log_history, "forwards": forwards})
-    if trainer.accelerator.is_main_process:
-        found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
-        (folder / "logged.json").write_text(json.dumps(found))
-    trainer.accelerator.wait_for_everyone()
+    leave_with(logged, trainer.accelerator, folder)
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave()

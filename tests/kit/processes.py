@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
-__all__ = ["ROOT", "leave", "run_processes"]
+__all__ = ["ROOT", "leave", "leave_with", "run_processes"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,3 +52,12 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def leave_with(logged: dict[str, Any], accelerator: Any, folder: Path) -> NoReturn:
+    """[`leave`], once the first process has written to `logged.json` what was logged, and how they were joined."""
+    if accelerator.is_main_process:
+        found = {"distributed": accelerator.distributed_type.value, **logged}
+        (folder / "logged.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+    leave()

@@ -7,7 +7,6 @@ logged.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PrinterCallback
 if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.processes import leave
+from kit.processes import leave_with
 from kit.trainer_runs import SETTINGS
 from kit.vision_runs import build_captions, build_pairs, build_processor, build_vlm
 
@@ -88,12 +87,8 @@ def main(folder: Path) -> None:
         trainer.train()
         counts = trainer.accelerator.gather(torch.tensor(pieces)).view(-1, len(pieces)).tolist()
         logged[kind] = {"history": trainer.state.log_history, "micro_batches": counts}
-    if trainer.accelerator.is_main_process:
-        found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
-        (folder / "logged.json").write_text(json.dumps(found))
-    trainer.accelerator.wait_for_everyone()
+    leave_with(logged, trainer.accelerator, folder)
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    leave()

@@ -17,8 +17,8 @@ of `trl_padfix/__init__.py`. It fills in what differs from the defaults:
 - `_packing_options()`: more arguments of `remove_padding`.
 - `observe_step(model, inputs)`: a context for the forwards of a step, if TRL computes them outside `compute_loss`.
 - `_loss_items`, `_metric_items`, `_rows_per_item`: only for `ExactEvalMixin` and `BudgetMixin`.
-- `_row_measure()`, `_compares_rows()`: only for `BudgetMixin`, with which come `max_tokens_per_batch` and
-  `group_by_prefix`.
+- `_compares_rows()`: only for `SplittingMixin`, which splits forwards for `max_tokens_per_batch`.
+- `_row_measure()`, `_averages_tokens()`: only for `BudgetMixin`, with which come micro-batches and `group_by_prefix`.
 """
 
 from __future__ import annotations

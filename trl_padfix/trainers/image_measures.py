@@ -29,8 +29,8 @@ class ImageMeasure(RowMeasure):
     """
     Token costs of the rows of one dataset, counted before the first step.
 
-    Rows count as if they had nothing in common: which images are the same only a forward finds out. What is computed
-    may be less, never more.
+    Rows count as if they had nothing in common: which images are the same only a forward finds out. With sharing, what
+    the sequences of one row have in common counts once.
 
     Attributes:
         tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, those of images among them.
