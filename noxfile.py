@@ -22,7 +22,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from trl_padfix.core.compat import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
+from trl_padfix.versions import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"

@@ -30,7 +30,7 @@ from trl_padfix.cli.mistakes import explained
 from trl_padfix.cli.recipe_run import ReportCallback
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
-from trl_padfix.trainers.checkpoints import checkpoint_to_resume, saying_what_is_safe
+from trl_padfix.trainers.saving.checkpoints import checkpoint_to_resume, saying_what_is_safe
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")

@@ -70,7 +70,7 @@ def gpu() -> Iterator[Any]:
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
     from kit.simulated_cuda import simulated_cuda
 
-    import trl_padfix.core.kernels as kernels
+    import trl_padfix.core.attention.varlen as kernels
 
     is_complete = kernels.torch_varlen_is_complete
     is_complete.cache_clear()

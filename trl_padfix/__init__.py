@@ -5,21 +5,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .core import compat
 from .core.version import __version__
+from .versions import require
 
 
 # Where each public name lives. Modules are imported when a name of theirs is first asked for: `import trl_padfix`
 # costs nothing, and TRL is imported only by whoever wants a trainer.
 _MODULES = {
-    "core.layout": ["Layout", "pack", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "unpack"],
+    "core.layout.layout": ["Layout", "pack", "unpack"],
+    "core.layout.build": ["packed_layout", "padding_free_layout", "prefix_sharing_layout"],
     "core.errors": ["PaddingRemovalError"],
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
     "core.parity": ["ParityError", "ParityReport", "check_parity"],
     "core.generation": ["generate", "left_align"],
-    "trainers.collators": ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"],
-    "trainers.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
+    "trainers.data.collators": [
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForPreference",
+        "DataCollatorForReward",
+    ],
+    "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
@@ -27,7 +32,7 @@ _MODULES = {
     "trainers.reward": ["RewardTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
-    "trainers.turns": ["expand_turns"],
+    "trainers.data.turns": ["expand_turns"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -37,28 +42,33 @@ if TYPE_CHECKING:
     from .core.errors import PaddingRemovalError
     from .core.generation import generate, left_align
     from .core.handle import PaddingRemoval, PaddingStats
-    from .core.layout import Layout, pack, packed_layout, padding_free_layout, prefix_sharing_layout, unpack
+    from .core.layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
+    from .core.layout.layout import Layout, pack, unpack
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
-    from .trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference, DataCollatorForReward
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
+    from .trainers.data.collators import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForPreference,
+        DataCollatorForReward,
+    )
+    from .trainers.data.turns import expand_turns
+    from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
     from .trainers.reward import RewardTrainer
     from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
-    from .trainers.turns import expand_turns
-    from .trainers.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOME[name] != "core.layout":
-        compat.require("transformers", name)
+    if not _HOME[name].startswith("core.layout."):
+        require("transformers", name)
     if _HOME[name].startswith("trainers."):
-        compat.require("trl", name)
+        require("trl", name)
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 
 

@@ -21,9 +21,9 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_pairs
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.prefix_groups import group_rows, prefix_order
-from trl_padfix.trainers.row_costs import RowCosts, pair_costs, prefix_costs
-from trl_padfix.trainers.row_dealing import StepPlan, split
+from trl_padfix.trainers.steps.costs import RowCosts, pair_costs, prefix_costs
+from trl_padfix.trainers.steps.dealing import StepPlan, split
+from trl_padfix.trainers.steps.grouping import group_rows, prefix_order
 
 
 STEPS, PAIRS, BUDGET = 10, 8, 3597  # the budget: what the largest of a thousand such batches holds

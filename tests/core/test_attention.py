@@ -13,12 +13,12 @@ from kit.models import batch, build, drawn_batches
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-import trl_padfix.core.attention
+import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
-from trl_padfix.core.attention import packed_attention, refuse_implementation, uses_attention_interface
-from trl_padfix.core.calls import LAYOUT, PackedCall
-from trl_padfix.core.kernels import _gather_keys
-from trl_padfix.core.masks import PackedMask
+from trl_padfix.core.attention.attention import packed_attention, refuse_implementation, uses_attention_interface
+from trl_padfix.core.attention.segments import _gather_keys
+from trl_padfix.core.call.calls import LAYOUT, PackedCall
+from trl_padfix.core.model.masks import PackedMask
 
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -140,7 +140,7 @@ NOT_IN = {
     ],
 )
 def test_each_row_attends_as_if_it_were_alone(implementation, case, block, side, sharing, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.kernels, "BLOCK", block)
+    monkeypatch.setattr(trl_padfix.core.attention.segments, "BLOCK", block)
     name, kwargs = CASES[case]
     module = attention_module(name, implementation)
     if "s_aux" in kwargs:
@@ -247,7 +247,7 @@ def test_attention_does_not_wait_for_the_device(implementation):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.kernels, "BLOCK", 4)
+    monkeypatch.setattr(trl_padfix.core.attention.segments, "BLOCK", 4)
     layout, _ = layout_of("holes", sharing=True)
     module = attention_module(implementation=implementation)
     masks = []
@@ -335,14 +335,14 @@ def varlen_calls(monkeypatch) -> list[dict]:
         )
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(trl_padfix.core.kernels, "torch_varlen_is_complete", lambda: True)
+    monkeypatch.setattr(trl_padfix.core.attention.varlen, "torch_varlen_is_complete", lambda: True)
     return calls
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 @pytest.mark.parametrize("kwargs", [{}, {"scaling": 0.1}, {"sliding_window": 3}], ids=str)
 def test_torchs_varlen_kernel_gets_the_same_question(kwargs, sharing, varlen_calls, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention, "torch_varlen_applies", lambda *args: True)
+    monkeypatch.setattr(trl_padfix.core.attention.attention, "torch_varlen_applies", lambda *args: True)
 
     assert_attends_like_dense(attention_module(), *layout_of("mixed", sharing), **kwargs)
 

@@ -8,8 +8,9 @@ from kit.models import CONFIGS
 from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Config, T5Config
 
-from trl_padfix.core import backends, kernels
-from trl_padfix.core.backends import (
+from trl_padfix.core.attention import backends
+from trl_padfix.core.attention import varlen as kernels
+from trl_padfix.core.attention.backends import (
     Machine,
     Workload,
     choose,

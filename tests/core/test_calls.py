@@ -12,8 +12,9 @@ import transformers
 from kit.models import CONFIGS, batch, build
 
 from trl_padfix import remove_padding
-from trl_padfix.core import calls, handle, views
-from trl_padfix.core.compat import _SparedSearch
+from trl_padfix.core.call import calls
+from trl_padfix.core.model import patching, views
+from trl_padfix.core.model.older import _SparedSearch
 
 
 TOLERANCE = 1e-5
@@ -112,7 +113,7 @@ def test_a_config_that_is_written_to_is_seen_by_other_threads(sharing, monkeypat
 
         return call
 
-    monkeypatch.setattr(handle, "bound_to_view", swapping)
+    monkeypatch.setattr(patching, "bound_to_view", swapping)
     found = (wrong_calls(models, 60) for _ in range(30))  # threads meet by chance
     assert any(wrong or errors for wrong, errors in found)
     for model in models:

@@ -13,11 +13,11 @@ from kit import varlen_reference
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import trl_padfix.core.compiled
+import trl_padfix.core.attention.compiled
 from trl_padfix import remove_padding
-from trl_padfix.core import operators
-from trl_padfix.core.compiled import compile_layers
-from trl_padfix.core.handle import ForwardPatch
+from trl_padfix.core.attention import operators
+from trl_padfix.core.attention.compiled import compile_layers
+from trl_padfix.core.model.patching import ForwardPatch
 
 
 def build(layers: int = 2, **more) -> Qwen2ForCausalLM:
@@ -144,13 +144,13 @@ def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypat
 def test_a_wrong_layout_gives_other_numbers(monkeypatch):
     model, (ids, mask) = build(), batches(1)[0]
     want = step(model, ids, mask)
-    order = trl_padfix.core.compiled._segments
+    order = trl_padfix.core.attention.compiled._segments
 
     def rolled(call, mask):
         segments = order(call, mask)
         return segments._replace(key_index=segments.key_index.roll(1))
 
-    monkeypatch.setattr(trl_padfix.core.compiled, "_segments", rolled)
+    monkeypatch.setattr(trl_padfix.core.attention.compiled, "_segments", rolled)
     with remove_padding(model, prefix_sharing=True) as handle:
         compile_layers(handle, backend="aot_eager")
         assert not torch.allclose(step(model, ids, mask)[0], want[0], atol=1e-3)
@@ -166,7 +166,7 @@ def test_a_wrong_layout_gives_other_numbers(monkeypatch):
 )
 def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    trl_padfix.core.compiled.logger.setLevel("WARNING")
+    trl_padfix.core.attention.compiled.logger.setLevel("WARNING")
     model = build(**{k: v for k, v in config.items() if k != "implementation"}).eval()
     model.config._attn_implementation = config.get("implementation", "sdpa")
     ids, mask = batches(1)[0]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from kit import reference_flash_attn, varlen_reference
 
-from trl_padfix.core import operators
+from trl_padfix.core.attention import operators
 
 
 @dataclass(frozen=True)

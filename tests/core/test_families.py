@@ -27,7 +27,7 @@ from kit.families import build, families
 from kit.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
 from kit.family_tables import escaped, general
 
-from trl_padfix.core.mixers import FORKED, PACKED, ROWS, WHOLE
+from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 
 
 WAYS = (PACKED, FORKED, ROWS, WHOLE)

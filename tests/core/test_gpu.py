@@ -6,7 +6,8 @@ from kit.gpu_runs import CONFIG, build, check_half_precision, log_probs_and_grad
 from transformers import Qwen2Config
 
 from trl_padfix import prefix_sharing_layout, remove_padding
-from trl_padfix.core.kernels import _gather_keys, torch_varlen_is_complete
+from trl_padfix.core.attention.segments import _gather_keys
+from trl_padfix.core.attention.varlen import torch_varlen_is_complete
 
 
 pytestmark = pytest.mark.gpu

@@ -19,11 +19,12 @@ from kit.gpu_runs import check_half_precision
 from kit.simulated_cuda import to_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trl_padfix.core.attention as attention
-import trl_padfix.core.batches as batches
-import trl_padfix.core.kernels as kernels
+import trl_padfix.core.attention.attention as attention
+import trl_padfix.core.attention.segments as segments
+import trl_padfix.core.attention.varlen as kernels
+import trl_padfix.core.call.layout_of as batches
+import trl_padfix.core.decoder as patches
 import trl_padfix.core.parity as parity
-import trl_padfix.core.patches as patches
 import trl_padfix.core.remove as remove
 import trl_padfix.tools.bench.building as building
 from trl_padfix import (
@@ -92,7 +93,7 @@ def shared_gradients_are_one_sum(gpu) -> None:
     draw = torch.Generator().manual_seed(0)
     states = to_simulated(torch.randn(1, 2, layout.packed_tokens, 16, generator=draw).bfloat16()).requires_grad_()
     upstream = torch.randn(1, 2, layout.gathered_keys, 16, generator=draw).bfloat16()
-    gathered = kernels._gather_keys(states, layout)
+    gathered = segments._gather_keys(states, layout)
     gpu.reset()
     (found,) = torch.autograd.grad(gathered, states, to_simulated(upstream))
     assert gpu.launches <= 4
@@ -113,7 +114,7 @@ def one_addition_for_each_segment(upstream: torch.Tensor, layout: Any) -> torch.
 
 def test_3_a_backward_that_adds_segment_by_segment_is_noticed(gpu, monkeypatch):
     shared_gradients_are_one_sum(gpu)
-    monkeypatch.setattr(kernels, "sum_by_token", one_addition_for_each_segment)
+    monkeypatch.setattr(segments, "sum_by_token", one_addition_for_each_segment)
     with pytest.raises(AssertionError):
         shared_gradients_are_one_sum(gpu)
 
@@ -327,13 +328,13 @@ def dispatch_is_entered_once(layers: int) -> None:
 def test_9_a_dispatch_in_every_layer_is_noticed(monkeypatch):
     for layers in (2, 4):
         dispatch_is_entered_once(layers)
-    call_once = patches.ViewPatch.call
+    call_once = attention.ViewPatch.call
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with patches.running(patches.packed_call()):
             return call_once(self, *args, **kwargs)
 
-    monkeypatch.setattr(patches.ViewPatch, "call", call)
+    monkeypatch.setattr(attention.ViewPatch, "call", call)
     with pytest.raises(AssertionError):
         dispatch_is_entered_once(2)
 

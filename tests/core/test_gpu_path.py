@@ -14,8 +14,9 @@ from accelerate.hooks import AlignDevicesHook
 from kit.simulated_cuda import Counts, to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import trl_padfix.core.batches
-import trl_padfix.core.kernels as kernels
+import trl_padfix.core.attention.segments as segments
+import trl_padfix.core.attention.varlen as kernels
+import trl_padfix.core.call.layout_of
 from trl_padfix import (
     PaddingRemovalError,
     check_parity,
@@ -24,9 +25,9 @@ from trl_padfix import (
     remove_padding,
     unpack,
 )
-from trl_padfix.core.index_maps import sum_order
+from trl_padfix.core.layout.flat_maps import sum_order
+from trl_padfix.core.model.views import other_attention
 from trl_padfix.core.parity import _precision
-from trl_padfix.core.views import other_attention
 
 
 VOCABULARY = 96
@@ -176,9 +177,9 @@ def test_gradients_of_shared_keys_are_one_sum_in_float32():
     exact = torch.zeros(layout.packed_tokens, 2, 16, dtype=torch.float64)
     exact.index_add_(0, layout.key_index, upstream.double())
 
-    ours = kernels.sum_by_token(upstream, layout)
+    ours = segments.sum_by_token(upstream, layout)
     assert error(ours, exact) <= 1.7e-3
-    assert all(torch.equal(kernels.sum_by_token(upstream, layout), ours) for _ in range(3))
+    assert all(torch.equal(segments.sum_by_token(upstream, layout), ours) for _ in range(3))
 
     running = torch.zeros_like(exact, dtype=torch.bfloat16)  # a sum that is rounded after every addition
     for token, row in zip(layout.key_index.tolist(), upstream, strict=True):
@@ -190,9 +191,9 @@ def test_the_sum_is_that_of_every_place():
     layout = prefix_sharing_layout(*pairs(16))
     upstream = torch.randn(layout.key_index.numel(), 2, 4, dtype=torch.float64)
     want = torch.zeros(layout.packed_tokens, 2, 4, dtype=torch.float64).index_add_(0, layout.key_index, upstream)
-    torch.testing.assert_close(kernels.sum_by_token(upstream, layout), want)
+    torch.testing.assert_close(segments.sum_by_token(upstream, layout), want)
     wrong = dataclasses.replace(layout, key_order=layout.key_order.roll(1))
-    assert not torch.allclose(kernels.sum_by_token(upstream, wrong), want)
+    assert not torch.allclose(segments.sum_by_token(upstream, wrong), want)
 
 
 # -- what the kernels are handed
@@ -341,9 +342,11 @@ def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, 
         assert right.mean <= 1.3 * right.rounding  # far below the limit of 3 times
         assert f"where two padded forwards differ by {right.rounding:.2e}" in str(right)
     assert len(gpu.varlen) == 2 * layers
-    build_layout = trl_padfix.core.batches.padding_free_layout
+    build_layout = trl_padfix.core.call.layout_of.padding_free_layout
     monkeypatch.setattr(
-        trl_padfix.core.batches, "padding_free_layout", lambda mask: one_row_sees_a_foreign_token(build_layout(mask))
+        trl_padfix.core.call.layout_of,
+        "padding_free_layout",
+        lambda mask: one_row_sees_a_foreign_token(build_layout(mask)),
     )
     wrong = check()
     assert not wrong.ok, wrong

@@ -24,9 +24,9 @@ from transformers.masking_utils import (
 )
 
 from trl_padfix import PaddingRemovalError, remove_padding
-from trl_padfix.core.attention import register_packed_attention
-from trl_padfix.core.masks import PackedMask
-from trl_padfix.core.views import ConfigView
+from trl_padfix.core.attention.attention import register_packed_attention
+from trl_padfix.core.model.masks import PackedMask
+from trl_padfix.core.model.views import ConfigView
 
 
 ONLY_IN_THE_MASK = ["qwen2_moe", "phimoe", "llama4_text, attn_temperature_tuning=False"]

@@ -49,10 +49,10 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.attention import counts_columns
-from trl_padfix.core.forks import Tree
-from trl_padfix.core.primitives import primitives_of
-from trl_padfix.core.rows import BEYOND, RowBlocks, grouped_by_length
+from trl_padfix.core.attention.attention import counts_columns
+from trl_padfix.core.mixers.forks import Tree
+from trl_padfix.core.mixers.primitives import primitives_of
+from trl_padfix.core.mixers.row_blocks import BEYOND, RowBlocks, grouped_by_length
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])

@@ -143,7 +143,7 @@ def test_the_equality_can_fail(monkeypatch):
     model = build("qwen2")
     expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
     with monkeypatch.context() as patch, remove_padding(model):
-        patch.setattr("trl_padfix.core.batches.packed_layout", two_sequences)
+        patch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
         got = numbers(model, packed(ids, mask), ids, mask)
     with pytest.raises(AssertionError):
         assert_same_numbers(got, expected)
@@ -233,7 +233,7 @@ def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
     assert report.ok
     assert report.compared > 10
     assert 0 < report.packed_tokens < report.padded_tokens
-    monkeypatch.setattr("trl_padfix.core.batches.packed_layout", two_sequences)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
     assert not check_parity(build("qwen2"), packed(ids, mask)).ok
 
 

@@ -11,9 +11,9 @@ import transformers
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
 
-import trl_padfix.core.attention
-import trl_padfix.core.batches
-import trl_padfix.core.calls
+import trl_padfix.core.attention.attention
+import trl_padfix.core.call.arguments
+import trl_padfix.core.call.layout_of
 from trl_padfix import (
     ParityError,
     ParityReport,
@@ -187,9 +187,10 @@ def merged(layout):
 
 
 def leaking_layouts(monkeypatch) -> None:
-    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", lambda mask: merged(padding_free_layout(mask)))
+    layout_of = trl_padfix.core.call.layout_of
+    monkeypatch.setattr(layout_of, "padding_free_layout", lambda mask: merged(padding_free_layout(mask)))
     monkeypatch.setattr(
-        trl_padfix.core.batches, "prefix_sharing_layout", lambda *given: merged(prefix_sharing_layout(*given))
+        trl_padfix.core.call.layout_of, "prefix_sharing_layout", lambda *given: merged(prefix_sharing_layout(*given))
     )
 
 
@@ -197,22 +198,22 @@ def attention_without_segments(monkeypatch) -> None:
     def attend_to_all(attend, module, query, key, value, layout, kwargs, *, is_eager, masks=None):
         return attend(module, query, key, value, None, **kwargs)[0]
 
-    monkeypatch.setattr(trl_padfix.core.attention, "attend_by_segment", attend_to_all)
+    monkeypatch.setattr(trl_padfix.core.attention.attention, "attend_by_segment", attend_to_all)
 
 
 def attention_of_one_token_less(monkeypatch) -> None:
-    by_segment = trl_padfix.core.attention.attend_by_segment
+    by_segment = trl_padfix.core.attention.attention.attend_by_segment
 
     def forget(attend, module, query, key, value, layout, kwargs, **implementation):
         key, value = key.roll(1, dims=2), value.roll(1, dims=2)
         return by_segment(attend, module, query, key, value, layout, kwargs, **implementation)
 
-    monkeypatch.setattr(trl_padfix.core.attention, "attend_by_segment", forget)
+    monkeypatch.setattr(trl_padfix.core.attention.attention, "attend_by_segment", forget)
 
 
 def unpacking_in_another_order(monkeypatch) -> None:
-    unpack = trl_padfix.core.calls.unpack
-    monkeypatch.setattr(trl_padfix.core.calls, "unpack", lambda x, layout: unpack(x.roll(1, dims=1), layout))
+    unpack = trl_padfix.core.call.arguments.unpack
+    monkeypatch.setattr(trl_padfix.core.call.arguments, "unpack", lambda x, layout: unpack(x.roll(1, dims=1), layout))
 
 
 @SHARING
@@ -238,7 +239,7 @@ def test_absolute_positions_that_go_on_fail(monkeypatch):
         layout = padding_free_layout(mask)
         return dataclasses.replace(layout, positions=torch.arange(layout.packed_tokens))
 
-    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", go_on)
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", go_on)
     assert not check_parity(build("gpt2"), inputs()).ok
 
 
@@ -249,7 +250,7 @@ def test_nan_fails(where, monkeypatch):
         model.model.norm.weight.data.fill_(torch.nan)
     else:
         nothing = lambda attend, module, query, *_, **__: query.transpose(1, 2) * torch.nan  # noqa: E731
-        monkeypatch.setattr(trl_padfix.core.attention, "attend_by_segment", nothing)
+        monkeypatch.setattr(trl_padfix.core.attention.attention, "attend_by_segment", nothing)
     result = check_parity(model, inputs())
 
     assert not result.ok

@@ -10,8 +10,8 @@ from kit.models import batch
 from kit.models import build as tiny
 
 from trl_padfix import check_parity, padding_free_layout, remove_padding
-from trl_padfix.core.find import find_decoder
-from trl_padfix.core.positions import Numbering, packed_positions, position_embeddings
+from trl_padfix.core.model.find import find_decoder
+from trl_padfix.core.model.positions import Numbering, packed_positions, position_embeddings
 
 
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -82,7 +82,7 @@ def test_columns_for_real_tokens_are_found_wrong_by_the_parity_check(monkeypatch
     model = build("opt")
     ids, mask = batch("holes")
     given = {"input_ids": ids.clamp(max=model.config.vocab_size - 1), "attention_mask": mask}
-    monkeypatch.setattr("trl_padfix.core.positions._ranks", lambda layout: layout.positions)
+    monkeypatch.setattr("trl_padfix.core.model.positions._ranks", lambda layout: layout.positions)
     assert not check_parity(model, given).ok
 
 

@@ -9,10 +9,10 @@ from kit.family_outcomes import gradient_difference, gradients_of, weighted
 from kit.vision_families import Row, build_vision, collate
 from kit.vision_outcomes import ROWS, alone, logps
 
-import trl_padfix.core.patches
+import trl_padfix.core.decoder
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
-from trl_padfix.core.layout import prefix_sharing_layout
-from trl_padfix.core.prepared_masks import PreparedMasks, with_added_masks
+from trl_padfix.core.call.prepared_masks import PreparedMasks, with_added_masks
+from trl_padfix.core.layout.build import prefix_sharing_layout
 
 
 def mask_of(blocks: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch)
         assert handle.stats.packed_tokens == 2 * (batch.distinct if sharing else batch.mask.sum())
         assert check_parity(vision.model, batch.call()).ok
         monkeypatch.setattr(
-            trl_padfix.core.patches,
+            trl_padfix.core.decoder,
             "plain_mask",
             lambda call, *_: (call | {"attention_mask": batch.mask}, None),
         )
@@ -116,6 +116,6 @@ def test_other_images_at_the_same_place_are_other_prefixes():
 
 def test_an_attention_that_knows_no_such_mask_is_refused(monkeypatch):
     vision = build_vision("gemma3")
-    monkeypatch.setattr("trl_padfix.core.attention._is_flash", lambda name: True)
+    monkeypatch.setattr("trl_padfix.core.attention.attention._is_flash", lambda name: True)
     with remove_padding(vision.model), pytest.raises(PaddingRemovalError, match=r"prepared mask.*'sdpa'"):
         vision.model(**collate(vision, ROWS).call())

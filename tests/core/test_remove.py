@@ -38,10 +38,10 @@ from kit.models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_padfix.core.batches
+import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.batches import step_layouts
-from trl_padfix.core.calls import packed_call
+from trl_padfix.core.call.calls import packed_call
+from trl_padfix.core.call.layout_of import step_layouts
 
 
 TOLERANCE = 1e-5
@@ -243,9 +243,9 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     model = build(name, implementation)
     expected = padded_numbers(name, model, ids, mask)
     sharing, layout = WRONG_LAYOUTS[wrong]
-    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", lambda mask: layout(ids, mask))
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", lambda mask: layout(ids, mask))
     monkeypatch.setattr(
-        trl_padfix.core.batches, "prefix_sharing_layout", lambda ids, mask, positions: layout(ids, mask)
+        trl_padfix.core.call.layout_of, "prefix_sharing_layout", lambda ids, mask, positions: layout(ids, mask)
     )
 
     with remove_padding(model, prefix_sharing=sharing):
@@ -261,7 +261,7 @@ def test_absolute_positions_that_go_on_give_other_numbers(monkeypatch):
     model = build("gpt2")
     expected = padded_numbers("gpt2", model, ids, mask)
     wrong = keep_counting_positions(padding_free_layout(mask))
-    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", lambda mask: wrong)
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", lambda mask: wrong)
 
     with remove_padding(model), pytest.raises(AssertionError):
         assert_same_numbers(numbers(model, ids, mask), expected)
@@ -952,7 +952,7 @@ def built(monkeypatch) -> list[str]:
             names.append(function.__name__)
             return function(*args)
 
-        monkeypatch.setattr(trl_padfix.core.batches, function.__name__, counting)
+        monkeypatch.setattr(trl_padfix.core.call.layout_of, function.__name__, counting)
     return names
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
 
 from trl_padfix import check_parity, remove_padding
-from trl_padfix.core import calls
+from trl_padfix.core.call import arguments as calls
 
 
 pytestmark = pytest.mark.stacks

@@ -10,11 +10,11 @@ from kit.cells import MATRIX
 from kit.families import build
 from kit.models import ROWS, batch
 
-import trl_padfix.core.mixers
+import trl_padfix.core.mixers.mixers
 from trl_padfix import check_parity
-from trl_padfix.core.find import find_decoder
-from trl_padfix.core.forks import Tree
-from trl_padfix.core.mixers import Mixers
+from trl_padfix.core.mixers.forks import Tree
+from trl_padfix.core.mixers.mixers import Mixers
+from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.slices import SLICE, short_slices
 
 
@@ -138,5 +138,5 @@ def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sha
     model = build_scan(family)
     assert not check_parity(model, LONG, prefix_sharing=sharing).ok
     # Rows of the usual length do not see it.
-    monkeypatch.setattr(trl_padfix.core.mixers, "chunk_of", lambda module: 0)
+    monkeypatch.setattr(trl_padfix.core.mixers.mixers, "chunk_of", lambda module: 0)
     assert check_parity(model, LONG, prefix_sharing=sharing).ok

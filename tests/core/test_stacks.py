@@ -21,7 +21,7 @@ from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import trl_padfix.core.batches
+import trl_padfix.core.call.layout_of
 from trl_padfix import check_parity, padding_free_layout, remove_padding
 
 
@@ -87,7 +87,7 @@ def test_negative_control_rows_that_see_each_other_fail(name, implementation, mo
             positions=torch.cat([torch.arange(n) for n in lengths]),
         )
 
-    monkeypatch.setattr(trl_padfix.core.batches, "padding_free_layout", leaking)
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", leaking)
     model = build(name, implementation)
     ids, mask = pad(ROWS, "right")
     expected = alone(scores_of(model), ids, mask)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kit.models import drawn_batches
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.core.index_maps import sum_order
-from trl_padfix.core.trie import merge_prefixes, places_by_token, shared_paths
+from trl_padfix.core.layout.flat_maps import sum_order
+from trl_padfix.core.layout.trie import merge_prefixes, places_by_token, shared_paths
 
 
 def common(a: list, b: list) -> int:

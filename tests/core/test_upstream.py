@@ -87,42 +87,42 @@ TRANSFORMERS = [
         "which attention a model runs with", lambda owner, name: isinstance(getattr(owner, name), property),
     ),
     Upstream(
-        "_global_mapping", "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "core.masks",
+        "_global_mapping", "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS", "core.model.masks",
         "the mask functions look only here for the name of an attention",
         lambda owner, name: {"sdpa", "eager"} <= getattr(owner, name).keys(), "transformers>=4.53",
     ),
     Upstream(
-        "find_packed_sequence_indices", "transformers.masking_utils", "core.masks",
+        "find_packed_sequence_indices", "transformers.masking_utils", "core.model.masks",
         "replaced while a packed forward runs, since it waits for the device", takes("position_ids"),
         "transformers>=4.57",
     ),
     Upstream(
-        "find_packed_sequence_indices", "transformers.masking_utils._preprocess_mask_arguments", "core.masks",
+        "find_packed_sequence_indices", "transformers.masking_utils._preprocess_mask_arguments", "core.model.masks",
         "is looked up among the globals of the module, where the replacement is found",
         lambda owner, name: name in owner.__code__.co_names, "transformers>=4.57",
     ),
     Upstream(
-        "or_masks", "transformers.masking_utils", "core.masks",
+        "or_masks", "transformers.masking_utils", "core.model.masks",
         "a mask that lets tokens see more than causally is known by the name of the function that widened it",
         lambda owner, name: getattr(owner, name)().__qualname__.startswith("or_masks"), "transformers>=4.53",
     ),
     Upstream(
-        "local_size", "transformers.masking_utils.sdpa_mask", "core.masks",
+        "local_size", "transformers.masking_utils.sdpa_mask", "core.model.masks",
         "the window or chunk that a mask function is called with", lambda owner, name: name in parameters_of(owner),
         "transformers>=4.53",
     ),
     Upstream(
-        "use_vmap", "transformers.masking_utils.sdpa_mask", "core.masks",
+        "use_vmap", "transformers.masking_utils.sdpa_mask", "core.model.masks",
         "a mask function is called with it where a model adds a condition of its own",
         lambda owner, name: name in parameters_of(owner), "transformers>=5.0",
     ),
     Upstream(
-        "allow_is_bidirectional_skip", "transformers.masking_utils.create_bidirectional_mask", "core.masks",
+        "allow_is_bidirectional_skip", "transformers.masking_utils.create_bidirectional_mask", "core.model.masks",
         "tells a bidirectional mask from a causal one", lambda owner, name: name in owner.__code__.co_names
         or name in str(owner.__code__.co_consts), "transformers>=5.0",
     ),
     Upstream(
-        "create_masks_for_generate", "transformers.masking_utils", "core.compat",
+        "create_masks_for_generate", "transformers.masking_utils", "core.model.older",
         "the masks that a decoder makes of a two-dimensional one",
         takes("config", "attention_mask", "past_key_values"), "transformers>=4.53",
     ),
@@ -131,11 +131,11 @@ TRANSFORMERS = [
         "an attention module that goes through the interface is known by this name in its forward", global_names,
     ),
     Upstream(
-        "ALL_ATTENTION_FUNCTIONS", "transformers.models.gpt2.modeling_gpt2.GPT2Attention", "core.attention",
+        "ALL_ATTENTION_FUNCTIONS", "transformers.models.gpt2.modeling_gpt2.GPT2Attention", "core.attention.attention",
         "an attention module that goes through the interface is known by this name in its forward", global_names,
     ),
     Upstream(
-        "_local_mapping", "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "core.attention",
+        "_local_mapping", "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS", "core.attention.attention",
         "item assignment registers a function, and deletion takes it out again", has,
     ),
     Upstream(
@@ -143,7 +143,7 @@ TRANSFORMERS = [
         "the eager function of a module is found by the name that its forward uses", global_names,
     ),
     Upstream(
-        "eager_attention_forward", "transformers.models.gpt2.modeling_gpt2.GPT2Attention", "core.attention",
+        "eager_attention_forward", "transformers.models.gpt2.modeling_gpt2.GPT2Attention", "core.attention.attention",
         "the eager function of a module is found by the name that its forward uses", global_names,
     ),
     Upstream(
@@ -152,29 +152,29 @@ TRANSFORMERS = [
         global_names, "transformers>=5.23",
     ),
     Upstream(
-        "pooled_logits", "transformers.Qwen2ForSequenceClassification", "core.patches",
+        "pooled_logits", "transformers.Qwen2ForSequenceClassification", "core.decoder",
         "a classifier that scores one state of each row is known by this local of its forward", local_names,
     ),
     Upstream(
-        "pad_token_id", "transformers.Qwen2ForSequenceClassification", "core.patches",
+        "pad_token_id", "transformers.Qwen2ForSequenceClassification", "core.decoder",
         "a classifier that looks for the id of the pad token is known by this name in its forward", global_names,
     ),
     Upstream(
-        "pooled_logits", "transformers.GPT2ForSequenceClassification", "core.patches",
+        "pooled_logits", "transformers.GPT2ForSequenceClassification", "core.decoder",
         "a classifier that scores one state of each row is known by this local of its forward", local_names,
     ),
     Upstream(
         "create_position_ids_from_input_ids", "transformers.models.roberta.modeling_roberta.RobertaEmbeddings",
-        "core.positions", "a module that numbers tokens by their ids has it",
+        "core.model.positions", "a module that numbers tokens by their ids has it",
         takes("input_ids", "padding_idx"), "transformers>=5.0",
     ),
     Upstream(
-        "position_ids", "transformers.models.opt.modeling_opt.OPTLearnedPositionalEmbedding", "core.positions",
+        "position_ids", "transformers.models.opt.modeling_opt.OPTLearnedPositionalEmbedding", "core.model.positions",
         "an embedding of positions is known by this argument",
         lambda owner, name: name in parameters_of(owner.forward),
     ),
     Upstream(
-        "neftune_noise_alpha", "transformers.Trainer", "core.patches",
+        "neftune_noise_alpha", "transformers.Trainer", "core.decoder",
         "NEFTune is on where the embedding has this attribute",
         lambda owner, name: name in inspect.getsource(owner),
     ),
@@ -183,17 +183,17 @@ TRANSFORMERS = [
         "models whose order is in a recurrence", lambda owner, name: f"._{name[1:]}" in inspect.getsource(owner),
     ),
     Upstream(
-        "_supports_flash_attn", "transformers.PreTrainedModel", "core.compat", "which attention a class has", has,
+        "_supports_flash_attn", "transformers.PreTrainedModel", "core.model.older", "which attention a class has", has,
         "transformers>=4.54",
     ),
     Upstream(
-        "_supports_flash_attn_2", "transformers.PreTrainedModel", "core.compat", "which attention a class has", has,
+        "_supports_flash_attn_2", "transformers.PreTrainedModel", "core.model", "which attention a class has", has,
         "transformers<4.53",
     ),
-    Upstream("_supports_sdpa", "transformers.PreTrainedModel", "core.compat", "which attention a class has", has),
-    Upstream("_supports_flex_attn", "transformers.PreTrainedModel", "core.compat", "which attention a class has", has),
+    Upstream("_supports_sdpa", "transformers.PreTrainedModel", "core.model.older", "which attention a class has", has),
+    Upstream("_supports_flex_attn", "transformers.PreTrainedModel", "core.model", "which attention a class has", has),
     Upstream(
-        "_compatible_flash_implementations", "transformers.PreTrainedModel", "core.backends",
+        "_compatible_flash_implementations", "transformers.PreTrainedModel", "core.attention.backends",
         "the FlashAttention that a model with sinks needs", has, "transformers>=5.23",
     ),
     Upstream(
@@ -201,45 +201,45 @@ TRANSFORMERS = [
         takes("config"),
     ),
     Upstream(
-        "_update_causal_mask", "transformers.GPT2Model", "core.compat",
+        "_update_causal_mask", "transformers.GPT2Model", "core.model.older",
         "older decoders make their mask in this method", has, "transformers<4.53",
     ),
     Upstream(
-        "_prepare_4d_causal_attention_mask_with_cache_position", "transformers.MistralModel", "core.compat",
+        "_prepare_4d_causal_attention_mask_with_cache_position", "transformers.MistralModel", "core.model.older",
         "whether the mask of an older decoder has a window", has, "transformers<4.53",
     ),
     Upstream(
-        "_gradient_checkpointing_func", "transformers.PreTrainedModel", "core.compat",
+        "_gradient_checkpointing_func", "transformers.PreTrainedModel", "core.model.older",
         "older decoders call it themselves, some without keyword arguments",
         lambda owner, name: name in inspect.getsource(owner), "transformers<4.53",
     ),
     Upstream(
-        "_train_batch_size", "transformers.Trainer", "trainers.token_budget, trainers.step_sampler",
+        "_train_batch_size", "transformers.Trainer", "trainers.steps.budget, trainers.steps.sampler",
         "rows of a process in a step", partial(is_set, "args.train_batch_size"),
     ),
     Upstream(
-        "_get_train_sampler", "transformers.Trainer", "trainers.step_sampler", "overridden: the order of an epoch",
+        "_get_train_sampler", "transformers.Trainer", "trainers.steps.sampler", "overridden: the order of an epoch",
         takes("train_dataset"),
     ),
     Upstream(
-        "_remove_unused_columns", "transformers.Trainer", "trainers.token_budget",
+        "_remove_unused_columns", "transformers.Trainer", "trainers.steps.budget",
         "what is asked for the rows of a step has the columns of the collator", takes("dataset", "description"),
     ),
     Upstream(
-        "_get_num_items_in_batch", "transformers.Trainer", "trainers.token_budget",
+        "_get_num_items_in_batch", "transformers.Trainer", "trainers.steps.budget",
         "overridden: counts the labels of all micro-batches", takes("batch_samples", "device"), "transformers>=5.23",
     ),
     Upstream(
-        "_track_num_input_tokens", "transformers.Trainer", "trainers.token_budget",
+        "_track_num_input_tokens", "transformers.Trainer", "trainers.steps.budget",
         "overridden: counts the tokens of all micro-batches", takes("inputs"), "transformers>=5.23",
     ),
     Upstream(
         "_prepare_inputs", "transformers.Trainer",
-        "tools.bench.steps, tools.bench.building, trainers.eval_generation",
+        "tools.bench.steps, tools.bench.building, trainers.generation.evaluation",
         "moves a batch to the device", takes("inputs"),
     ),
     Upstream(
-        "get_tp_size", "transformers.Trainer", "trainers.token_counts",
+        "get_tp_size", "transformers.Trainer", "trainers.watch.token_counts",
         "tensor-parallel processes have the same rows", has, "transformers>=4.57",
     ),
     Upstream(
@@ -252,7 +252,7 @@ TRANSFORMERS = [
     ),
     *(
         Upstream(
-            "_initialized", f"transformers.integrations.{tracker}Callback", "trainers.samples",
+            "_initialized", f"transformers.integrations.{tracker}Callback", "trainers.generation.samples",
             "whether the run of a tracker has begun", partial(is_set, "False"),
         )
         for tracker in ("Wandb", "Comet", "Trackio")
@@ -262,12 +262,12 @@ TRANSFORMERS = [
 
 TRL = [
     *of_trainers(
-        "_metrics", "trainers.base, trainers.token_budget", "what TRL logs, by mode",
+        "_metrics", "trainers.base, trainers.steps.budget", "what TRL logs, by mode",
         partial(is_set, '{"train": defaultdict(list), "eval": defaultdict(list)}'),
         "DPO", "SFT", "Reward", "KTO", *ONLINE,
     ),
     *of_trainers(
-        "_total_train_tokens", "trainers.token_budget", "the tokens that TRL has counted", partial(is_set, "0"),
+        "_total_train_tokens", "trainers.steps.budget", "the tokens that TRL has counted", partial(is_set, "0"),
         "DPO", "SFT",
     ),
     *of_trainers(
@@ -280,7 +280,7 @@ TRL = [
     ),
     *of_trainers("_step", "trainers.online", "which micro-batch comes next", partial(is_set, "0"), *ONLINE),
     *of_trainers(
-        "_is_vision_dataset", "trainers.base, trainers.token_budget, trainers.eval_generation",
+        "_is_vision_dataset", "trainers.base, trainers.steps.budget, trainers.generation.evaluation",
         "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT",
     ),
     *of_trainers(
@@ -292,7 +292,7 @@ TRL = [
         "GRPO", needs="trl>=1.9.2",
     ),
     *of_trainers(
-        "aux_loss_enabled", "trainers.online, trainers.token_budget", "a loss over the experts of a whole forward",
+        "aux_loss_enabled", "trainers.online, trainers.steps.budget", "a loss over the experts of a whole forward",
         partial(is_set, ""), "DPO", "SFT", *ONLINE, needs="trl>=1.9.2",
     ),
     *of_trainers(
@@ -329,17 +329,17 @@ TRL = [
         "a name of `--accelerate_config` as a file", takes("launch_args"), "trl>=1.0",
     ),
     Upstream(
-        "fused_lm_head", "trl.trainer.utils.add_fused_lm_head", "core.patches",
+        "fused_lm_head", "trl.trainer.utils.add_fused_lm_head", "core.decoder",
         "the keyword that asks the model for log-probabilities instead of logits",
         lambda owner, name: name in inspect.getsource(owner), "trl>=1.10",
     ),
     Upstream(
-        "shift_labels", "trl.trainer.utils.add_fused_lm_head", "core.patches",
+        "shift_labels", "trl.trainer.utils.add_fused_lm_head", "core.decoder",
         "labels that need no shift: those of the packed row",
         lambda owner, name: name in inspect.getsource(import_module(owner.__module__)), "trl>=1.10",
     ),
     Upstream(
-        "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral", "trainers.expert_losses",
+        "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral", "trainers.steps.split_forward",
         "the loss of experts, over all pieces of a forward",
         takes("gate_logits", "num_experts", "top_k", "attention_mask"),
     ),
@@ -351,7 +351,7 @@ TRL = [
         for name in ("split", "unsplit")
     ),
     Upstream(
-        "flash attention variant", "trl.trainer.sft_trainer", "core.compat",
+        "flash attention variant", "trl.trainer.sft_trainer", "core.model.older",
         "TRL's warning that packing needs FlashAttention, which is filtered out by these words",
         lambda owner, name: name in inspect.getsource(owner).lower(), "trl<=1.9.2",
     ),
@@ -359,11 +359,11 @@ TRL = [
 
 OTHERS = [
     Upstream(
-        "_set_sync_gradients", "accelerate.state.GradientState", "trainers.token_budget",
+        "_set_sync_gradients", "accelerate.state.GradientState", "trainers.steps.budget",
         "all but the last micro-batch of a step are told not to reduce gradients", takes("sync_gradients"),
     ),
     Upstream(
-        "remainder", "accelerate.state.GradientState", "trainers.metrics",
+        "remainder", "accelerate.state.GradientState", "trainers.watch.exact_means",
         "how many rows of the last batch are not repeats", has,
     ),
     Upstream(
@@ -371,17 +371,17 @@ OTHERS = [
     ),
     Upstream("_assert_async", "torch", "core.heads", "checks labels on the device without waiting for it", has),
     Upstream(
-        "_hf_hook", "accelerate.hooks", "core.devices", "the hook that moves a module's inputs to its device",
+        "_hf_hook", "accelerate.hooks", "core.refusals", "the hook that moves a module's inputs to its device",
         lambda owner, name: f"module.{name} = " in inspect.getsource(owner.add_hook_to_module),
     ),
     Upstream(
-        "_modules", "torch.nn.Module", "core.compiled", "the children of a module, by name",
+        "_modules", "torch.nn.Module", "core.attention.compiled", "the children of a module, by name",
         lambda owner, name: name in vars(owner()),
     ),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "core.towers", "a module that draws", has),
     Upstream("_foreach_norm", "torch", "tools.bench.steps", "norms of many gradients in one call", has),
-    Upstream("_base", "torch.Tensor", "core.doubled", "the tensor that another one is a view of", has),
-    Upstream("_is_view", "torch.Tensor", "core.batches", "whether a tensor is a view, as a slice of all rows is", has),
+    Upstream("_base", "torch.Tensor", "core.call.doubled", "the tensor that another one is a view of", has),
+    Upstream("_is_view", "torch.Tensor", "core.call", "whether a tensor is a view, as a slice of all rows is", has),
     Upstream(
         "_version", "torch.Tensor", "core.remove", "whether a tensor was written to since its layout was built", has,
     ),
@@ -429,7 +429,7 @@ def test_the_name_is_there_and_fits(upstream):
 
 
 def test_a_name_that_is_gone_is_found_by_its_name():
-    gone = Upstream("_set_sync", "accelerate.state.GradientState", "trainers.token_budget", "reduces gradients", has)
+    gone = Upstream("_set_sync", "accelerate.state.GradientState", "trainers.steps.budget", "reduces gradients", has)
     with pytest.raises(AssertionError, match=r"`_set_sync` of .*GradientState` is not what it was"):
         test_the_name_is_there_and_fits(gone)
     for name, fits in (

@@ -19,7 +19,7 @@ from kit.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_padfix.core.patches
+import trl_padfix.core.decoder
 from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
 
 
@@ -43,7 +43,7 @@ def assert_same(found: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, 
 def wrong_layouts(sharing: bool) -> Iterator[None]:
     """Rows that see each other, or tokens that are taken for every other one at their place."""
     name, broken = BROKEN["prefix sharing" if sharing else "padding-free"]
-    with mock.patch(f"trl_padfix.core.batches.{name}", lambda *args: broken(*args[:2])):
+    with mock.patch(f"trl_padfix.core.call.layout_of.{name}", lambda *args: broken(*args[:2])):
         yield
 
 
@@ -136,9 +136,9 @@ def test_four_rows_of_positions_are_packed():
 def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
     vision = build_vision(family)
     expected = alone(vision, ROWS)[0]
-    pack = trl_padfix.core.calls.pack_arguments
+    pack = trl_padfix.core.call.arguments.pack_arguments
     monkeypatch.setattr(
-        trl_padfix.core.patches,
+        trl_padfix.core.decoder,
         "pack_arguments",
         lambda call, *args: pack(call | {"position_ids": call["position_ids"].roll(1, dims=1)}, *args),
     )
@@ -152,13 +152,13 @@ def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
 def test_deep_stack_features_of_another_token_are_found_wrong(sharing, monkeypatch):
     vision = build_vision("qwen3_vl")
     expected = alone(vision, ROWS)[0]
-    pack = trl_padfix.core.calls._pack_value
+    pack = trl_padfix.core.call.arguments._pack_value
 
     def unpermuted(name, value, layout, visual):
         visual = visual and (visual[0], torch.arange(visual[0]).flip(0)[: len(visual[1])])
         return pack(name, value, layout, visual)
 
-    monkeypatch.setattr(trl_padfix.core.calls, "_pack_value", unpermuted)
+    monkeypatch.setattr(trl_padfix.core.call.arguments, "_pack_value", unpermuted)
     with remove_padding(vision.model, prefix_sharing=sharing):
         assert difference(vision, ROWS, "left", expected) > 0.01
 
@@ -174,7 +174,7 @@ def test_an_image_is_part_of_what_a_prefix_is(family, monkeypatch):
     with remove_padding(vision.model, prefix_sharing=True) as handle:
         assert difference(vision, rows, "right", expected) < 2 * TOLERANCE
         assert batch.distinct <= handle.stats.packed_tokens < batch.mask.sum()
-        monkeypatch.setattr("trl_padfix.core.batches.token_keys", lambda call, shape: None)  # ids alone
+        monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)  # ids alone
         assert difference(vision, rows, "right", expected) > 0.01
 
 

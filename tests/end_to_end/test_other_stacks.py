@@ -13,7 +13,7 @@ from kit.other_stacks import module_of
 from transformers import AutoModelForCausalLM
 
 from trl_padfix import padding_free_layout, remove_padding
-from trl_padfix.core import batches
+from trl_padfix.core.call import layout_of as batches
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 

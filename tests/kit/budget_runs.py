@@ -26,16 +26,7 @@ if __name__ == "__main__":  # a script sees its own folder only
 
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-from trl_padfix import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl_padfix import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 
 ROWS, GLOBAL_BATCH = 32, 8

@@ -19,11 +19,11 @@ from kit.families import NotBuiltError, build
 from torch import nn
 from transformers import PreTrainedModel
 
-import trl_padfix.core.batches
+import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.errors import PaddingRemovalError
-from trl_padfix.core.find import find_decoder
-from trl_padfix.core.mixers import Mixers
+from trl_padfix.core.mixers.mixers import Mixers
+from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.refusals import refusal
 
 
@@ -159,7 +159,7 @@ def leaking_layouts() -> Iterator[None]:
 
     builders = {"padding_free_layout": padding_free_layout, "prefix_sharing_layout": prefix_sharing_layout}
     leaking = {name: lambda *args, build=build: leak(build(*args)) for name, build in builders.items()}
-    with mock.patch.multiple(trl_padfix.core.batches, **leaking):
+    with mock.patch.multiple(trl_padfix.core.call.layout_of, **leaking):
         yield
 
 

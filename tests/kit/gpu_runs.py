@@ -15,7 +15,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
-from trl_padfix.core import attention
+from trl_padfix.core.attention import attention
 
 
 __all__ = ["CONFIG", "build", "check_half_precision", "log_probs_and_gradient", "pairs", "to_bfloat16"]

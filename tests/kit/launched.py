@@ -26,7 +26,7 @@ from kit.processes import leave
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli.launch import main
-from trl_padfix.core import batches
+from trl_padfix.core.call import layout_of as batches
 
 
 def write_graphs(folder: Path, calls: list[int]) -> None:
@@ -43,7 +43,7 @@ def write_graphs(folder: Path, calls: list[int]) -> None:
 
 def count_calls() -> list[int]:
     """A list that grows with every call of a compiled layer, by the graphs that there are."""
-    from trl_padfix.core.compiled import LayerPatch
+    from trl_padfix.core.attention.compiled import LayerPatch
 
     calls, twin = [], LayerPatch._twin
     counters = torch._dynamo.utils.counters

@@ -92,7 +92,7 @@ def _line() -> str:
         return "?"
     last = frames[-1]
     path = Path(last.filename)
-    return f"{'/'.join(path.parts[-3:])}:{last.lineno}"
+    return f"{'/'.join(path.parts[-4:])}:{last.lineno}"
 
 
 class SimulatedTensor(torch.Tensor):

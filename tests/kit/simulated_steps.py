@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from kit.simulated_cuda import CUDA, Counts, to_simulated
 
-from trl_padfix.core.index_maps import FlatMaps
-from trl_padfix.core.layout import Layout
+from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.core.layout.layout import Layout
 
 
 __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]

@@ -204,7 +204,7 @@ BROKEN = {
 def break_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, bool]:
     """Let the layouts of `mode` leak; returns its configuration."""
     name, broken = BROKEN[mode]
-    monkeypatch.setattr(f"trl_padfix.core.batches.{name}", broken)
+    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{name}", broken)
     return MODES[mode]
 
 

@@ -10,7 +10,7 @@ from kit.cells import slow_but
 from kit.commands import build_pairs
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
-from trl_padfix.core.find import find_decoder, find_pretrained
+from trl_padfix.core.model.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import BenchSettings, VariantResult
 
@@ -183,7 +183,7 @@ def confusing_layout(input_ids, attention_mask, position_ids=None):
     ("variant", "broken"), [("padding_free", leaking_layout), ("prefix_sharing", confusing_layout)]
 )
 def test_a_broken_layout_gives_an_error_and_no_figures(variant, broken, monkeypatch):
-    monkeypatch.setattr(f"trl_padfix.core.batches.{variant}_layout", broken)
+    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{variant}_layout", broken)
     with pytest.raises(
         RuntimeError, match=f"{variant} is not the same computation: in step 0 its (loss|grad_norm) is"
     ):
@@ -202,7 +202,7 @@ def test_a_step_of_sft_is_timed_on_what_is_chosen(data):
 
 
 def test_a_broken_layout_gives_no_figures_of_sft(monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.batches.padding_free_layout", leaking_layout)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking_layout)
     with pytest.raises(RuntimeError, match="padding_free is not the same computation"):
         bench.run(build_pairs(), dataclasses.replace(TINY, trainer="sft"))
 

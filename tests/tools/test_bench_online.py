@@ -33,7 +33,7 @@ def test_the_variants_take_one_step_on_fewer_tokens(results):
 @pytest.mark.parametrize("mode", BROKEN)
 def test_a_leaking_layout_gives_an_error_and_no_figures(mode, monkeypatch):
     name, broken = BROKEN[mode]
-    monkeypatch.setattr(f"trl_padfix.core.batches.{name}", broken)
+    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{name}", broken)
     with pytest.raises(RuntimeError, match="is not the same computation"):
         bench.run(None, SETTINGS)
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import trl_padfix
 from trl_padfix import remove_padding
 from trl_padfix.cli.app import app
-from trl_padfix.core.backends import FLASH_PACKAGES, HUB_KERNELS, Backend, Machine
+from trl_padfix.core.attention.backends import FLASH_PACKAGES, HUB_KERNELS, Backend, Machine
 from trl_padfix.tools.doctor import diagnose
 
 

@@ -10,7 +10,7 @@ import torch
 from kit.commands import build_pairs
 from kit.simulated_cuda import simulated_cuda, to_simulated
 
-import trl_padfix.core.kernels as kernels
+import trl_padfix.core.attention.varlen as kernels
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import gpu_checks, gpu_report, peak
 from trl_padfix.tools.bench.gpu_checks import Check, check_device
@@ -249,7 +249,7 @@ def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch
         whole = padding_free(mask.reshape(1, -1))
         return dataclasses.replace(whole, batch_shape=tuple(mask.shape))
 
-    monkeypatch.setattr("trl_padfix.core.batches.padding_free_layout", leaking)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking)
     first = next(check_device("cpu", toy=True, backend=None))
     assert not first.ok
     assert str(first).startswith("WRONG: padding-free, float32")
@@ -266,7 +266,7 @@ def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
         found = list(check_device("cuda", toy=True, backend=None))
         assert len([check for check in found if "without torch's variable-length attention" in check.name]) == 4
         assert all(check.ok for check in found), [str(check) for check in found]
-        monkeypatch.setattr("trl_padfix.core.attention.torch_varlen_applies", lambda *args: False)
+        monkeypatch.setattr("trl_padfix.core.attention.attention.torch_varlen_applies", lambda *args: False)
         wrong = [check for check in check_device("cuda", toy=True, backend=None) if not check.ok]
         assert len(wrong) == 4
     kernels.torch_varlen_is_complete.cache_clear()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import trl_padfix
 from trl_padfix import ParityReport, remove_padding
-from trl_padfix.core.attention import packed_attention
+from trl_padfix.core.attention.attention import packed_attention
 from trl_padfix.tools.known_errors import KNOWN_ERRORS, explain
 from trl_padfix.tools.tiny import train_tokenizer
 

@@ -66,7 +66,7 @@ def test_the_command_prints_a_table_for_an_issue(material):
 @pytest.mark.parametrize("mode", BROKEN)
 def test_a_mode_that_computes_something_else_fails(mode, material, monkeypatch):
     name, broken = BROKEN[mode]
-    monkeypatch.setattr(f"trl_padfix.core.batches.{name}", broken)
+    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{name}", broken)
     result = parity(material, "--attn", "sdpa")
     assert result.exit_code == 1
     verdicts = {row[1]: row[-1] for row in table(result.output)[1:]}

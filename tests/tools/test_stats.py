@@ -18,7 +18,7 @@ from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.tools.data import load_rows
 from trl_padfix.tools.stats import Lengths, batch_tokens, measure, memory_of, texts_of, truncated, waiting
 from trl_padfix.tools.tiny import train_tokenizer
-from trl_padfix.trainers.row_costs import text_costs
+from trl_padfix.trainers.steps.costs import text_costs
 
 
 HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")

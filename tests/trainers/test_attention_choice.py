@@ -32,7 +32,7 @@ from trl.trainer.utils import create_model_from_path
 
 import trl_padfix
 from trl_padfix import DPOConfig
-from trl_padfix.core.backends import Backend
+from trl_padfix.core.attention.backends import Backend
 from trl_padfix.trainers.attention_choice import _resolved, _workload, set_attention
 
 
@@ -103,7 +103,7 @@ def ran(monkeypatch):
 @pytest.fixture
 def flash(monkeypatch):
     """FlashAttention 2 runs on this CPU, as far as transformers and the package can tell."""
-    monkeypatch.setattr("trl_padfix.core.backends._flash_package", lambda name, workload: Backend(name))
+    monkeypatch.setattr("trl_padfix.core.attention.backends._flash_package", lambda name, workload: Backend(name))
     with flash_attention_stand_in():
         yield
 

@@ -24,12 +24,12 @@ from kit.vision_runs import PROCESSORS, build_captions, build_vlm
 from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
-import trl_padfix.core.batches
-from trl_padfix.core.index_maps import FlatMaps
-from trl_padfix.core.layout import Layout
-from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
-from trl_padfix.trainers.metrics import without_repeated_rows
-from trl_padfix.trainers.token_budget import MICRO_BATCHES, _halved
+import trl_padfix.core.call.layout_of
+from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.core.layout.layout import Layout
+from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
+from trl_padfix.trainers.steps.budget import MICRO_BATCHES, _halved
+from trl_padfix.trainers.watch.exact_means import without_repeated_rows
 
 
 def build_pairs(count: int) -> Dataset:
@@ -239,13 +239,13 @@ def curve(trainer: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["DPO", "KTO", "SFT"]))
 def test_a_stream_brings_the_layouts_of_its_batches(kind, tmp_path, monkeypatch):
     built = []
-    build = trl_padfix.core.batches.prefix_sharing_layout
+    build = trl_padfix.core.call.layout_of.prefix_sharing_layout
 
     def counted(ids, *args):
         built.append(ids)
         return build(ids, *args)
 
-    monkeypatch.setattr(trl_padfix.core.batches, "prefix_sharing_layout", counted)
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", counted)
     stream = DATA[kind](48).to_iterable_dataset()
     settings = {"prefix_sharing": True, "parity_check": False}
     ours = make(kind, tmp_path, data=stream, **settings)

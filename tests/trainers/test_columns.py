@@ -6,7 +6,7 @@ from datasets import Dataset, Features, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_padfix.trainers.columns import (
+from trl_padfix.trainers.data.columns import (
     blank_texts,
     count_equal,
     empty_lists,
@@ -15,7 +15,7 @@ from trl_padfix.trainers.columns import (
     rows_of_only,
     untrained_rows,
 )
-from trl_padfix.trainers.vision_collators import misplaced_images
+from trl_padfix.trainers.data.vision_collators import misplaced_images
 
 
 lists = st.lists(st.integers(-1, 1), max_size=3)

@@ -277,7 +277,7 @@ def snapshot():
 
 
 before = snapshot()
-import trl_padfix.trainers, trl_padfix.trainers.config, trl_padfix.trainers.collators, trl_padfix.core.parity
+import trl_padfix.trainers, trl_padfix.trainers.config, trl_padfix.trainers.data.collators, trl_padfix.core.parity
 after = snapshot()
 print(*(i for i, (a, b) in enumerate(zip(before, after)) if a != b))
 """

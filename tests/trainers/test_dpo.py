@@ -37,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, ParityError, check_parity, padding_free_layout
 from trl_padfix import prefix_sharing_layout as share_prefixes
-from trl_padfix.core.views import PACKED_ATTENTION
+from trl_padfix.core.model.views import PACKED_ATTENTION
 
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
@@ -413,7 +413,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
         with monkeypatch.context() as patch:
             patch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
             patch.setattr(trainer.args, "torch_compile", True)
-            patch.setattr("trl_padfix.core.compiled.compile_layers", lambda *args, **kwargs: {})
+            patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
                 trainer._compile_layers()
 
@@ -480,7 +480,7 @@ def confusing_layout(input_ids, attention_mask, position_ids=None):
 def broken_mode(request, monkeypatch):
     """A mode whose layout is wrong."""
     broken = {"padding_free_layout": leaking_layout, "prefix_sharing_layout": confusing_layout}[request.param]
-    monkeypatch.setattr(f"trl_padfix.core.batches.{request.param}", broken)
+    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{request.param}", broken)
     return MODES["prefix sharing, left" if "sharing" in request.param else "padding-free, left"]
 
 
@@ -519,7 +519,8 @@ def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(mode, our_r
 @pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
 def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
     ticks = iter(range(10_000))
-    monkeypatch.setattr("trl_padfix.trainers.token_counts.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("trl_padfix.trainers.watch.token_counts.time", clock)
     ours = run(make(config={"max_steps": 10} | MODES[mode]))
     train, evaluation = ours.batches[:10], ours.batches[10:]
     logs = [log for log in ours.logs if "loss" in log]
@@ -547,7 +548,8 @@ def test_a_log_covers_all_batches_since_the_last(make):
 def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
     built = []
     monkeypatch.setattr(
-        "trl_padfix.core.batches.prefix_sharing_layout", lambda *batch: built.append(batch) or share_prefixes(*batch)
+        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
+        lambda *batch: built.append(batch) or share_prefixes(*batch),
     )
     trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"parity_check": False}, eval_dataset=None)
     run(trainer)

@@ -22,12 +22,12 @@ from kit.trainer_runs import build_tokenizer
 from transformers import PreTrainedModel, PrinterCallback
 
 from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
-from trl_padfix.trainers import expert_losses, split_forward
-from trl_padfix.trainers.split_forward import Splits, attach_splitting, splitting
+from trl_padfix.trainers.steps import split_forward
+from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
 pytestmark = pytest.mark.skipif(
-    not expert_losses.joins_balancing_losses(), reason="this TRL takes the loss from the model"
+    not split_forward.joins_balancing_losses(), reason="this TRL takes the loss from the model"
 )
 SHARING = {"prefix_sharing": True}
 
@@ -118,8 +118,10 @@ def test_two_processes_have_the_loss_of_their_whole_batches(kind, flags, tmp_pat
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatch):
+    of_all = split_forward.balancing_loss
+
     def mean(model: Any, routed: Any, masks: Any) -> Any:
-        each = [expert_losses.balancing_loss(model, [r], [m]) for r, m in zip(routed, masks, strict=True)]
+        each = [of_all(model, [r], [m]) for r, m in zip(routed, masks, strict=True)]
         counts = torch.stack([mask.sum() for mask in masks])
         return (torch.stack(each) * counts).sum() / counts.sum()
 

@@ -10,7 +10,7 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback
 
 import trl_padfix
-from trl_padfix.trainers.finite import check_weights
+from trl_padfix.trainers.watch.finite import check_weights
 
 
 ROWS = [{"text": f"w{3 + i} w4 w5"} for i in range(8)]

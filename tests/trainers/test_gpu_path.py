@@ -13,8 +13,8 @@ from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl_padfix.core.index_maps import FlatMaps
-from trl_padfix.trainers.batch_layouts import BATCH_LAYOUT, LayoutCollator, read_by, without_layouts
+from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, read_by, without_layouts
 
 
 def preferences(pairs: int) -> Dataset:
@@ -146,7 +146,7 @@ def test_ids_alone_do_not_say_what_rows_of_images_share(more):
 def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
     trainer = sft(tmp_path, max_steps=2)
     built = []
-    name = "trl_padfix.core.batches.padding_free_layout"
+    name = "trl_padfix.core.call.layout_of.padding_free_layout"
     from trl_padfix import padding_free_layout
 
     def counted(mask):

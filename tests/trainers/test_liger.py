@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import trl_padfix
 from trl_padfix import remove_padding
-from trl_padfix.core.compat import NEWER
+from trl_padfix.versions import NEWER
 
 
 FUSED_LOSSES = Version(trl.__version__) < Version("1.10")

@@ -17,7 +17,7 @@ from kit.vision_runs import build_pairs, build_processor, build_vlm
 from transformers import PrinterCallback
 
 import trl_padfix
-from trl_padfix.trainers.collators import SidedCollator
+from trl_padfix.trainers.data.collators import SidedCollator
 
 
 MODES = {

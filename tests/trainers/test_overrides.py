@@ -7,7 +7,7 @@ import pytest
 import trl
 
 import trl_padfix
-from trl_padfix.trainers.generation_config import GeneratingConfig
+from trl_padfix.trainers.generation.config import GeneratingConfig
 
 
 TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]

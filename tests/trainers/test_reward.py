@@ -27,7 +27,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import trl_padfix.core.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, ParityError, RewardConfig, RewardTrainer
-from trl_padfix.core.pooled import Pooled
+from trl_padfix.core.call.pooled import Pooled
 
 
 METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens")

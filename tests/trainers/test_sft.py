@@ -380,7 +380,7 @@ def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
 
 def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
     monkeypatch.setattr(
-        "trl_padfix.core.batches.packed_layout",
+        "trl_padfix.core.call.layout_of.packed_layout",
         lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
     )
     with pytest.raises(ParityError, match="parity FAILED"):
@@ -433,7 +433,7 @@ def test_neftune_draws_the_noise_of_the_padded_batch(trainer, make, tmp_path):
 
 def test_noise_of_the_packed_row_would_be_other_noise(make, monkeypatch):
     theirs = run(make(trl.SFTTrainer, NOISY), watch_inputs(""))
-    monkeypatch.setattr("trl_padfix.core.patches._noisy_embeddings", lambda *_: {})
+    monkeypatch.setattr("trl_padfix.core.decoder._noisy_embeddings", lambda *_: {})
     ours = run(make(config=NOISY | {"padding_free": True}), watch_inputs(""))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)

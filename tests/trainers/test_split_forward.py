@@ -7,7 +7,7 @@ from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_
 from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
 from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
-from trl_padfix.trainers.split_forward import Splits, attach_splitting, splitting
+from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
 def batch():

@@ -133,7 +133,7 @@ def misplaced(mask):
 
 
 def test_negative_control_another_layout_gives_another_trajectory(of_trl, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.batches.padding_free_layout", misplaced)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", misplaced)
     found = trajectory(DPOTrainer, DPOConfig, tmp_path, **MODES["padding-free, left"], parity_check=False)
     assert (found - of_trl("full")).abs().max() > 0.01
     with pytest.raises(ParityError):

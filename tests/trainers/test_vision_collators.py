@@ -13,8 +13,8 @@ from kit.vision_runs import build_captions, build_pairs, build_processor, build_
 from transformers import Gemma3Config, Qwen2Config
 
 import trl_padfix
-from trl_padfix.trainers.rows import image_token_ids
-from trl_padfix.trainers.vision_collators import check_ids_of_batch
+from trl_padfix.trainers.data.row_checks import image_token_ids
+from trl_padfix.trainers.data.vision_collators import check_ids_of_batch
 
 
 DATA = {"DPO": build_pairs, "SFT": build_captions, "KTO": build_captions}

@@ -15,9 +15,9 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback, Trainer, TrainerState
 
 import trl_padfix
-from trl_padfix.trainers.checkpoints import checkpoints_of, what_is_missing
-from trl_padfix.trainers.whole_checkpoints import BESIDE
-from trl_padfix.trainers.whole_files import UnwritableError
+from trl_padfix.files import UnwritableError
+from trl_padfix.trainers.saving.checkpoints import checkpoints_of, what_is_missing
+from trl_padfix.trainers.saving.whole_checkpoints import BESIDE
 
 
 def make(library, folder, **config):

@@ -118,7 +118,7 @@ def bench(
         device = "cuda" if device == "auto" else device
         return measure_report(report, device, data, budget, json or Path("gpu-report.json"), compile_backend)
     data, device = data or "Anthropic/hh-rlhf", device_of(device)
-    from ..core.attention import refuse_implementation
+    from ..core.attention.attention import refuse_implementation
     from ..tools import bench as b
     from ..tools.tiny import BENCH_SHAPES
 

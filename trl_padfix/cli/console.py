@@ -50,7 +50,7 @@ def outputs(**paths: Path | None) -> None:
     Raises:
         typer.BadParameter: If one cannot.
     """
-    from ..trainers.whole_files import refuse_output
+    from ..files import refuse_output
 
     given = {name: path for name, path in paths.items() if path is not None and str(path) != "-"}
     for name, path in given.items():
@@ -67,7 +67,7 @@ def write_output(option: str, path: Path, write: Callable[[Path], object]) -> No
     Raises:
         typer.BadParameter: If it cannot be written.
     """
-    from ..trainers.whole_files import write_whole
+    from ..files import write_whole
     from .mistakes import describe
 
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from ..core.compat import TESTED
+from ..versions import TESTED
 from .console import one_of, outputs, write_text
 
 

@@ -84,9 +84,9 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
+    from ..files import refuse_folder
     from ..tools.data import load_recipe
-    from ..trainers.checkpoints import checkpoint_to_resume
-    from ..trainers.whole_files import refuse_folder
+    from ..trainers.saving.checkpoints import checkpoint_to_resume
 
     parser = make_parser(method)
     config = _config_of(args)
@@ -154,7 +154,7 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
-    from ..trainers.checkpoints import saying_what_is_safe
+    from ..trainers.saving.checkpoints import saying_what_is_safe
     from . import recipe_run
 
     parsed, _ = parse(method, args)

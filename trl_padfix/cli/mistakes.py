@@ -146,8 +146,8 @@ def describe(error: BaseException) -> str | None:
             "`max_tokens_per_batch`, or set `gradient_checkpointing`."
         )
     from ..core.errors import PaddingRemovalError
+    from ..files import why_unwritable
     from ..tools.reading import UnreadableError, package_of, reason
-    from ..trainers.whole_files import why_unwritable
 
     if (why := why_unwritable(error)) is not None:
         return f"{why}."

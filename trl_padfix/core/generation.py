@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GenerationConfig, GenerationMixin
 
-from .find import find_decoder, find_pretrained
-from .positions import position_embeddings, takes_positions
+from .model.find import find_decoder, find_pretrained
+from .model.positions import position_embeddings, takes_positions
 
 
-__all__ = ["check_budget", "check_generation_settings", "evaluating", "generate", "left_align"]
+__all__ = ["check_budget", "evaluating", "generate", "left_align"]
 
 
 def left_align(
@@ -248,42 +247,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def check_generation_settings(config: Any) -> None:
-    """
-    Check the fields of a configuration that say how to generate in evaluation, before there is a model.
-
-    Raises:
-        TypeError: If `generation_kwargs` is not a dictionary.
-        ValueError: For a number that is not positive; for keyword arguments that are set elsewhere or that
-            transformers does not know; for values that it refuses.
-    """
-    for name in ("generation_max_new_tokens", "eval_generation_samples"):
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
-    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
-        raise ValueError(
-            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
-        )
-    kwargs = config.generation_kwargs or {}
-    if not isinstance(kwargs, Mapping):
-        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
-    taken = {
-        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
-        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
-        "num_return_sequences": "every prompt has one prediction",
-        "return_dict_in_generate": "only the tokens are kept",
-        "inputs": "prompts come from the evaluation set",
-    }
-    for name in taken.keys() & kwargs.keys():
-        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
-    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
-    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
-    if unknown:
-        raise ValueError(
-            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
-            "spelling."
-        )
-    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .batches import POOLED, known_layout
-from .calls import ModelCall, bind, model_call, running
+from .call.arguments import bind
+from .call.calls import ModelCall, model_call, running
+from .call.layout_of import POOLED, known_layout
+from .call.pooled import Pooled, pooled_tokens
 from .errors import PaddingRemovalError
-from .handle import Attachment, ForwardPatch
-from .layout import Layout, pack, unpack
-from .pooled import Pooled, pooled_tokens
+from .layout.layout import Layout, pack, unpack
+from .model.patching import Attachment, ForwardPatch
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]

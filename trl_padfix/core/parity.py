@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .compat import supports
-from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .generation import evaluating
-from .layout import packed_layout
+from .layout.build import packed_layout
+from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .model.older import supports
+from .model.sharded import forget_order_of_calls
+from .model.views import other_attention
 from .remove import attachment_of, remove_padding
-from .sharded import forget_order_of_calls
 from .slices import short_slices
-from .views import other_attention
 
 
 __all__ = ["ParityError", "ParityReport", "check_parity"]

@@ -12,15 +12,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import refuse_implementation
-from .find import find_multimodal
-from .layout import Layout
-from .mixers import PACKED, ROWS, WHOLE, Mixers
-from .positions import position_embeddings
-from .whole_rows import needs_whole_rows
+from .attention.attention import refuse_implementation
+from .layout.layout import Layout
+from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
+from .mixers.row_blocks import needs_whole_rows
+from .model.find import find_multimodal
+from .model.positions import position_embeddings
 
 
-__all__ = ["refusal", "refuse_batch", "refuse_sharing"]
+__all__ = ["refusal", "refuse_batch", "refuse_devices", "refuse_sharing"]
 
 
 def refusal(
@@ -148,3 +148,23 @@ def _is_causal(module: nn.Module) -> bool:
 def _needs_places_in_a_cache(module: nn.Module) -> bool:
     known = inspect.signature(inspect.unwrap(type(module).forward)).parameters.get("cache_position")
     return known is not None and known.default is inspect.Parameter.empty
+
+
+def refuse_devices(decoder: nn.Module) -> str | None:
+    """Why a decoder whose layers are on several devices cannot be packed, or `None` if they are on one."""
+    found = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")
+    found |= dict.fromkeys(str(d) for d in _map_of(decoder).values() if d not in ("cpu", "disk"))
+    names = list(dict.fromkeys(f"cuda:{name}" if name.isdigit() else name for name in found))
+    if len(names) < 2:
+        return None
+    return (
+        f"its layers are on several devices ({', '.join(names)}), and the layout of a packed batch is on one. Load it "
+        "without `device_map` and split it over processes (FSDP2, DeepSpeed), or onto one GPU (`device_map={'': 0}`)"
+    )
+
+
+def _map_of(decoder: nn.Module) -> dict:
+    """Where accelerate sends the parts of a decoder while it runs, offloaded weights among them."""
+    hooks = ((name, getattr(module, "_hf_hook", None)) for name, module in decoder.named_modules())
+    devices = ((name, getattr(hook, "execution_device", None)) for name, hook in hooks)
+    return {name: device for name, device in devices if device is not None}

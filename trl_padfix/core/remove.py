@@ -18,19 +18,19 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import register_packed_attention
-from .batches import PrefixSharing
-from .devices import refuse_devices
+from .attention.attention import register_packed_attention
+from .call.layout_of import PrefixSharing
+from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
-from .find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
-from .handle import Attachment, ForwardPatch, PaddingRemoval
+from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .mixers import ROWS, Mixers
-from .patches import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
-from .positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
-from .refusals import refusal, refuse_batch, refuse_sharing
+from .mixers.mixers import ROWS, Mixers
+from .mixers.row_blocks import needs_whole_rows
+from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .model.patching import Attachment, ForwardPatch
+from .model.positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
+from .refusals import refusal, refuse_batch, refuse_devices, refuse_sharing
 from .towers import MultimodalPatch, TowerPatch, towers
-from .whole_rows import needs_whole_rows
 
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from .batches import known_layout, said_to_repeat
-from .calls import ModelCall, bind, model_call, running
-from .doubled import Doubled
-from .handle import ForwardPatch, PaddingRemoval
-from .images import tensors_in
+from .call.arguments import bind
+from .call.calls import ModelCall, model_call, running
+from .call.doubled import Doubled
+from .call.images import tensors_in
+from .call.layout_of import known_layout, said_to_repeat
+from .handle import PaddingRemoval
+from .model.patching import ForwardPatch
 
 
 __all__ = ["MultimodalPatch", "TowerPatch", "towers"]

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from datasets import Dataset, load_dataset
 
-from ..trainers.rows import check_row
+from ..trainers.data.row_checks import check_row
 from .reading import reading
 
 

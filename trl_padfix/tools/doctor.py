@@ -20,12 +20,21 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..core import compat
-from ..core.backends import FLASH_PACKAGES, Backend, Machine, Workload, choose, judge, list_backends, model_class
-from ..core.find import find_decoder, find_multimodal
-from ..core.kernels import torch_varlen_is_complete
-from ..core.mixers import Mixers
+from ..core.attention.backends import (
+    FLASH_PACKAGES,
+    Backend,
+    Machine,
+    Workload,
+    choose,
+    judge,
+    list_backends,
+    model_class,
+)
+from ..core.attention.varlen import torch_varlen_is_complete
+from ..core.mixers.mixers import Mixers
+from ..core.model.find import find_decoder, find_multimodal
 from ..core.refusals import refusal
+from ..versions import BOUNDS, TESTED
 from .reading import UnreadableError, reading, reason
 
 
@@ -166,10 +175,10 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     dtypes = _dtypes(machine)
     dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
     versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
-    tested = (versions["transformers"], versions["trl"]) in compat.TESTED
+    tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
         f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
-        for package, bounds in compat.BOUNDS.items()
+        for package, bounds in BOUNDS.items()
         if not tested and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
     ]
     config = None

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 
-from ..trainers.whole_files import write_whole_folder
+from ..files import write_whole_folder
 
 
 __all__ = ["built_once", "fingerprint"]

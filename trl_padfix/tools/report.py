@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ..trainers.whole_files import write_whole
+from ..files import write_whole
 
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]

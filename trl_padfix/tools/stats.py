@@ -18,8 +18,8 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.row_costs import RowCosts, pair_costs, text_costs
-from ..trainers.row_dealing import balance, split
+from ..trainers.steps.costs import RowCosts, pair_costs, text_costs
+from ..trainers.steps.dealing import balance, split
 from .data import checked_rows
 
 
@@ -249,7 +249,7 @@ def waiting(
     Example:
 
     ```python
-    >>> from trl_padfix.trainers.row_costs import text_costs
+    >>> from trl_padfix.trainers.steps.costs import text_costs
     >>> from trl_padfix.tools.stats import waiting
 
     >>> waiting(text_costs([100] * 64), processes=2, batch_size=1, accumulation=2)

@@ -19,10 +19,10 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..core.batches import KEYS_PER_TOKEN
-from ..core.trie import merge_prefixes
-from ..trainers.prefix_groups import group_rows
-from ..trainers.row_measures import PairMeasure, TextMeasure
+from ..core.call.layout_of import KEYS_PER_TOKEN
+from ..core.layout.trie import merge_prefixes
+from ..trainers.steps.grouping import group_rows
+from ..trainers.steps.measures import PairMeasure, TextMeasure
 from .data import checked_rows
 from .stats import token_rows
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ..core import compat
+from ..versions import require
 
 
 def __getattr__(name: str) -> Any:
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     module = name.removesuffix("Trainer").lower()
     if not name.endswith("Trainer") or find_spec(f"{__name__}.{module}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    compat.require("transformers", name)
-    compat.require("trl", name)
+    require("transformers", name)
+    require("trl", name)
     return getattr(import_module(f".{module}", __name__), name)

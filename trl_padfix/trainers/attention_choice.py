@@ -17,8 +17,8 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..core.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
-from ..core.find import find_pretrained
+from ..core.attention.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
+from ..core.model.find import find_pretrained
 from .field_types import parse_implementation
 
 

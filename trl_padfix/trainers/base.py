@@ -35,14 +35,14 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..core.batches import step_layouts
+from ..core.call.layout_of import step_layouts
 from ..core.errors import PaddingRemovalError
-from ..core.find import find_decoder, find_multimodal, find_pretrained
-from ..core.handle import Attachment, PaddingRemoval
-from ..core.layout import Layout
+from ..core.handle import PaddingRemoval
+from ..core.layout.layout import Layout
+from ..core.model.find import find_decoder, find_multimodal, find_pretrained
+from ..core.model.patching import Attachment
 from ..core.parity import check_parity
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .batch_layouts import without_layouts
 from .cards import card_tags, describe_in_card
 from .checks import (
     check_model,
@@ -58,13 +58,12 @@ from .checks import (
     splitting_parallelism,
 )
 from .compilation import CompilationMixin
-from .field_types import check_field_types, check_processing_class
-from .fields import field_set
-from .finite import FiniteMixin, check_weights
-from .layout_loading import LayoutLoadingMixin
-from .rows import check_ids, image_token_ids
-from .token_counts import TokenCounter, TokenCountsMixin
-from .whole_checkpoints import WholeCheckpointsMixin
+from .data.batch_layouts import LayoutLoadingMixin, without_layouts
+from .data.row_checks import check_ids, image_token_ids
+from .field_types import check_field_types, check_processing_class, field_set
+from .saving.whole_checkpoints import WholeCheckpointsMixin
+from .watch.finite import FiniteMixin, check_weights
+from .watch.token_counts import TokenCounter, TokenCountsMixin
 
 
 __all__ = ["PaddingRemovalMixin"]

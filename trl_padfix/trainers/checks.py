@@ -12,11 +12,11 @@ from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
-from ..core.mixers import WHOLE
-from .collators import check_padding_side
-from .columns import first_misplaced_image, list_lengths
-from .sharing import check_prefix_sharing
-from .vision_collators import misplaced, misplaced_images
+from ..core.mixers.mixers import WHOLE
+from .data.collators import check_padding_side
+from .data.columns import first_misplaced_image, list_lengths
+from .data.vision_collators import misplaced, misplaced_images
+from .field_types import check_prefix_sharing
 
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from .checks import is_zero_3
-from .fields import field_set
+from .field_types import field_set
 
 
 __all__ = ["CompilationMixin"]
@@ -44,7 +44,7 @@ class CompilationMixin:
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
             )
-        from ..core.compiled import compile_layers  # registers operators with torch
+        from ..core.attention.compiled import compile_layers
 
         for handle in self._handles:
             backend, mode = self.args.torch_compile_backend, self.args.torch_compile_mode

@@ -7,13 +7,12 @@ from typing import Any
 
 import trl
 
-from ..core.backends import Implementation
-from .collators import check_padding_side
-from .field_types import check_field_types, parse_implementation
-from .generation_config import GeneratingConfig
-from .sharing import Sharing, check_prefix_sharing
-from .step_config import BudgetConfig, OnlineBudgetConfig
-from .turns import check_turn_settings
+from ..core.attention.backends import Implementation
+from .data.collators import check_padding_side
+from .data.turns import check_turn_settings
+from .field_types import Sharing, check_field_types, check_prefix_sharing, parse_implementation
+from .generation.config import GeneratingConfig
+from .steps.config import BudgetConfig, OnlineBudgetConfig
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]

@@ -13,14 +13,14 @@ from datasets import Dataset
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import check_vocabulary, require_columns, require_eos, require_rows
-from .collators import DataCollatorForPreference, empty_completion
-from .columns import count_equal, empty_lists
-from .eval_generation import GeneratingMixin
-from .metrics import ExactEvalMixin
-from .row_measures import PairMeasure
-from .rows import sound_rows
-from .token_budget import BudgetMixin
-from .vision_collators import DataCollatorForVisionPreference
+from .data.collators import DataCollatorForPreference, empty_completion
+from .data.columns import count_equal, empty_lists
+from .data.row_checks import sound_rows
+from .data.vision_collators import DataCollatorForVisionPreference
+from .generation.evaluation import GeneratingMixin
+from .steps.budget import BudgetMixin
+from .steps.measures import PairMeasure
+from .watch.exact_means import ExactEvalMixin
 
 
 __all__ = ["DPOTrainer"]

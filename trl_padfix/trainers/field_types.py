@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import ProcessorMixin
+from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
-    from ..core.backends import Implementation
+    Sharing = bool | Literal["auto"]
+else:
 
-__all__ = ["check_field_types", "check_processing_class", "parse_implementation"]
+    class Sharing:
+        """What `--prefix_sharing` stands for on the command line and in YAML: `True`, `False` or `"auto"`."""
+
+        def __new__(cls, value: str) -> bool | str:
+            return "auto" if value.strip().lower() == "auto" else string_to_bool(value)
+
+
+__all__ = [
+    "Sharing",
+    "check_field_types",
+    "check_prefix_sharing",
+    "check_processing_class",
+    "field_set",
+    "parse_implementation",
+]
+
+
+if TYPE_CHECKING:
+    from ..core.attention.backends import Implementation
+
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
@@ -104,3 +126,32 @@ def parse_implementation(value: Any) -> Implementation | None:
             f"An attention implementation is a name, or a mapping of a model's parts to names; got {value!r}."
         )
     return value
+
+
+@contextlib.contextmanager
+def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
+    """`config.name` set to `value` until the block ends; nothing where there is no config."""
+    if config is None or not hasattr(config, name):
+        yield
+        return
+    saved = getattr(config, name)
+    setattr(config, name, value)
+    try:
+        yield
+    finally:
+        setattr(config, name, saved)
+
+
+def check_prefix_sharing(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `prefix_sharing` is set without `padding_free`, or is neither `True`, `False` nor `"auto"`.
+    """
+    value = getattr(config, "prefix_sharing", False)
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {value!r}.")
+    if value and not config.padding_free:
+        raise ValueError(
+            f"`prefix_sharing={value}` needs `padding_free=True`: prefixes are shared in the packed row, and without "
+            "it there is none. Set both, or neither."
+        )

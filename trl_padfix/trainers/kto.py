@@ -13,12 +13,12 @@ from datasets import Dataset
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import check_vocabulary, require_columns, require_rows
-from .collators import EMPTY, SidedCollator
-from .columns import empty_lists
-from .row_measures import UnpairedMeasure
-from .rows import sound_rows
-from .token_budget import BudgetMixin
-from .vision_collators import on_side_with_kl
+from .data.collators import EMPTY, SidedCollator
+from .data.columns import empty_lists
+from .data.row_checks import sound_rows
+from .data.vision_collators import on_side_with_kl
+from .steps.budget import BudgetMixin
+from .steps.measures import UnpairedMeasure
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -116,7 +116,7 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
     _takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
     _collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
     if _takes_images:
-        from .vision_unpaired import DataCollatorForVisionUnpairedPreference
+        from .data.vision_unpaired import DataCollatorForVisionUnpairedPreference
 
         _collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
 

@@ -16,16 +16,16 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.batches import Known, known_too
-from ..core.layout import Layout
+from ..core.call.layout_of import Known, known_too
+from ..core.layout.layout import Layout
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .batch_layouts import read_by, with_layout_of_rows, without_layouts
 from .checks import check_vocabulary, column_names, require_columns
-from .columns import blank_texts
-from .rows import sound_rows
-from .step_config import check_token_budget
-from .token_budget import SplittingMixin
+from .data.batch_layouts import read_by, with_layout_of_rows, without_layouts
+from .data.columns import blank_texts
+from .data.row_checks import sound_rows
+from .steps.budget import SplittingMixin
+from .steps.config import check_token_budget
 
 
 __all__ = ["OnlineMixin"]

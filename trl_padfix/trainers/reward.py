@@ -10,16 +10,16 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
-from ..core.find import find_pretrained
+from ..core.model.find import find_pretrained
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
-from .batch_layouts import LayoutCollator
 from .checks import check_vocabulary, require_columns, require_rows
-from .collators import DataCollatorForReward, empty_sequence
-from .columns import empty_lists, rows_of_only
-from .row_measures import RewardMeasure
-from .rows import sound_rows
-from .token_budget import BudgetMixin
+from .data.batch_layouts import LayoutCollator
+from .data.collators import DataCollatorForReward, empty_sequence
+from .data.columns import empty_lists, rows_of_only
+from .data.row_checks import sound_rows
+from .steps.budget import BudgetMixin
+from .steps.measures import RewardMeasure
 
 
 __all__ = ["RewardTrainer"]

@@ -13,21 +13,21 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from ..core.compat import packing_with_any_attention
 from ..core.errors import PaddingRemovalError
+from ..core.model.older import packing_with_any_attention
 from ..core.remove import remove_padding
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
-from .collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
-from .columns import untrained_rows
-from .eval_generation import GeneratingMixin
-from .metrics import ExactEvalMixin
-from .row_measures import TextMeasure
-from .rows import sound_rows
-from .token_budget import BudgetMixin
-from .turns import check_turn_settings, check_turns, expand_datasets
-from .vision_collators import DataCollatorForVisionLanguageModeling
+from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
+from .data.columns import untrained_rows
+from .data.row_checks import sound_rows
+from .data.turns import check_turn_settings, check_turns, expand_datasets
+from .data.vision_collators import DataCollatorForVisionLanguageModeling
+from .generation.evaluation import GeneratingMixin
+from .steps.budget import BudgetMixin
+from .steps.measures import TextMeasure
+from .watch.exact_means import ExactEvalMixin
 
 
 __all__ = ["SFTTrainer"]

@@ -18,7 +18,7 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl_padfix.core.patches import ViewPatch
+from trl_padfix.core.attention.attention import ViewPatch
 
 
 WHERE = ["forward", "backward", "collator", "callback", "optimizer", "generation", "saving"]

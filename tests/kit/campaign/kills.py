@@ -19,7 +19,7 @@ import yaml
 from kit.campaign import HELD
 from safetensors.torch import load_file
 
-from trl_padfix.trainers.checkpoints import checkpoints_of, what_is_missing
+from trl_padfix.trainers.saving.checkpoints import checkpoints_of, what_is_missing
 
 
 ROOT = Path(__file__).parents[3]

@@ -22,12 +22,12 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ...core.batches import layout_of_batch
-from ...core.layout import prefix_sharing_layout
+from ...core.call.layout_of import layout_of_batch
+from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
-from ...trainers.prefix_groups import group_rows
-from ...trainers.row_dealing import split
-from ...trainers.row_measures import PairMeasure, RowMeasure, TextMeasure
+from ...trainers.steps.dealing import split
+from ...trainers.steps.grouping import group_rows
+from ...trainers.steps.measures import PairMeasure, RowMeasure, TextMeasure
 from .building import build, computed_dtype
 from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
 from .peak import Peak

@@ -10,7 +10,7 @@ import torch
 import trl
 from datasets import Dataset
 
-from ...trainers.turns import expand_turns
+from ...trainers.data.turns import expand_turns
 from ..stats import texts_of
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions

@@ -16,10 +16,11 @@ from unittest import mock
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ...core import attention
-from ...core.batches import step_layouts
-from ...core.kernels import sum_by_token, torch_varlen_is_complete
-from ...core.layout import padding_free_layout, prefix_sharing_layout
+from ...core.attention import attention
+from ...core.attention.segments import sum_by_token
+from ...core.attention.varlen import torch_varlen_is_complete
+from ...core.call.layout_of import step_layouts
+from ...core.layout.build import padding_free_layout, prefix_sharing_layout
 from ...core.remove import remove_padding
 
 
@@ -133,7 +134,7 @@ class _Figures:
             if mode is not None:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=mode == "prefix sharing"))
                 if backend is not None:
-                    from ...core.compiled import compile_layers  # registers operators with torch
+                    from ...core.attention.compiled import compile_layers
 
                     compile_layers(handle, backend=backend)
             if mode == "leaking":

@@ -28,7 +28,7 @@ import torch
 from datasets import Dataset
 
 from ...core.version import __version__
-from ...trainers.whole_files import write_whole
+from ...files import write_whole
 from . import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
 from .gpu_checks import Check, check_device
 from .gpu_plan import BUDGET, Cell

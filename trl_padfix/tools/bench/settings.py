@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...core.batches import PrefixSharing
+from ...core.call.layout_of import PrefixSharing
 
 
 __all__ = [

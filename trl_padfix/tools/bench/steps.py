@@ -14,13 +14,13 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from ...core.batches import step_layouts
-from ...core.find import find_decoder, find_pretrained
+from ...core.call.layout_of import step_layouts
 from ...core.heads import trust_layouts
-from ...core.layout import Layout
+from ...core.layout.layout import Layout
+from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.batch_layouts import LayoutCollator, known_layouts, without_layouts
-from ...trainers.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from ...trainers.data.batch_layouts import LayoutCollator, known_layouts, without_layouts
+from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def attached(step: Step, variant: Variant) -> Iterator[None]:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
                 trust_layouts(handle)  # a training compares them once, in its first step
                 if variant.compiled:
-                    from ...core.compiled import compile_layers  # registers operators with torch
+                    from ...core.attention.compiled import compile_layers
 
                     left = compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled)
                     if left:

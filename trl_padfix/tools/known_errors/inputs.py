@@ -74,7 +74,7 @@ ERRORS = (
         "without resizing.",
         "Use the model's own tokenizer, or `model.resize_token_embeddings(len(tokenizer))`.",
         "torch 2.13, lib/libtorch_cpu.so; https://github.com/AkariAsai/self-rag/issues/91; trl_padfix, "
-        "core/patches.py",
+        "core/decoder.py",
     ),
     KnownError(
         "device-side assert",

@@ -69,7 +69,7 @@ ERRORS = (
         r"did not receive the layout of the packed batch",
         "The decoder does not hand keyword arguments down to its attention, so that cannot be told where rows begin.",
         "`padding_free=False` for this model; a newer transformers may hand them down.",
-        "trl_padfix, core/attention.py",
+        "trl_padfix, core/attention/attention.py",
     ),
     KnownError(
         "padding cannot be removed",
@@ -84,7 +84,7 @@ ERRORS = (
         r"`?prefix_sharing=True`? needs `?padding_free=True`?",
         "Prefixes are shared in the packed row, and without `padding_free` there is none.",
         "Set both, or neither.",
-        "trl_padfix, trainers/sharing.py",
+        "trl_padfix, trainers/field_types.py",
     ),
     KnownError(
         "prefix sharing and more than ids",
@@ -92,7 +92,7 @@ ERRORS = (
         "Two rows are computed once as far as their ids and positions agree, and this call carries something else "
         "for each token, or no ids.",
         "`prefix_sharing=False`: padding is removed all the same.",
-        "trl_padfix, core/batches.py",
+        "trl_padfix, core/call/layout_of.py",
     ),
     # Gradients and precision
     KnownError(

@@ -1,0 +1,167 @@
+"""Layouts are read from the batch of each forward; within a step those of the same tensors are shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit.models import batch, build
+
+from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
+from trl_padfix.core.call import layout_of as batches
+from trl_padfix.core.call.layout_of import step_layouts
+
+
+TOLERANCE = 1e-5
+
+
+def through_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.data.copy_(value)
+
+
+def through_numpy(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.numpy()[:] = value.numpy()
+
+
+def through_shared_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    torch.from_dlpack(tensor.detach()).untyped_storage().copy_(value.untyped_storage())
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def through_scatter(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    torch.distributed.scatter(tensor, [value])
+
+
+WRITES = [through_data, through_numpy, through_shared_memory, through_scatter]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, write):
+    model = build("qwen2")
+    ids, mask = batch("right")
+    other_ids, other_mask = (x.flip(0).contiguous() for x in (ids, mask))
+    with torch.no_grad():
+        expected = model(other_ids, attention_mask=other_mask, use_cache=False).logits
+        with remove_padding(model, prefix_sharing=sharing):
+            model(ids, attention_mask=mask)
+            version = ids._version, mask._version
+            write(ids, other_ids)
+            write(mask, other_mask)
+            found = model(ids, attention_mask=mask).logits
+    assert (found - expected)[other_mask.bool()].abs().max() < TOLERANCE
+    assert (ids._version, mask._version) == version  # so no version tells
+
+
+def test_layouts_that_are_remembered_by_identity_are_wrong_then():
+    """The negative control: within a step nobody may write."""
+    model = build("qwen2")
+    ids, mask = batch("right")
+    other_ids, other_mask = (x.flip(0).contiguous() for x in (ids, mask))
+    with torch.no_grad():
+        expected = model(other_ids, attention_mask=other_mask, use_cache=False).logits
+        with remove_padding(model), step_layouts():
+            model(ids, attention_mask=mask)
+            through_data(ids, other_ids)
+            through_data(mask, other_mask)
+            found = model(ids, attention_mask=mask).logits
+    assert (found - expected)[other_mask.bool()].abs().max() > 0.1
+
+
+def test_both_modes_on_the_same_tensors_have_their_own_layouts():
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
+    model = build("qwen2")
+    for sharing, tokens in ((False, 8), (True, 6)):
+        with step_layouts(), remove_padding(model, prefix_sharing=sharing) as handle, torch.no_grad():
+            model(ids, attention_mask=torch.ones_like(ids))
+        assert handle.stats.packed_tokens == tokens
+
+
+def test_positions_in_one_row_are_read_by_mode():
+    ids, positions = torch.tensor([[5, 6, 7, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
+    model, counts = build("qwen2"), []
+    with step_layouts(), torch.no_grad():
+        for sharing in (False, True):
+            with remove_padding(model, prefix_sharing=sharing) as handle:
+                model(ids, position_ids=positions)
+                counts.append(handle.stats.packed_tokens)
+    assert counts == [5, 3]
+
+
+def test_a_step_ends_with_its_block(monkeypatch):
+    built = []
+    monkeypatch.setattr(batches, "padding_free_layout", lambda mask: built.append(1) or padding_free_layout(mask))
+    model = build("qwen2")
+    ids, mask = batch("left")
+    with remove_padding(model), torch.no_grad():
+        with step_layouts():
+            model(ids, attention_mask=mask)
+            with pytest.raises(ValueError, match="inner"), step_layouts():
+                raise ValueError("inner")
+            model(ids, attention_mask=mask)
+        assert len(built) == 1
+        model(ids, attention_mask=mask)
+        model(ids, attention_mask=mask)
+    assert len(built) == 3
+
+
+# Sharing that does not pay
+
+
+def alike(rows: int, length: int, shared: int) -> torch.Tensor:
+    """Ids of rows that begin with the same `shared` tokens."""
+    ids = torch.randint(3, 30, (rows, length), generator=torch.Generator().manual_seed(0))
+    ids[:, :shared] = ids[0, :shared]
+    ids[:, shared] = torch.arange(3, 3 + rows)
+    return ids
+
+
+@pytest.mark.parametrize("mode", [True, "auto"])
+@pytest.mark.parametrize(("shared", "pays"), [(1, False), (3, True), (60, True)])
+def test_keys_are_gathered_where_that_costs_less_than_what_it_saves(mode, shared, pays):
+    model, ids = build("qwen2"), alike(4, 100, shared)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with remove_padding(model, prefix_sharing=mode) as handle:
+            found = model(ids, attention_mask=torch.ones_like(ids)).logits
+            layout = handle.layout_of({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert (found - expected).abs().max() < TOLERANCE
+    assert handle.stats.packed_tokens == 400 - 3 * shared * pays
+    assert (layout.gathered_keys > 0) is pays
+    assert (handle.stats.shared_forwards, handle.stats.forwards) == (pays, 1)
+
+
+def test_packed_rows_that_begin_alike_share_where_it_pays():
+    model = build("qwen2")
+    for shared, pays in ((1, False), (60, True)):
+        ids = alike(2, 100, shared).view(1, -1)
+        positions = torch.arange(100).repeat(2)[None]
+        with remove_padding(model, prefix_sharing="auto") as handle, torch.no_grad():
+            model(ids, position_ids=positions)
+        assert handle.stats.packed_tokens == 200 - shared * pays
+
+
+def test_auto_shares_nothing_where_true_is_refused():
+    model, ids = build("qwen2"), alike(2, 12, 6)
+    embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
+    mask[1, -1] = 0
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).logits
+        with (
+            remove_padding(model, prefix_sharing=True),
+            pytest.raises(PaddingRemovalError, match="compares token ids"),
+        ):
+            model(inputs_embeds=embeds, attention_mask=mask)
+        with remove_padding(model, prefix_sharing="auto") as handle:
+            found = model(inputs_embeds=embeds, attention_mask=mask).logits
+    assert handle.stats.packed_tokens == 23
+    assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
+    with pytest.raises(ValueError, match="True, False or 'auto', got 'never'"):
+        remove_padding(model, prefix_sharing="never")

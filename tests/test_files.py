@@ -1,0 +1,70 @@
+"""Files that appear whole or not at all."""
+
+import os
+import resource
+
+import pytest
+
+from trl_padfix.files import refuse_folder, refuse_output, write_whole, write_whole_folder
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
+    target = tmp_path / "figures.json"
+    write_whole(target, lambda path: path.write_text("one"))
+    write_whole(target, lambda path: path.write_text("two"))
+    assert target.read_text() == "two"
+
+    def half(path):
+        path.write_text("thr")
+        assert path.suffix == ".json"  # libraries choose the format by it
+        assert target.read_text() == "two"
+        raise OSError(28, os.strerror(28), str(path))
+
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(target, half)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"figures.json": "two"}
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path):
+    target = tmp_path / "runs" / "model"
+    write_whole_folder(target, lambda folder: (folder / "a").write_text("one"))
+    write_whole_folder(target, lambda folder: (folder / "b").write_text("two"))
+    assert [path.name for path in target.iterdir()] == ["b"]
+
+    def half(folder):
+        (folder / "c").write_text("three")
+        raise OSError(28, os.strerror(28), "c")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_whole_folder(target, half)
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+    assert [path.name for path in target.iterdir()] == ["b"]
+
+
+def test_a_file_that_grows_too_large_leaves_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_whole(tmp_path / "x.json", lambda path: path.write_text("x" * 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_is_said_beforehand(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, reason in {
+        tmp_path: "it is a folder",
+        tmp_path / "file" / "x": "is a file, not a folder",
+        tmp_path / "nowhere" / "x": "there is no folder",
+        tmp_path / ("x" * 300): "too long",
+        "/proc/x.json": "cannot be written",
+    }.items():
+        assert reason in refuse_output(path)
+        assert str(path)[:100] in refuse_output(path)
+    assert refuse_output(tmp_path / "file") is None
+    assert refuse_folder(tmp_path / "a" / "b") is None
+    assert "is a file" in refuse_folder(tmp_path / "file" / "a" / "b")
+    assert "cannot be written" in refuse_folder("/proc/a/b")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # asking leaves nothing

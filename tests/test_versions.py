@@ -1,0 +1,99 @@
+"""Stacks outside the bounds are told so; the bounds, the tested pairs and `pyproject.toml` say the same."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import trl_padfix
+from trl_padfix import versions
+
+
+pytestmark = pytest.mark.stacks
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Pretend that versions are installed, or `None` for not installed."""
+
+    def pretend(**versions):
+        def version(name):
+            found = versions[name] if name in versions else original(name)
+            if found is None:
+                raise metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    original = metadata.version
+    return pretend
+
+
+@pytest.mark.parametrize("version", ["4.37.0", "4.52.3", "6.0.0", None])
+@pytest.mark.parametrize("name", ["remove_padding", "check_parity"])
+def test_transformers_outside_the_bounds_is_refused_with_versions_and_remedy(installed, name, version):
+    installed(transformers=version)
+    with pytest.raises(ImportError) as error:
+        getattr(trl_padfix, name)
+    message = str(error.value)
+    assert (version or "none is installed") in message
+    assert "pip install 'transformers<6,>=4.52.4'" in message
+    assert f"transformers {versions.TESTED[-1].transformers} and trl {versions.TESTED[-1].trl}" in message
+
+
+@pytest.mark.parametrize("version", ["0.17.0", "2.0.0", None])
+@pytest.mark.parametrize("name", ["DPOTrainer", "DPOConfig", "DataCollatorForPreference"])
+def test_trl_outside_the_bounds_is_refused_and_the_core_is_not(installed, name, version):
+    installed(trl=version)
+    with pytest.raises(ImportError, match=re.escape("pip install 'trl<2,>=1.0'")) as error:
+        getattr(trl_padfix, name)
+    assert (version or "none is installed") in str(error.value)
+    assert callable(trl_padfix.remove_padding)
+
+
+def test_kto_needs_a_newer_trl_and_the_other_trainers_do_not(installed):
+    installed(trl="1.0.0")
+    with pytest.raises(ImportError, match=re.escape("needs trl <2,>=1.9.2, and 1.0.0 is installed")):
+        _ = trl_padfix.KTOTrainer
+    versions.require("trl", "DPOTrainer")
+
+
+def test_every_name_that_the_installed_trl_admits_can_be_imported():
+    pytest.importorskip("trl", minversion="1.0")
+    version = metadata.version("trl")
+    for name in trl_padfix.__all__:
+        if version in versions.NEWER.get(name, versions.BOUNDS["trl"]):
+            getattr(trl_padfix, name)
+
+
+def test_layouts_need_torch_only(installed):
+    installed(transformers=None, trl=None)
+    assert callable(trl_padfix.padding_free_layout)
+
+
+@pytest.mark.parametrize("version", ["4.52.4", "4.57.6", "5.0.0", "5.24.0.dev0"])
+def test_versions_within_the_bounds_pass(installed, version):
+    installed(transformers=version)
+    versions.require("transformers", "remove_padding")
+
+
+def test_tested_pairs_lie_within_the_bounds_oldest_first():
+    assert list(versions.TESTED) == sorted(versions.TESTED, key=lambda s: (Version(s.transformers), Version(s.trl)))
+    for stack in versions.TESTED:
+        assert stack.transformers in versions.BOUNDS["transformers"]
+    with_trainers = [s for s in versions.TESTED if s.trl in versions.BOUNDS["trl"]]
+    assert with_trainers[0].trl == "1.0.0"
+
+
+def test_pyproject_admits_every_tested_pair():
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    lines = re.findall(r'^  "((?:transformers|trl)\W.*)",$', path.read_text(), re.MULTILINE)
+    admitted = {r.name: r.specifier for r in map(Requirement, lines)}
+    assert admitted["transformers"] == versions.BOUNDS["transformers"]
+    for stack in versions.TESTED:
+        assert stack.trl in admitted["trl"]

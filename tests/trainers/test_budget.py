@@ -1,0 +1,505 @@
+"""
+Batches by token budget give the trajectory of fixed batches, whatever the split.
+
+TRL's own trainer with all rows of an optimizer step in one forward is what every split is compared with: loss,
+gradient norm and every metric of every step.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import budget_runs
+from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
+from kit.cells import slow_but
+from kit.trainer_runs import build_model, build_tokenizer
+
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
+from trl_padfix.trainers.steps import budget as token_budget
+from trl_padfix.trainers.steps.costs import pair_costs
+
+
+SHARING = {"prefix_sharing": True}
+ELSEWHERE = {"perf/tokens_per_second", "padfix/pad_fraction", "padfix/shared_fraction", "total_flos", "train_loss"}
+
+
+def figures(history, but=()):
+    """Everything that is logged of each step, but for what depends on the clock or on the padding."""
+    steps = [log for log in history if "loss" in log]
+    names = sorted(set(steps[0]) - ELSEWHERE - set(but))
+    assert {"loss", "grad_norm"} <= set(names)
+    assert len(names) > 6
+    return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
+
+
+def watched(trainer):
+    """Train, and list the rows of every micro-batch, step by step."""
+    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
+
+    def step(*args, **kwargs):
+        steps.append([])
+        return training_step(*args, **kwargs)
+
+    def loss(model, inputs, *args, **kwargs):
+        steps[-1].append(inputs["attention_mask"].sum(1).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.training_step, trainer.compute_loss = step, loss
+    trainer.train()
+    return steps
+
+
+def lists(config):
+    """A configuration whose lists were given as tuples, which can be told apart by a cache."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory):
+    """What TRL logs with one forward per step, computed once for each trainer."""
+
+    @cache
+    def run(name, **config):
+        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | lists(config))
+        trainer.train()
+        return trainer.state.log_history
+
+    return run
+
+
+CASES = {
+    "dpo": ("dpo", {}),
+    "dpo, sharing": ("dpo", SHARING),
+    "dpo, left": ("dpo", SHARING | {"padding_side": "left"}),
+    "dpo, accumulation": ("dpo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    "dpo, workers": ("dpo", {"dataloader_num_workers": 1}),
+    "sft": ("sft", {}),
+    "reward": ("reward", {}),
+    "sft, accumulation": ("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["dpo", "dpo, left", "reward", "sft", "sft, accumulation"], CASES))
+def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
+    name, config = CASES[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+    # It was split, unevenly, and within the budget; the decoder computed no more than that.
+    rows = 1 if name == "sft" else 2
+    assert all(sum(map(len, step)) == rows * GLOBAL_BATCH for step in steps)
+    assert all(len(step) > 1 for step in steps)
+    assert any(len({len(batch) for batch in step}) > 1 for step in steps)
+    if not config.get("prefix_sharing"):
+        assert max(sum(batch) for step in steps for batch in step) <= BUDGET[name]
+        assert trainer._handles[0].stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_row_and_three_weigh_as_four(name, tmp_path):
+    words = {"dpo": {"prompt": "w3 ", "chosen": "w4 ", "rejected": "w5 "}, "sft": {"text": "w3 "}}[name]
+    data = Dataset.from_list([{part: word * (i + 2) for part, word in words.items()} for i in (0, 5, 1, 0)])
+    tokens = {"dpo": 34, "sft": 10}[name]
+    runs = {}
+    for ours in (True, False):
+        config = {"max_tokens_per_batch": tokens} if ours else {}
+        config |= {"per_device_train_batch_size": 4, "max_steps": 4, "max_length": tokens}
+        trainer = make(name, tmp_path, ours=ours, data=data, **config)
+        runs[ours] = watched(trainer), figures(trainer.state.log_history)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in runs[True][0]] == [[3 * rows, rows]] * 4
+    assert [[len(batch) for batch in step] for step in runs[False][0]] == [[4 * rows]] * 4
+    assert_same(runs[True][1], runs[False][1])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
+    trainer = make(name, tmp_path, ours=True, max_steps=9)
+    rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
+    monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
+    monkeypatch.setattr(trainer, "_metric_items", lambda batch: {})
+    monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
+    trainer.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+COMPARING = {
+    "kto": ("kto", {}),
+    "kto, precomputed": ("kto", {"precompute_ref_log_probs": True}),
+    "dpo, aot and sft": ("dpo", {"loss_type": ("aot", "sft")}),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["kto", "dpo, aot and sft"], COMPARING))
+def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path):
+    name, config = COMPARING[case]
+    loss = {key: value for key, value in config.items() if key == "loss_type"}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
+    entered = count_forwards(trainer)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
+    assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
+    assert max(entered) <= BUDGET[name]
+    assert len(entered) > 9 * 2 * 2
+
+
+def count_forwards(trainer):
+    """Tokens of each forward of the policy."""
+    entered = []
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    return entered
+
+
+@pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
+def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
+    name, config = COMPARING[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
+    monkeypatch.setattr(trainer, "_compares_rows", lambda: False)
+    monkeypatch.setattr(type(trainer), "_loss_items", lambda self, batch: len(batch["input_ids"]), raising=False)
+    monkeypatch.setattr(type(trainer), "_metric_items", lambda self, batch: {}, raising=False)
+    trainer.train()
+    ours, theirs = (
+        torch.tensor([log["loss"] for log in history if "loss" in log][:3])
+        for history in (trainer.state.log_history, fixed(name, **config))
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ALL_TRAINERS)
+def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
+    data = build_data(name).select(range(12))
+    logs = {}
+    for ours in (True, False):
+        given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
+        trainer = make(name, tmp_path, ours=ours, **given)
+        entered = count_forwards(trainer)
+        trained = trainer._prepare_dataset
+        arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
+        logs[ours] = trainer.evaluate(trained(data, *arguments))
+        if ours:
+            assert len(entered) > 2
+            assert max(entered) <= BUDGET[name]
+    names = [n for n in logs[False] if not n.endswith(("runtime", "_time", "_per_second", "num_tokens"))]
+    assert len(names) > 3
+    assert_same(*(torch.tensor([log[n] for n in names]) for log in (logs[True], logs[False])))
+
+
+def test_reference_log_probabilities_that_were_computed_before_are_split_with_their_pairs(fixed, tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=9, precompute_ref_log_probs=True)
+    trainer.train()
+    assert_same(figures(trainer.state.log_history), figures(fixed("dpo")))
+
+
+def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
+    # Two prompts of ten tokens in each step, in turns; a prompt and its four pairs are 26 tokens.
+    prompts = [f"w{3 + 2 * (i // 8) + i % 2} " * 10 for i in range(24)]
+    data = Dataset.from_list([{"prompt": p, "chosen": f"w{10 + i}", "rejected": "w9"} for i, p in enumerate(prompts)])
+    given = {"data": data, "max_tokens_per_batch": 30, "max_steps": 3, "train_sampling_strategy": "sequential"}
+    trainer = make("dpo", tmp_path, ours=True, **given, **SHARING)
+    found = []
+    compute_loss = trainer.compute_loss
+
+    def loss(model, inputs, *args, **kwargs):
+        prompts = inputs["input_ids"].masked_fill(inputs["completion_mask"].bool(), 39)
+        found.append({tuple(p for p in row if p != 39) for row in prompts.tolist()})
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = loss
+    trainer.train()
+    assert len(found) == 6  # three steps of two prompts with four pairs each
+    assert [len(prompts) for prompts in found] == [1] * 6
+
+
+# The rows of a step, and what they weigh
+
+
+RAGGED = {
+    "a last micro-batch of one row": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 13},
+    "a last step of one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 11},
+    "a last step without accumulation": {"per_device_train_batch_size": 4, "rows": 14},
+    "the last rows dropped": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "rows": 13, "dataloader_drop_last": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [{}, SHARING], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("case", RAGGED)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(name, case, mode, tmp_path):
+    """Two epochs, shuffled; every prompt comes up several times."""
+    config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5}
+    rows = config.pop("rows")
+    data = build_data(name).select(range(rows))
+    if name == "dpo":
+        prompts = data["prompt"]
+        data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    runs = {}
+    for ours in (True, False):
+        trainer = make(name, tmp_path, ours=ours, data=data, **config, **mode if ours else {})
+        steps = watched(trainer)
+        runs[ours] = steps, trainer.state.log_history
+    theirs = [log for log in runs[False][1] if "loss" in log]
+    ours = [log for log in runs[True][1] if "loss" in log]
+    wanted = [
+        "loss",
+        "grad_norm",
+        *(n for n in theirs[0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))),
+    ]
+    assert_same(*(torch.tensor([[log[n] for n in wanted] for log in logs]) for logs in (ours, theirs)))
+    # The budget split steps (TRL's batches may be split already), and what is logged is not that of any other order.
+    assert max(len(batch) for step in runs[True][0] for batch in step) < max(
+        map(sum, [map(len, s) for s in runs[True][0]])
+    )
+    assert len({round(log["loss"], 4) for log in theirs}) > len(theirs) // 2
+
+
+def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
+    """What an epoch was before rows kept to their step."""
+    data = build_data("dpo").select(range(16))
+    prompts = data["prompt"]
+    data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    config = {"per_device_train_batch_size": 4, "max_steps": 4, "data": data}
+    theirs = make("dpo", tmp_path, ours=False, **config)
+    theirs.train()
+    shares = token_budget.StepPlan.shares
+
+    def sorted_shares(plan, order, costs, **how):
+        return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
+
+    monkeypatch.setattr(token_budget.StepPlan, "shares", sorted_shares)
+    ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
+    ours.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(ours.state.log_history), figures(theirs.state.log_history))
+
+
+@pytest.mark.parametrize(("name", "more"), [("dpo", {}), ("sft", {})])
+def test_noise_that_depends_on_the_length_of_a_batch_is_refused(name, more, tmp_path):
+    with pytest.raises(ValueError, match="`neftune_noise_alpha=5` adds noise whose size depends on the length"):
+        make(name, tmp_path, ours=True, neftune_noise_alpha=5, **more)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
+)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path, monkeypatch):
+    rope = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+    build = budget_runs.build_model
+    kind = "rope_parameters" if "rope_parameters" in build().config.to_dict() else "rope_scaling"
+    limits = {"max_position_embeddings": 16, kind: rope}
+    monkeypatch.setattr(budget_runs, "build_model", lambda *kind, **more: build(*kind, **more, **limits))
+    with pytest.raises(
+        ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
+    ):
+        make(name, tmp_path, ours=True)
+    make(name, tmp_path, ours=True, max_length=16)  # no row is long enough for it
+
+
+COUNTED = ["num_tokens"]
+"""What TRL counts from zero in a resumed run."""
+
+
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
+    make("dpo", tmp_path, ours=True, **LAUNCHED).train()
+    trainer = make("dpo", tmp_path, ours=True, **LAUNCHED)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
+
+
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    slow_but([], [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)]),
+    ids=["ddp", "fsdp2"],
+)
+def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script = budget_runs.__file__
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
+    command += ["--main_process_port", str(port), script, str(tmp_path)]
+    environment = os.environ | ({"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert logged["distributed"] == kind
+    for name in ALL_TRAINERS:
+        whole, *resumed = logged[name]
+        expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
+        assert_same(figures(whole), figures(expected))
+        for history in resumed:
+            assert_same(figures(history, COUNTED), figures(expected, COUNTED))
+    one = budget_runs.make_grouped(tmp_path, max_tokens_per_batch=None)
+    one.train()
+    steps = [[log for log in history if "loss" in log] for history in (one.state.log_history, *logged["grouped"])]
+    losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
+    assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
+    steps = watched(trainer)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+def test_a_process_with_too_few_rows_computes_one_without_a_weight():
+    batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
+    pieces = token_budget._halved([(batch, 0.75)], 4, rows_per_item=2)
+    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
+        ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
+    ]  # fmt: skip
+    assert [weight for _, weight in pieces] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+
+
+def test_an_empty_piece_changes_nothing(fixed, tmp_path, monkeypatch):
+    halved = token_budget._halved
+    monkeypatch.setattr(
+        token_budget, "_halved", lambda pieces, count, rows: [*halved(pieces, count, rows), (pieces[0][0], 0.0)]
+    )
+    for name in TRAINERS:
+        trainer = make(name, tmp_path, ours=True, max_steps=3, parity_check=False)
+        trainer.train()
+        assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed(name, max_steps=3), COUNTED))
+
+
+# Input
+
+
+def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
+        steps = watched(trainer)
+    dataset = trainer.train_dataset
+    parts = [[len(ids) for ids in dataset[f"{part}_ids"]] for part in ("prompt", "chosen", "rejected")]
+    tokens = pair_costs(*parts, max_length=26).each
+    message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
+    assert sum(message in text for text in caplog.messages) == 1
+    assert any(sum(batch) > 26 for step in steps for batch in step)
+    assert all(sum(batch) <= 26 or len(batch) == 2 for step in steps for batch in step)
+
+
+def test_no_budget_leaves_batches_alone(tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=None, max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert {"input_ids", "attention_mask", "completion_mask", "padfix_layout"} == set(batch)
+    assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH
+
+
+def test_the_batch_of_a_step_is_the_product_with_the_accumulation():
+    config = DPOConfig(
+        use_cpu=True, bf16=False, padding_free=True, max_tokens_per_batch=2048,
+        per_device_train_batch_size=4, gradient_accumulation_steps=8,
+    )  # fmt: skip
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (32, 1)
+
+
+@pytest.mark.parametrize("config_class", [DPOConfig, SFTConfig])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
+        ({"max_tokens_per_batch": 2048, "padding_free": False}, "needs `padding_free=True`"),
+        ({"max_tokens_per_batch": 512}, r"`max_length=1024` tokens, more than `max_tokens_per_batch=512`"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_an_error(config_class, config, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**{"use_cpu": True, "bf16": False, "padding_free": True} | config)
+
+
+def test_packed_rows_are_not_split():
+    with pytest.raises(ValueError, match="Set one of `packing` and `max_tokens_per_batch`"):
+        SFTConfig(use_cpu=True, bf16=False, padding_free=True, packing=True, max_tokens_per_batch=2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"),
+    ],
+)
+def test_settings_that_deal_out_rows_otherwise_are_refused(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make("dpo", tmp_path, ours=True, **config)
+
+
+@pytest.mark.parametrize("name", ["sft", "kto"])
+def test_a_sequence_beyond_the_budget_is_an_error(name, tmp_path):
+    trainer = make(name, tmp_path, ours=True, max_length=None, max_tokens_per_batch=20, max_steps=1)
+    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .* 2\d \("):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
+        make("dpo", tmp_path, ours=True, data=build_data("dpo").to_iterable_dataset())
+
+
+def test_another_sampling_strategy_is_refused(tmp_path):
+    trainer = make("sft", tmp_path, ours=True, train_sampling_strategy="group_by_length")
+    with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which does the same in another way"):
+        trainer.get_train_dataloader()
+
+
+def test_an_accumulation_that_was_set_later_is_refused(tmp_path):
+    config = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, padding_free=True, gradient_accumulation_steps=2)
+    config.max_tokens_per_batch = 2048
+    model, tokenizer = build_model(), build_tokenizer()
+    with pytest.raises(ValueError, match="was set after the configuration was made, with `gradient_acc"):
+        DPOTrainer(model=model, args=config, train_dataset=build_data("dpo"), processing_class=tokenizer)
+
+
+def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, monkeypatch):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=2)
+    metrics, gather = trainer._metrics["train"], trainer.accelerator.gather
+    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert trainer._metrics["train"] is metrics
+    assert trainer.accelerator.gather == gather
+    assert "gather" not in vars(trainer.accelerator)
+    assert trainer.accelerator.sync_gradients
+    assert trainer._weight is None
+
+
+def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):
+    logs = []
+    for ours in (True, False):
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3)
+        torch.manual_seed(7)
+        trainer.train()
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    torch.testing.assert_close(torch.tensor(logs[0]), torch.tensor(logs[1]), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,163 @@
+"""Rows that cannot be trained on: an error before the first step, and left out of a stream with a warning."""
+
+import logging
+
+import pytest
+import trl
+from datasets import Dataset, IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.online_runs import ONLINE_SETTINGS, reward_words
+from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer
+from transformers import PrinterCallback
+
+import trl_padfix
+from trl_padfix.trainers.data.columns import ids_outside, may_lack_text
+from trl_padfix.trainers.data.row_checks import check_row, sound_rows
+
+
+TEXT = {"text": "w3 w4"}
+PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
+KTO = {"prompt": "w3", "completion": "w4 w5", "label": True}
+CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
+IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
+
+BAD = {
+    "SFT, no text": ("SFT", TEXT, {"text": None}, r"Row 5 .*of the train dataset has None in column `text`"),
+    "SFT, no role": ("SFT", CHAT, {"messages": [{"content": "w3"}]}, r"Row 5 .* without a text `role`"),
+    "SFT, no content": ("SFT", CHAT, {"messages": [{"role": "user"}]}, r"Row 5 .* whose `content` is no text"),
+    "SFT, no message": ("SFT", CHAT, {"messages": []}, r"Row 5 .* has \[\] in column `messages`"),
+    "SFT, negative id": ("SFT", IDS, {"input_ids": [3, -5]}, r"Row 5 .* holds -5 in `input_ids`.* 0 to 39"),
+    "SFT, id too large": ("SFT", IDS, {"input_ids": [3, 40]}, r"Row 5 .* holds 40 in `input_ids`"),
+    "SFT, label too large": ("SFT", IDS, {"labels": [40, 4, 5]}, r"Row 5 .* holds 40 in `labels`"),
+    "DPO": ("DPO", PAIR, {"rejected": None}, r"Row 5 .*None in column `rejected`"),
+    "Reward": ("Reward", PAIR, {"prompt": None}, r"Row 5 .*None in column `prompt`"),
+    "KTO": ("KTO", KTO, {"completion": None}, r"Row 5 .*None in column `completion`"),
+    "GRPO": ("GRPO", {"prompt": "w3 w4"}, {"prompt": None}, r"Row 5 .*None in column `prompt`"),
+}
+
+
+def make(kind, folder, data, library=trl_padfix, **config):
+    settings = SETTINGS | (ONLINE_SETTINGS if kind == "GRPO" else {"per_device_train_batch_size": 4})
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    given = {"reward_funcs": reward_words} if kind == "GRPO" else {}
+    trainer = getattr(library, f"{kind}Trainer")(
+        model=build_model("reward" if kind == "Reward" else "causal"),
+        args=getattr(library, f"{kind}Config")(str(folder), **settings | {"max_steps": 3} | config),
+        train_dataset=data,
+        processing_class=tokenizer,
+        **given | ({"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_row_is_found_before_the_first_step(case, tmp_path):
+    kind, good, change, message = BAD[case]
+    config = {"beta": 0.0} if kind == "GRPO" else {}
+    data = Dataset.from_list([good] * 5 + [good | change] + [good] * 2)
+    with pytest.raises(ValueError, match=message):
+        make(kind, tmp_path, data, **config)
+
+
+def test_a_number_is_no_text(tmp_path):
+    with pytest.raises(ValueError, match="has 3 in column `text`"):
+        make("SFT", tmp_path, Dataset.from_list([{"text": 3}] * 4))
+
+
+def stream(rows):
+    def generate():
+        yield from rows
+
+    return IterableDataset.from_generator(generate)
+
+
+@pytest.mark.parametrize("case", ["SFT, no text", "DPO"])
+def test_a_stream_goes_on_without_it_as_if_it_were_not_there(case, tmp_path, caplog):
+    kind, good, change, _ = BAD[case]
+    rows = [{k: f"{v} w{7 + i}" for k, v in good.items()} for i in range(12)]
+    broken = [*rows[:3], rows[3] | change, *rows[3:]]
+    curves = []
+    for library, given_rows in ((trl, rows), (trl_padfix, broken)):
+        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+            trainer = make(kind, tmp_path, stream(given_rows), library)
+            trainer.train()
+        curves.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    assert curves[0] == curves[1]
+    assert any(
+        "So far 1 rows of the train stream were left out. A row of the train dataset has None" in text
+        for text in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("bad", [-5, 40])
+def test_an_unknown_id_in_a_stream_makes_an_empty_row(bad, tmp_path, caplog):
+    rows = [{"input_ids": [3 + i, 4, 5], "labels": [3 + i, 4, 5]} for i in range(12)]
+    unknown = [*rows[:3], {"input_ids": [3, bad, 5], "labels": [3, 4, 5]}, *rows[4:]]
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer = make("SFT", tmp_path, stream(unknown), padding_free=True)
+        trainer.train()
+    assert trainer.state.global_step == 3
+    assert any(f"Row 3 of the batch holds the token id {bad}" in text for text in caplog.messages)
+    collate = trainer.data_collator
+    batch, empty = collate(unknown[:4]), collate([*rows[:3], {"input_ids": [], "labels": []}])
+    assert all(batch[name].equal(empty[name]) for name in ("input_ids", "attention_mask", "labels"))
+    assert sum(collate.odd_rows.values()) > 2
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "Reward", "GRPO"])
+def test_an_empty_stream_is_said_to_be_empty(kind, tmp_path):
+    with pytest.raises(ValueError, match="The train dataset is a stream without a row"):
+        make(kind, tmp_path, stream([]))
+
+
+def test_a_stream_with_fewer_batches_than_a_step_takes_does_not_loop_for_ever(tmp_path):
+    rows = [TEXT] * 6
+    trainer = make("SFT", tmp_path, stream(rows), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match=r"`gradient_accumulation_steps=4` batches of 2 rows came up"):
+        trainer.train()
+    enough = make("SFT", tmp_path, stream(rows), per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    enough.train()
+    assert enough.state.global_step == 3
+
+
+texts = st.one_of(st.none(), st.text("ab", max_size=2))
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.one_of(st.none(), st.sampled_from(["user", "assistant"])), "content": texts}),
+    max_size=2,
+)
+
+
+@given(st.one_of(st.lists(texts, min_size=1, max_size=5), st.lists(messages, min_size=1, max_size=5)))
+def test_arrow_finds_a_bad_row_where_a_loop_does(values):
+    dataset = Dataset.from_list([{"prompt": value} for value in values])
+
+    def bad(row):
+        try:
+            check_row(row, 0, ("prompt",))
+        except ValueError:
+            return True
+        return False
+
+    looped = [bad(row) for row in dataset]
+    assert may_lack_text(dataset, "prompt") or not any(looped)
+    if any(looped):
+        with pytest.raises(ValueError, match=f"Row {looped.index(True)} "):
+            sound_rows(dataset, "train", ("prompt",))
+    else:
+        assert sound_rows(dataset, "train", ("prompt",)) is dataset
+
+
+@given(st.lists(st.lists(st.sampled_from([-100, -1, 0, 39, 40]), max_size=3), min_size=1, max_size=6))
+def test_ids_are_looked_at_as_in_a_loop(rows):
+    from datasets import Features, List, Value
+
+    dataset = Dataset.from_list([{"a": row} for row in rows], features=Features({"a": List(Value("int64"))}))
+    for ignored in (None, -100):
+        found = [(i, x) for i, row in enumerate(rows) for x in row if not 0 <= x < 40 and x != ignored]
+        assert ids_outside(dataset, "a", 40, ignored) == (found[0] if found else None)
+
+
+__all__ = ["assert_same"]

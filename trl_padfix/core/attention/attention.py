@@ -1,0 +1,277 @@
+"""
+Attention over a layout, with the model's own attention functions.
+
+Inside a packed forward the attention modules of a decoder find [`packed_attention`] under the name that their view has
+for it. It computes each segment of the layout with the function that the model is configured for, so scaling, softcap,
+sinks and grouped heads are the model's own:
+
+- FlashAttention (`flash_attention_2/3/4`, Hub kernels): one variable-length call, `cu_seqlens` from the layout, keys
+  gathered per segment;
+- `sdpa`: torch's variable-length FlashAttention on CUDA in half precision, without any package to install; else
+  scaled-dot-product attention, segment by segment;
+- `eager`: the model's eager function, segment by segment.
+
+No mask is larger than one block of one segment.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.layers import layer_call
+from ..errors import PaddingRemovalError
+from ..model.masks import PackedMask, describe_mask
+from ..model.older import register_mask_function
+from ..model.patching import ForwardPatch
+from ..model.views import PACKED_ATTENTION, attends_otherwise, viewed_module
+from .segments import attend_by_segment, in_attention_dtype
+from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
+
+
+__all__ = [
+    "ViewPatch",
+    "counts_columns",
+    "names_attention",
+    "packed_attention",
+    "refuse_implementation",
+    "register_packed_attention",
+    "uses_attention_interface",
+]
+
+
+# Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
+_IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
+    "num_items_in_batch",  # the loss's, which older models hand down to their layers
+    "mm_token_type_ids",  # up to transformers 5.0 what tells images from text goes down to every layer
+}
+_UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
+
+
+def register_packed_attention() -> None:
+    """Enter packed attention and its masks in transformers' registers, for good; registering again changes nothing."""
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
+    register_mask_function(PACKED_ATTENTION, describe_mask)
+
+
+def uses_attention_interface(module: nn.Module) -> bool:
+    """Whether `module` is an attention module that looks its function up in transformers' attention interface."""
+    forward = inspect.unwrap(type(module).forward)
+    name = "ALL_ATTENTION_FUNCTIONS"  # some models keep an interface of their own under the same name
+    return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+
+
+def names_attention(module: nn.Module) -> bool:
+    """Whether a module asks its config which attention to use: to attend, or to make the masks of its layers."""
+    if uses_attention_interface(module):
+        return True
+    makers = isinstance(module, PreTrainedModel) and hasattr(module, "config")
+    codes = [inspect.unwrap(type(module).forward).__code__] if makers else []
+    return any(n.startswith("create_") and "mask" in n for c in codes for n in c.co_names)
+
+
+def counts_columns(module: nn.Module) -> bool:
+    """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
+    code = _forward_code(type(module))
+    return "arange" in code.co_names or _computes_with(code, "cache_position")
+
+
+def _computes_with(code: Any, name: str) -> bool:
+    """Whether an argument is used for more than handing it on: some attribute of it, or a function of its file."""
+    instructions = list(dis.get_instructions(code))
+    for before, one, after in zip(instructions, instructions[1:], instructions[2:], strict=False):
+        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # some versions load two at once
+        if not one.opname.startswith("LOAD_FAST") or name not in loaded:
+            continue
+        if loaded[-1] == name and after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            return True
+        if loaded[0] == name and before.opname == "LOAD_GLOBAL":
+            return True
+    return False
+
+
+def refuse_implementation(implementation: str) -> str | None:
+    """Why `implementation` cannot attend over a layout, or `None` if it can."""
+    if implementation in ("eager", "sdpa") or _is_flash(implementation):
+        return None
+    if implementation == "flex_attention":
+        return (
+            "`flex_attention` would need a block mask per layout, built from a dense mask of all packed tokens. Load "
+            "the model with `attn_implementation='sdpa'` or a flash implementation: the numbers are the same"
+        )
+    return (
+        f"`attn_implementation={implementation!r}` is not known to attend over variable-length segments. Use 'sdpa', "
+        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel"
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: PackedMask | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """
+    Attend over the segments of a layout: transformers' attention function of a packed forward.
+
+    Args:
+        module (`torch.nn.Module`):
+            The attention module.
+        query (`torch.Tensor` of shape `(1, N, T, D)`), key, value (`torch.Tensor` of shape `(1, K, T, D)`):
+            States of the packed tokens.
+        attention_mask ([`PackedMask`], *optional*):
+            What the decoder asked of its mask: windows and chunks within the rows that the layout keeps apart.
+        **kwargs:
+            What the module hands to its attention function (`scaling`, `dropout`, `sliding_window`, `softcap`,
+            `s_aux`), and the layout.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: attended values `(1, T, N, D)`, and no attention weights.
+
+    Raises:
+        PaddingRemovalError: If the module hands over something that the layout does not account for.
+    """
+    module = viewed_module(module)  # so that the model's own functions find its own implementation
+    call: PackedCall | None = kwargs.pop(LAYOUT, None) or _call_of_layer()
+    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    if call is None:
+        raise PaddingRemovalError(
+            f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
+            "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
+        )
+    if query.shape[2] != call.layout.packed_tokens or key.shape[2] != call.layout.packed_tokens:
+        raise PaddingRemovalError(
+            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
+            f"{call.layout.packed_tokens} tokens: they are not one for each token. Padding cannot be removed from "
+            "this model; train it with `padding_free=False`."
+        )
+    if attention_mask is not None or query.shape[2] == 1:
+        kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
+    masks = _prepared_masks(name, attention_mask, call)
+    _check_arguments(name, module, kwargs, masks is not None)
+    asked = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
+    for ignored in _IGNORED:
+        kwargs.pop(ignored, None)
+    if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
+        kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
+
+    attend = _own_function(module, call.implementation)
+    if _is_flash(call.implementation):
+        return attend_varlen(attend, module, query, key, value, call.layout, kwargs), None
+    if call.implementation == "sdpa":
+        query, key, value = in_attention_dtype(query, key, value)
+    states = query, key, value, call.layout, kwargs
+    if call.implementation == "sdpa" and masks is None and torch_varlen_applies(query, value, call.layout, kwargs):
+        return attend_torch_varlen(*states), None
+    return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager", masks=masks), None
+
+
+def _call_of_layer() -> PackedCall | None:
+    """The packed forward of the layer that is running, for layers that do not hand keyword arguments down."""
+    frame = layer_call()
+    return None if frame is None else frame.call
+
+
+def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any], prepared: bool) -> None:
+    # A prepared mask says itself what each token sees.
+    if not prepared and (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True)):
+        raise PaddingRemovalError(
+            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
+            "from causal decoders; use `padding_free=False`."
+        )
+    unknown = [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]
+    if unknown:
+        raise PaddingRemovalError(
+            f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that. Padding "
+            "cannot be removed from this model; train it with `padding_free=False`."
+        )
+
+
+def _prepared_masks(name: str, mask: Any, call: PackedCall) -> list[torch.Tensor] | None:
+    """The parts of the prepared mask of a layer that belong to the segments; `None` if no mask was prepared."""
+    prepared, kind = call.prepared, getattr(mask, "kind", None)
+    if prepared is None:
+        return None
+    if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
+        raise PaddingRemovalError(
+            f"{name} is to attend with a prepared mask, and {call.implementation} knows none of its kind. Load the "
+            "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
+        )
+    return call.once(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
+
+
+def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
+    """What `module` is to leave out within a row: as its mask says, or without one what it hands over."""
+    span = max(call.layout.spans)
+    chunk = getattr(module.config, "attention_chunk_size", None)
+    unknown = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
+    asked = unknown if mask is None else mask
+    if not isinstance(asked, PackedMask) or asked.custom:
+        raise PaddingRemovalError(
+            f"{name} attends with a mask of its own making, which a layout does not say how to pack. Padding cannot "
+            "be removed from this model; train it with `padding_free=False`."
+        )
+    if not asked.causal:
+        raise PaddingRemovalError(
+            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
+            "from causal decoders; use `padding_free=False`."
+        )
+    if _is_flash(call.implementation) and asked.chunk is not None and asked.chunk < span:
+        raise PaddingRemovalError(
+            f"{name} attends in chunks of {asked.chunk} tokens and a row of the batch spans {span}; FlashAttention "
+            "cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
+        )
+    return asked
+
+
+def _is_flash(implementation: str) -> bool:
+    return implementation.startswith("flash_attention") or ("/" in implementation and "flash" in implementation)
+
+
+def _own_function(module: nn.Module, implementation: str) -> Callable:
+    return _eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
+
+
+def _eager_function(module: nn.Module) -> Callable:
+    """The eager function that `module` falls back to, found where its forward would find it."""
+    code = _forward_code(type(module))
+    name = next((n for n in code.co_names if n.startswith("eager")), "eager_attention_forward")
+    return getattr(sys.modules[_defining_module(type(module))], name)
+
+
+@cache
+def _defining_module(cls: type) -> str:
+    return inspect.unwrap(cls.forward).__module__
+
+
+@cache
+def _forward_code(cls: type) -> Any:
+    return inspect.unwrap(cls.forward).__code__
+
+
+class ViewPatch(ForwardPatch):
+    """Runs a module that looks its attention up, or makes masks, on a view that names packed attention."""
+
+    serves_recomputation = runs_on_view = True
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        # The recomputation of a packed forward is packed, whatever was switched off in between.
+        call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
+        if call is None:
+            return self.on_view()(*args, **kwargs) if attends_otherwise() else self.wrapped(*args, **kwargs)
+        if packed_call() is call:
+            return self.on_view()(*args, **kwargs)
+        with running(call):  # a recomputation
+            return self.on_view()(*args, **kwargs)

@@ -1,0 +1,299 @@
+"""
+Decoder layers that are compiled one by one for packed forwards.
+
+A whole model compiled for the shapes of its batches would be compiled anew at every step. A layer is compiled once for
+all lengths: the layout stands in its arguments as tensors, and what the compiler cannot look into is an operator. The
+layer that is traced is a twin: it has the parameters, buffers and children of the layer, and a config that names the
+attention of this module. Padded forwards, generation and saving never see it.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch.fx.experimental import _config
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..handle import PaddingRemoval
+from ..model.masks import PackedMask, describe_mask
+from ..model.older import register_mask_function
+from ..model.patching import ForwardPatch
+from .attention import ViewPatch, uses_attention_interface
+from .operators import attend_segments, gather_keys
+from .segments import in_attention_dtype
+from .varlen import torch_varlen_is_complete
+
+
+__all__ = ["LayerPatch", "compile_layers"]
+
+logger = logging.get_logger(__name__)
+
+_shapes: Any = _config  # its `patch` is put there at run time
+_graphs: Any = dynamo_config
+
+COMPILED = "trl_padfix_compiled"
+"""Name of the attention of compiled layers among transformers' functions."""
+
+
+class Segments(NamedTuple):
+    """A layout as a compiled layer takes it: tensors, the longest segments, and the window of its mask."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
+    key_index: torch.Tensor | None
+    key_order: torch.Tensor | None
+    key_offsets: torch.Tensor | None
+    longest_query: int
+    longest_key: int
+    window: int | None
+
+
+def compile_layers(
+    handle: PaddingRemoval,
+    *,
+    backend: str = "inductor",
+    mode: str | None = None,
+    compiled: dict[Any, Callable] | None = None,
+) -> dict[str, str]:
+    """
+    Compile the decoder layers of an attached model for its packed forwards.
+
+    Args:
+        handle ([`PaddingRemoval`]):
+            The attachment.
+        backend (`str`, *optional*, defaults to `"inductor"`):
+            Backend of [`torch.compile`].
+        mode (`str`, *optional*):
+            Mode of [`torch.compile`].
+        compiled (`dict`, *optional*):
+            Forwards compiled before, by the kind of their layer, for models of one class that take turns; those of
+            this handle are added.
+
+    Returns:
+        `dict[str, str]`: the layers that run uncompiled, by name, each with the reason; a warning names them.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
+    register_mask_function(COMPILED, describe_mask)
+    patches, left, functions = [], {}, {} if compiled is None else compiled
+    for name, layer in _layers(handle.decoder):
+        reason = _obstacle(layer, handle.decoder)
+        if reason is not None:
+            left[name] = reason
+            continue
+        kind = type(layer), getattr(layer, "attention_type", None), _window(layer)
+        if kind not in functions:
+            functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
+        patches.append(LayerPatch(layer, handle, functions[kind]))
+    handle.attach(patches)
+    for reason in dict.fromkeys(left.values()):
+        names = [name for name, why in left.items() if why == reason]
+        logger.warning(f"{len(names)} of {len(left) + len(patches)} layers run uncompiled ({_span(names)}): {reason}.")
+    return left
+
+
+class LayerPatch(ForwardPatch):
+    """Runs the compiled twin of a layer in packed forwards."""
+
+    serves_recomputation = True
+
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval, compiled: Callable):
+        super().__init__(module, attachment)
+        self.compiled = compiled
+        self._twins: list[tuple[nn.Module, nn.Module]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_twins": []}  # a copy of the layer has parameters of its own
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call: PackedCall | None = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
+        segments = _segments(call, kwargs.get("attention_mask")) if call is not None else None
+        if call is None or segments is None:
+            return self.wrapped(*args, **kwargs)
+        given = {**kwargs, "attention_mask": None, LAYOUT: segments}
+
+        def run(*args: Any) -> Any:
+            # Sizes that are equal in one batch by chance are not taken for one size. Within DDP dynamo would cut a
+            # layer at the buckets of its gradients: it is small enough, and its sizes are not known.
+            with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
+                return self.compiled(self._twin(), *args, **given)
+
+        with running(call):
+            checkpoints = self.module.training and getattr(self.module, "gradient_checkpointing", False)
+            if checkpoints and _checkpoints_in_forward():
+                return self.module._gradient_checkpointing_func(run, *args)
+            return run(*args)
+
+    def _twin(self) -> nn.Module:
+        if not self._twins:
+            _twin(self.module, self._twins)
+        for twin, module in self._twins:
+            twin.__dict__["training"] = module.training
+        return self._twins[-1][0]
+
+
+def attend_compiled(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """The attention function of a compiled layer; see [`packed_attention`]."""
+    segments: Segments = kwargs[LAYOUT]
+    if kwargs.get("dropout") or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise NotImplementedError(
+            f"A compiled {type(module).__name__} computes no dropout, softcap and sinks of attention. Set "
+            "`torch_compile=False`."
+        )
+    query, key, value = in_attention_dtype(query, key, value)
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if segments.key_index is not None:
+        maps = segments.key_index, segments.key_order, segments.key_offsets
+        key, value = gather_keys(key, *maps), gather_keys(value, *maps)
+    bounds = segments.cu_seqlens_q, segments.cu_seqlens_k
+    if bounds[1] is None:
+        bounds = bounds[0], bounds[0]
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
+        output = _varlen(query, key, value, bounds, segments, scale)
+    else:
+        output = attend_segments(query, key, value, *bounds, scale, -1 if segments.window is None else segments.window)
+    return output.unsqueeze(0), None
+
+
+def _varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple, segments: Segments, scale: float
+) -> torch.Tensor:
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+
+    grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
+    longest = segments.longest_query, segments.longest_key
+    window = (-1, 0) if segments.window is None else (segments.window - 1, 0)
+    return varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **grouped)
+
+
+@torch.compiler.assume_constant_result
+def _takes_gqa() -> bool:
+    from .varlen import _varlen_parameters
+
+    return "enable_gqa" in _varlen_parameters()
+
+
+def _segments(call: PackedCall, mask: Any) -> Segments | None:
+    """The layout as arguments, or `None` where the mask asks for more than a window of tokens."""
+    layout = call.layout
+    asked = PackedMask() if mask is None else mask
+    if not isinstance(asked, PackedMask) or asked.custom or not asked.causal or call.prepared is not None:
+        return None
+    span = max(layout.spans)
+    window = asked.window if asked.window is not None and asked.window < span else None
+    if (asked.chunk is not None and asked.chunk < span) or (window and layout.spans != layout.key_lengths):
+        return None
+    shared = layout.key_index is not None
+    return Segments(
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k if shared else None,
+        layout.key_index,
+        layout.key_order,
+        layout.key_offsets,
+        *layout.longest,
+        window,
+    )
+
+
+def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a decoder, by name."""
+    for name, blocks in decoder.named_modules():
+        if isinstance(blocks, nn.ModuleList):
+            for i, block in enumerate(blocks):
+                if any(uses_attention_interface(m) for m in block.modules()):
+                    yield f"{name}.{i}", block
+
+
+def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
+    """Why a layer cannot be compiled, or `None` if it can."""
+    config: Any = decoder.config
+    if config._attn_implementation != "sdpa":
+        return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
+    for name, what in (
+        ("attention_dropout", "dropout of attention"),
+        ("attn_pdrop", "dropout of attention"),
+        ("attn_logit_softcapping", "a softcap"),
+        ("attention_chunk_size", "chunks"),
+    ):
+        if getattr(config, name, None):
+            return f"`{name}={getattr(config, name)}`: {what} has no operator that a compiler can be shown"
+    if any(hasattr(module, "sinks") for module in layer.modules()):
+        return "attention sinks have no operator that a compiler can be shown"
+    for module in layer.modules():
+        patch = vars(module).get("forward")
+        if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
+            return f"`{type(module).__name__}` computes packed rows in a way of its own ({type(patch).__name__})"
+    attending = [m for m in layer.modules() if uses_attention_interface(m)]
+    if any(not hasattr(m, "config") for m in attending):
+        return "an attention module without a config cannot be told which attention to use"
+    parameter = next(layer.parameters(), None)
+    if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
+        return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
+    return None
+
+
+def _window(layer: nn.Module) -> Any:
+    return next((m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None)), None)
+
+
+def _plain_forward(cls: type[nn.Module]) -> Callable:
+    """The forward of a layer without the gradient checkpointing around it."""
+    forward = cls.forward
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = inspect.getattr_static(forward, "__wrapped__")
+    return forward
+
+
+def _checkpoints_in_forward() -> bool:
+    """Whether layers checkpoint their forward, and not their call (transformers before 5.18)."""
+    return "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
+    """`forward` compiled for all lengths, as code of its own: dynamo keeps a few graphs for each code object."""
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(layer, *args, **kwargs)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    return torch.compile(own, backend=backend, mode=mode, fullgraph=True, dynamic=True)
+
+
+def _twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """
+    A module with the parameters, buffers and children of `module`, and compiled attention in its config.
+
+    The twins that are made, and what they are twins of, are added to `made`, the outermost last.
+    """
+    twin = object.__new__(type(module))
+    twin.__dict__.update({k: v for k, v in vars(module).items() if k != "forward"})
+    if uses_attention_interface(module):
+        config: Any = copy.copy(module.config)
+        twin.__dict__["config"] = config
+        config._attn_implementation_internal = COMPILED
+    children = dict(module._modules)
+    for name, child in children.items():
+        if child is not None and any(uses_attention_interface(m) for m in child.modules()):
+            children[name] = _twin(child, made)
+    twin.__dict__["_modules"] = children
+    made.append((twin, module))
+    return twin
+
+
+def _span(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

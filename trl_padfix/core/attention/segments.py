@@ -1,0 +1,207 @@
+"""
+Attention over the segments of a layout, one function for each way to compute it.
+
+[`attend_varlen`] calls a FlashAttention function once for all segments, [`attend_torch_varlen`] torch's own, and
+[`attend_by_segment`] a model's `sdpa` or `eager` function on one block of one segment at a time. All of them gather
+the keys of the segments first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging
+
+from ..layout.layout import Layout
+
+
+__all__ = ["BLOCK", "attend_by_segment", "in_attention_dtype", "sum_by_token"]
+
+logger = logging.get_logger(__name__)
+
+BLOCK = 1024
+"""Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
+
+
+def attend_by_segment(
+    attend: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    kwargs: dict[str, Any],
+    *,
+    is_eager: bool,
+    masks: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """
+    The model's `sdpa` or `eager` function on one block of one segment at a time.
+
+    With `masks`, one `(1, 1, queries, keys)` for each segment, these say what is seen, and nothing else.
+    """
+    window: int | None = kwargs.get("sliding_window")
+    chunk: int | None = kwargs.get("attention_chunk_size")
+    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
+    limits = [n for n in (window, chunk) if n is not None]
+    # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where at most half
+    # is shared, a row made whole by queries that nobody asks for is quicker than a mask.
+    wholes = [
+        masks is None and not is_eager and keys <= 2 * own and all(span <= n for n in limits)
+        for own, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True)
+    ]
+    lengths = list(zip(layout.query_lengths, layout.key_lengths, strict=True))
+    added = [keys - own if whole else 0 for (own, keys), whole in zip(lengths, wholes, strict=True)]
+    q_lengths = [own + n for (own, _), n in zip(lengths, added, strict=True)]
+    # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
+    segments = zip(
+        _with_queries(query, layout, added).split(q_lengths, dim=2),
+        _gather_keys(key, layout).split(layout.key_lengths, dim=2),
+        _gather_keys(value, layout).split(layout.key_lengths, dim=2),
+        layout.positions.split(layout.query_lengths),
+        positions_k.split(layout.key_lengths),
+        layout.spans,
+        wholes,
+        added,
+        strict=True,
+    )
+    # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.
+    on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu"
+    on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
+    outputs = []
+    given = iter(masks or ())
+    for index, (own_query, own_key, own_value, own_positions, own_positions_k, span, whole, n) in enumerate(segments):
+        queries, keys = len(own_positions), len(own_positions_k)
+        windowed = window if window is not None and window < span else None
+        chunked = chunk if chunk is not None and chunk < span else None
+        own_mask = next(given, None)
+        if whole:
+            row = attend(module, own_query, own_key, own_value, None, **kwargs)[0]
+            outputs.append(row[:, n:] if n else row)
+            continue
+        for begin in range(0, queries, BLOCK):
+            end = min(begin + BLOCK, queries)
+            last_k = keys - queries + end if masks is None else keys
+            k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
+            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
+            seen = own_positions[begin:end], own_positions_k[k], windowed, chunked
+            if on_cpu and own_mask is None:
+                mask = _kept_mask(layout, (index, begin, windowed, chunked, query.dtype), query, *seen)
+                outputs.append(_attend_grouped(*part, mask, kwargs))
+            else:
+                mask = _visible(*seen) if own_mask is None else own_mask[:, :, begin:end]
+                if is_eager:  # eager functions add their mask
+                    mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+                outputs.append(attend(module, *part, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1)
+
+
+def _with_queries(query: torch.Tensor, layout: Layout, added: list[int]) -> torch.Tensor:
+    """Queries of zeros in front of those of the segments, in one tensor: the graph is to keep no other."""
+    if not any(added):
+        return query
+    zeros = query.new_zeros(*query.shape[:2], max(added), query.shape[3])
+    own = query.split(layout.query_lengths, dim=2)
+    return torch.cat([x for n, part in zip(added, own, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
+
+
+def _visible(
+    positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
+) -> torch.Tensor:
+    """Which keys each query sees, `(1, 1, queries, keys)`."""
+    position = positions[:, None]
+    distance = position - positions_k[None]
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if chunk is not None:
+        mask = mask & (position // chunk == positions_k[None] // chunk)
+    return mask[None, None]
+
+
+_masks: WeakKeyDictionary[Layout, dict[Any, TensorWeakRef]] = WeakKeyDictionary()
+"""Masks of the blocks of a layout for as long as some graph keeps them."""
+
+
+def _kept_mask(layout: Layout, block: tuple, query: torch.Tensor, *seen: Any) -> torch.Tensor:
+    """
+    The mask of a block as torch's attention adds it: the tensor that another layer's graph keeps, if there is one.
+
+    Of a mask of booleans every layer would keep a copy in the dtype of its scores. Where nothing is kept, without
+    gradients and under gradient checkpointing, the mask goes with its layer.
+    """
+    known = _masks.setdefault(layout, {})
+    mask = known[block]() if block in known else None
+    if mask is None:
+        visible = _visible(*seen)
+        mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        known[block] = TensorWeakRef(mask)
+    return mask
+
+
+def _attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """torch's attention under a mask; transformers would copy the keys for every head of their group."""
+    attended = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=kwargs.get("dropout", 0.0),
+        scale=kwargs.get("scaling"),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.transpose(1, 2)
+
+
+def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
+    """
+    States in the precision that attention computes in: that of autocast where it is on, as torch's own attention does.
+
+    Rotary embeddings are computed in float32 and leave query and key there, beside values in half precision.
+    """
+    device = states[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(states)
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
+
+
+def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return states if layout.key_index is None else _GatherKeys.apply(states, layout)
+
+
+class _GatherKeys(torch.autograd.Function):
+    """
+    The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`.
+
+    The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
+    GPU come, and in half precision. This one is a single sum for each token, over the places that gathered it in
+    their order, in float32: always the same sums, and one kernel whatever the number of segments.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        index: Any = layout.key_index
+        # Token by token, as variable-length kernels read it; `(1, K, n, D)` is a view of that.
+        return states[0].transpose(0, 1).index_select(0, index).transpose(0, 1).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_by_token(grads[0][0].transpose(0, 1), ctx.layout).transpose(0, 1).unsqueeze(0), None
+
+
+def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
+    order: Any = layout.key_order
+    flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
+    return functional.embedding_bag(order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -1,0 +1,157 @@
+"""Variable-length attention kernels of flash-attn, the Hub and torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..errors import PaddingRemovalError
+from ..layout.layout import Layout
+from ..model.older import flash_arguments
+from .segments import _gather_keys, in_attention_dtype
+
+
+__all__ = [
+    "attend_torch_varlen",
+    "attend_varlen",
+    "torch_varlen_applies",
+    "torch_varlen_is_complete",
+    "torch_varlen_obstacle",
+]
+
+
+logger = logging.get_logger(__name__)
+
+
+def attend_varlen(
+    attend: Callable,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """One call of a FlashAttention function of transformers."""
+    try:
+        output, _ = attend(
+            module,
+            query,
+            _gather_keys(key, layout),
+            _gather_keys(value, layout),
+            None,
+            cu_seq_lens_q=layout.cu_seqlens_q,
+            cu_seq_lens_k=layout.cu_seqlens_k,
+            max_length_q=layout.longest[0],
+            max_length_k=layout.longest[1],
+            **flash_arguments(layout),
+            **kwargs,
+        )
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        computed_in = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
+        half = query.device.type != "cpu" and computed_in in (torch.float16, torch.bfloat16)
+        if half or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise PaddingRemovalError(
+            f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
+            "bfloat16 only. Load the model with `dtype='bfloat16'` (or train with `bf16=True`), or use "
+            "`attn_implementation='sdpa'`."
+        ) from error
+    return output
+
+
+def attend_torch_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+    window, grouped = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
+    # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
+    output = varlen_attn(
+        query.squeeze(0).transpose(0, 1),
+        _gather_keys(key, layout).squeeze(0).transpose(0, 1),
+        _gather_keys(value, layout).squeeze(0).transpose(0, 1),
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k,
+        *layout.longest,
+        scale=kwargs.get("scaling"),
+        window_size=(-1 if window is None else window - 1, 0),
+        **({"enable_gqa": grouped} if "enable_gqa" in _varlen_parameters() else {}),  # torch 2.11 groups by itself
+    )
+    return output.unsqueeze(0)
+
+
+def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:
+    """
+    Why attention in half precision on a CUDA GPU cannot be torch's variable-length kernel.
+
+    Returns:
+        `str`, *optional*: the reason and the remedy, as far as there is one; `None` if it can.
+    """
+    size, window = query.shape[-1], kwargs.get("sliding_window")
+    flash = "load the model with `attn_implementation='flash_attention_2'`"
+    if value.shape[-1] != size:
+        return f"queries have {size} dimensions and values {value.shape[-1]}, and it takes equal ones"
+    if size > 256 or size % 8:
+        return f"its heads have at most 256 dimensions, in multiples of 8, and this model's have {size}"
+    if kwargs.get("dropout"):
+        return f"it has no dropout, and this model drops {kwargs['dropout']} of its weights; set `attention_dropout=0`"
+    if kwargs.get("softcap") is not None:
+        return f"it has no softcap; {flash}, which has"
+    if kwargs.get("s_aux") is not None:
+        return "it has no attention sinks; load the model with a flash-attention kernel that has (FA3 from the Hub)"
+    if kwargs.get("attention_chunk_size") is not None:
+        return "it cannot keep chunks apart"
+    # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
+    if window is not None and layout.spans != layout.key_lengths:
+        return f"its window counts tokens, and rows with masked tokens within need one of {window} columns"
+    if not torch_varlen_is_complete():
+        return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"
+    return None
+
+
+def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
+    """
+    Whether attention is torch's variable-length kernel.
+
+    In half precision on CUDA that is what a run expects; where it cannot be, a warning says so once, with the reason.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    reason = torch_varlen_obstacle(query, value, layout, kwargs)
+    if reason is not None:
+        logger.warning_once(
+            "Packed batches attend segment by segment, which is exact and slow: torch's variable-length "
+            f"FlashAttention cannot serve this model, because {reason}."
+        )
+    return reason is None
+
+
+@cache
+def torch_varlen_is_complete() -> bool:
+    """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return False  # it is FlashAttention, which starts with Ampere
+    return {"scale", "window_size"} <= _varlen_parameters()
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """
+    What torch's variable-length attention takes: nothing where there is none.
+
+    torch 2.9 has none, 2.10 has neither scale nor window, 2.11 groups heads without being asked.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)

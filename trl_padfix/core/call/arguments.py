@@ -1,0 +1,151 @@
+"""The arguments of a decoder call, packed, and its output, laid out over the batch again."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import ModelOutput
+
+from ..errors import PaddingRemovalError
+from ..layout.layout import Layout, pack, unpack
+from ..model.positions import Numbering, packed_positions
+from .calls import ModelCall
+
+
+__all__ = ["bind", "pack_arguments", "unpack_output", "visual_mask"]
+
+
+_FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
+
+
+_SAID_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments that say of a packed row what its layout says."""
+
+
+def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those of `**kwargs` included."""
+    bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    for name, parameter in inspect.signature(forward).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
+    """
+    The arguments of a decoder for the packed tokens.
+
+    Args:
+        call (`dict`):
+            Arguments of the decoder, padded, by name.
+        layout ([`Layout`]):
+            Layout of the batch.
+        numbering ([`Numbering`]):
+            How the decoder numbers its tokens where it is given no positions.
+
+    Raises:
+        PaddingRemovalError: If a tensor among them is not a value for each token.
+    """
+    positions = call.get("position_ids")
+    visual = visual_mask(call, layout.batch_shape)
+    if visual is not None:
+        # Features of visual tokens come in the order of the padded batch: where each packed one is among them.
+        order = pack((visual.flatten().cumsum(0) - 1).view(visual.shape), layout)[pack(visual, layout)]
+        visual = (int(visual.sum()), order)
+    untouched = ("attention_mask", "position_ids", *_SAID_BY_LAYOUT)
+    packed = {k: v if k in untouched else _pack_value(k, v, layout, visual) for k, v in call.items()}
+    packed["attention_mask"] = None
+    if positions is None:
+        packed["position_ids"] = packed_positions(numbering, call, layout).unsqueeze(0)
+    else:
+        rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
+        rows = torch.cat([pack(row, layout) for row in rows])
+        packed["position_ids"] = rows if positions.dim() == 2 else rows.unsqueeze(1)
+    for name in _SAID_BY_LAYOUT:
+        packed.pop(name, None)
+    return packed
+
+
+def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.Tensor] | None) -> Any:
+    """An argument of the decoder for the packed tokens; what is in lists and dictionaries, one by one."""
+    if isinstance(value, dict):
+        return {k: _pack_value(name, v, layout, visual) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_pack_value(name, v, layout, visual) for v in value)
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    # Numbers for each token, ids or masks; of what could have another shape by chance, what is known to be one.
+    is_plain = value.dim() == 2 and not value.is_floating_point()
+    if tuple(value.shape[:2]) == layout.batch_shape and (is_plain or name in _FOR_EACH_TOKEN):
+        return pack(value, layout)
+    if visual is not None and value.shape[0] == visual[0]:
+        return value.index_select(0, visual[1])
+    raise PaddingRemovalError(
+        f"The decoder was called with `{name}` of shape {tuple(value.shape)}, which is not a value for each token of "
+        f"the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding cannot be "
+        "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`."
+    )
+
+
+def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
+    masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
+    return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
+
+
+def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None) -> Any:
+    """
+    Lay the output of a decoder out over the batch.
+
+    Args:
+        output ([`~transformers.utils.ModelOutput`] or `tuple`):
+            What the decoder returned for the packed tokens.
+        layout ([`Layout`]):
+            Layout of the batch.
+        call ([`ModelCall`], *optional*):
+            The call of its model, which may ask for other states than `(B, L, H)`.
+    """
+
+    def choose(hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if call is not None and call.pools_last:
+            return _last_everywhere(hidden, layout)
+        if call is not None and call.scored is not None:
+            return _select(hidden, layout, call.scored)
+        return _unpack_value(hidden, layout)
+
+    if isinstance(output, ModelOutput):
+        last = output["last_hidden_state"]
+        for name, value in output.items():
+            if name != "last_hidden_state":
+                output[name] = _unpack_value(value, layout)
+        output["last_hidden_state"] = choose(last, layout)
+        return output
+    if isinstance(output, tuple):
+        return (choose(output[0], layout), *(_unpack_value(value, layout) for value in output[1:]))
+    raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
+
+
+def _select(hidden: torch.Tensor, layout: Layout, index: torch.Tensor) -> torch.Tensor:
+    """The states of the tokens at `index` in the flattened batch, as one row."""
+    index = index if layout.is_trivial else layout.packed_positions_of(index)
+    return hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
+
+
+def _last_everywhere(hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`(B, L, H)` with the state of a row's last real token in all its columns."""
+    return _select(hidden, layout, layout.last_index).transpose(0, 1).expand(-1, layout.batch_shape[1], -1)
+
+
+def _unpack_value(value: Any, layout: Layout) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_unpack_value(v, layout) for v in value)
+    if layout.is_trivial or not isinstance(value, torch.Tensor):
+        return value
+    if tuple(value.shape[:2]) == (1, layout.packed_tokens):
+        return unpack(value, layout)
+    if value.dim() == 2 and value.shape[0] == layout.packed_tokens:
+        # Router logits: one row per token, `(T, experts)`. Their losses expect `(B * L, experts)` and the mask.
+        return unpack(value.unsqueeze(0), layout).flatten(0, 1)
+    return value

@@ -1,0 +1,126 @@
+"""
+What a decoder is given beside text: the content of images and other features, and masks made around it.
+
+Prefixes of rows match only if their images match, so the keys that identify each token hold its embeddings too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layout.flat_maps import on_device
+from ..model.older import own_masks
+from .arguments import visual_mask
+from .prepared_masks import PreparedMasks
+
+
+__all__ = ["plain_mask", "tensors_in", "token_keys"]
+
+
+def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
+    """
+    Keys that identify each token beside its id: tokens with equal keys are given equal inputs.
+
+    Args:
+        call (`dict`):
+            Arguments of the decoder, padded.
+        batch_shape (`torch.Size`):
+            `(B, L)`.
+
+    Returns:
+        `torch.Tensor` of shape `(keys, B, L)` and dtype int64, *optional*: positions and (bool or integer) values as
+        they are, embeddings and features as 64 bits of their content.
+    """
+    keys: list[torch.Tensor] = []
+    mask_BL = visual_mask(call, tuple(batch_shape))
+    for name, value in call.items():
+        if name in ("attention_mask", "input_ids", "labels", "cache_position"):
+            continue
+        if name == "position_ids" and value is not None:
+            keys += value.expand(*value.shape[:-2], *batch_shape).reshape(-1, *batch_shape)
+            continue
+        for tensor in tensors_in(value):
+            if tensor.shape[:2] == batch_shape:
+                keys.append(tensor if tensor.dim() == 2 and not tensor.is_floating_point() else _content(tensor))
+            elif mask_BL is not None and tensor.dim() == 2:  # a feature for each visual token
+                content = _content(tensor.unsqueeze(0))[0]
+                keys.append(torch.zeros(batch_shape, dtype=torch.int64, device=tensor.device))
+                keys[-1][mask_BL] = content
+    return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
+
+
+def plain_mask(
+    call: dict[str, Any], around: dict[str, Any], decoder: Any, is_causal: bool = True
+) -> tuple[dict[str, Any], PreparedMasks | None]:
+    """
+    A decoder call with the two-dimensional mask that prepared masks were made of.
+
+    Args:
+        call (`dict`):
+            Arguments of the decoder.
+        around (`dict`):
+            Arguments of the module around it.
+        decoder (`torch.nn.Module`):
+            The decoder.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Whether its attention is causal by itself; where it is not, its masks alone say what is seen.
+
+    Returns:
+        `tuple[dict, PreparedMasks | None]`: the call, and the masks themselves if they are other ones than the decoder
+        would make: those in which tokens of an image see each other.
+    """
+    prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
+    cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+    is_prepared = isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4)
+    if cached or not is_prepared or embeds is None:
+        return call, None
+    if mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return call, None
+    if not is_causal:
+        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
+    own = own_masks(decoder.config, embeds, mask)
+    pairs = [(prepared, own)]
+    if isinstance(prepared, dict) and isinstance(own, dict):
+        pairs = [(prepared[kind], own.get(kind)) for kind in prepared]
+    if any(isinstance(m, dict) for m in pairs[0]) or not all(_same_mask(*pair, mask) for pair in pairs):
+        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
+    return call | {"attention_mask": mask}, None
+
+
+def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:
+    """Whether two masks agree on the rows of real tokens. No mask is a causal one of a batch without padding."""
+    if prepared is None and own is None:
+        return True
+    if prepared is None or own is None:
+        other: Any = prepared if own is None else own
+        own = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
+        own = own.expand(len(mask), 1, -1, -1)
+        prepared = other if other.dtype == torch.bool else other == 0
+    if prepared.shape != own.shape:
+        return False
+    if prepared.dim() == 2:
+        return torch.equal(prepared.bool(), own.bool())
+    real = mask.bool()[:, None, :, None]
+    return bool(((prepared == own) | ~real).all())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in an argument, those within lists and dictionaries included."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for v in values for tensor in tensors_in(v)]
+
+
+def _content(values: torch.Tensor) -> torch.Tensor:
+    """64 bits of the content of `(B, L, ...)`, `(B, L)`: other values give others, but for one pair in 2**64 or so."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits_BLH = values.detach().contiguous().view(bits).flatten(2)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, bits_BLH.shape[2:], generator=generator) * 2 + 1
+    factors = on_device(factors, values.device)
+    return torch.stack([(row.to(torch.int64) * factors).sum(1) for row in bits_BLH])

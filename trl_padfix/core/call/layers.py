@@ -1,0 +1,153 @@
+"""
+The layer that is running, for the modules within it.
+
+A module that is handed rows has to know what its layer was called with, and some layers do not hand the layout down to
+their attention. [`LayerPatch`] keeps both for as long as the layer runs, and gradient checkpointing takes them along:
+since transformers 5 the checkpoint sits inside the forward of a layer, so the function that makes it is given to the
+layer on a view.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..errors import PaddingRemovalError
+from ..model.patching import ForwardPatch
+from .arguments import bind
+from .calls import LAYOUT, PackedCall, packed_call, running
+
+
+__all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes_any_argument"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """
+    One call of a layer within a packed forward.
+
+    Attributes:
+        layer (`torch.nn.Module`): The layer.
+        arguments (`dict`): What it was called with, by name.
+        call ([`PackedCall`]): The packed forward.
+    """
+
+    layer: nn.Module
+    arguments: dict[str, Any]
+    call: PackedCall
+
+
+_layer_call: ContextVar[LayerCall | None] = ContextVar("trl_padfix_layer_call", default=None)
+
+
+def layer_call(call: PackedCall | None = None) -> LayerCall | None:
+    """The call of a layer that is running, if one is, and if it is within the packed forward `call`."""
+    frame = _layer_call.get()
+    return frame if frame is not None and (call is None or frame.call is call) else None
+
+
+@contextmanager
+def _within(frame: LayerCall) -> Iterator[None]:
+    token = _layer_call.set(frame)
+    try:
+        with running(frame.call):
+            yield
+    finally:
+        _layer_call.reset(token)
+
+
+def takes_any_argument(module: nn.Module) -> bool:
+    """Whether the forward of a module takes keyword arguments that it does not name."""
+    return bool(_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
+
+
+def hands_arguments_on(module: nn.Module) -> bool:
+    """Whether the forward of a module takes keyword arguments that it does not name, and calls something with them."""
+    return takes_any_argument(module) and _expands_arguments(_code(type(module)))
+
+
+class LayerPatch(ForwardPatch):
+    """
+    Keeps the call of a layer for the modules within it, in recomputation too.
+
+    Args:
+        module (`torch.nn.Module`):
+            The layer, or a part of one that is checkpointed by itself.
+        attachment ([`PaddingRemoval`]):
+            The handle.
+        is_layer (`bool`, *optional*, defaults to `True`):
+            Whether the decoder calls it; a part leaves the call of its layer in place.
+    """
+
+    serves_recomputation = True
+
+    def __init__(self, module: nn.Module, attachment: Any, is_layer: bool = True):
+        super().__init__(module, attachment)
+        self.is_layer = is_layer
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
+        if call is None:
+            return self.wrapped(*args, **kwargs)
+        if not takes_any_argument(self.module):
+            kwargs.pop(LAYOUT, None)
+        frame = None if self.is_layer else layer_call(call)
+        if frame is None:
+            frame = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
+        with _within(frame):
+            return self._forward(frame, LAYOUT in kwargs)(*args, **kwargs)
+
+    def _forward(self, frame: LayerCall, carries_layout: bool) -> Callable:
+        """The forward of the layer; where it is checkpointed, one whose recomputation is within `frame` too."""
+        checkpoint = getattr(self.module, "_gradient_checkpointing_func", None)
+        active = getattr(self.module, "gradient_checkpointing", False) and self.module.training
+        if checkpoint is None or not active:
+            return self.wrapped
+        if _checkpoints_inside(type(self.module)):
+            own = {"config": self.module.config} if hasattr(self.module, "config") else {}
+            return self.on_view(_gradient_checkpointing_func=_carrying(checkpoint, frame), **own)
+        if not carries_layout:  # the layer is called anew, by a checkpoint around it that knows of no packed forward
+            raise PaddingRemovalError(
+                f"{type(self.module).__name__} is checkpointed from outside and is not handed the layout of the "
+                "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.2 or "
+                "later, or set one of `padding_free` and `gradient_checkpointing` to False."
+            )
+        return self.wrapped
+
+
+def _carrying(checkpoint: Callable, frame: LayerCall) -> Callable:
+    """`checkpoint`, whose recomputation is within `frame`, whatever thread runs it."""
+
+    def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        with _within(frame):
+            return function(*args, **kwargs)
+
+    def carrying(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(run, function), *args, **kwargs)
+
+    return carrying
+
+
+@cache
+def _checkpoints_inside(cls: type[nn.Module]) -> bool:
+    """Whether the gradient checkpoint of a layer is inside its forward, and not in its `__call__` or its decoder."""
+    return issubclass(cls, GradientCheckpointingLayer) and hasattr(cls.forward, "__wrapped__")
+
+
+@cache
+def _code(cls: type[nn.Module]) -> Any:
+    return inspect.unwrap(cls.forward).__code__
+
+
+@cache
+def _expands_arguments(code: Any) -> bool:
+    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))

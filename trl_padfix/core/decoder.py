@@ -1,0 +1,257 @@
+"""
+What runs in place of the forwards of a decoder's modules while padding is removed.
+
+[`DecoderPatch`] packs at the decoder's door and unpacks at its exit. Within a packed forward [`ViewPatch`] leads
+attention modules to packed attention, [`PositionPatch`] numbers tokens for decoders that do it themselves, and
+[`RopePatch`] shows rotary embeddings the length of the padded batch. [`NumberingPatch`] is for padded forwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention.attention import refuse_implementation
+from .call.arguments import bind, pack_arguments, unpack_output
+from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call, running
+from .call.images import plain_mask
+from .call.layers import hands_arguments_on, takes_any_argument
+from .call.prepared_masks import with_added_masks
+from .errors import PaddingRemovalError
+from .handle import PaddingRemoval
+from .layout.layout import Layout, pack
+from .mixers.dry_run import DryRun
+from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
+from .model.older import older_attributes
+from .model.patching import ForwardPatch
+from .model.positions import Numbering, length_dependent_rope
+from .model.sharded import gathers_in_parts
+from .model.views import attends_otherwise
+
+
+__all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
+
+
+_TOLD = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+"""Arguments of a decoder by which it knows its rows, or goes on with rows that it knows."""
+
+
+class DecoderPatch(ForwardPatch):
+    """
+    Packs at the decoder's door, unpacks at its exit.
+
+    Args:
+        module (`torch.nn.Module`):
+            The decoder.
+        attachment ([`PaddingRemoval`]):
+            The handle.
+        layers (`dict[str, torch.nn.Module]`, *optional*):
+            Its layers by name.
+        refuse (`Callable`, *optional*):
+            Says why a layout, or a batch with prepared masks, cannot be packed, if it cannot.
+        makes_rows (`bool`, *optional*, defaults to `False`):
+            Whether some of its mixers run on rows.
+    """
+
+    runs_on_view = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        attachment: PaddingRemoval,
+        *,
+        layers: dict[str, nn.Module] | None = None,
+        refuse: Callable[[Layout, bool], str | None] | None = None,
+        makes_rows: bool = False,
+    ):
+        super().__init__(module, attachment)
+        self.layers, self.refuse, self.makes_rows = layers or {}, refuse, makes_rows
+        self.numbering = Numbering.of(module)
+        self.takes_whole_rows = bool(needs_whole_rows(module))
+        self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
+        self.takes_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
+        self.parameters = frozenset(inspect.signature(module.forward).parameters)
+        self.depends_on_length = bool(length_dependent_rope(module))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if attends_otherwise():
+            call = bind(self.wrapped, args, kwargs)
+            if attends_otherwise() == "eager":  # masks were made for the attention of the config
+                dtype = next(self.module.parameters()).dtype
+                call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
+            return self.on_view()(**call)
+        if packed_call(self.module) is None:
+            return super().call(*args, **kwargs)
+        with running(None):  # a call from within a packed forward is a forward of its own
+            return super().call(*args, **kwargs)
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        asked = model_call(self.module)
+        call = bind(self.wrapped, args, kwargs)
+        try:
+            if asked is not None and asked.arguments:
+                call, asked.prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
+            elif asked is not None and all(call.get(k) is None for k in _TOLD):
+                # Mamba does not hand positions to its decoder, RWKV not even the mask.
+                call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
+            if asked is not None and asked.given and asked.given.get("use_cache") is None:
+                call.pop("use_cache", None)  # nobody asked for a cache; GIT asks its config
+            layout = self.attachment.layout_of(call, asked)
+            if layout is None:
+                if call.get("use_cache") is False:
+                    self._keep_pace(call)
+                return self.wrapped(*args, **kwargs)
+            return self._packed(call, layout, asked)
+        except IndexError as error:
+            _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
+            raise
+
+    def _packed(self, call: dict[str, Any], layout: Layout, asked: ModelCall | None) -> Any:
+        self.attachment.stats.add(layout)
+        call["use_cache"] = False
+        prepared = asked.prepared if asked is not None else None
+        if layout.is_trivial:
+            if prepared is not None:
+                call["attention_mask"] = prepared.given
+            self._keep_pace(call)
+            return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
+        config = self.module.config
+        if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
+            raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
+        asks_weights = call.get("output_attentions")
+        if asks_weights or (asks_weights is None and getattr(config, "output_attentions", False)):
+            raise PaddingRemovalError(
+                "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
+                "Leave it off, here and in the config, or remove the handle for this call (`with "
+                "handle.disabled(): ...`)."
+            )
+        if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
+            raise PaddingRemovalError(reason)
+        if self.takes_whole_rows:
+            return unpack_output(over_whole_rows(self.wrapped, self._accepted(call), layout), layout, asked)
+        packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
+        if prepared is not None:
+            packed["attention_mask"] = prepared.for_decoder()
+        positions, last = packed["position_ids"], self._last_position(call, layout)
+        packed = self._accepted(packed)
+        dry_run = DryRun(self.module, self.layers, packed, last)
+        in_pace = self._keeps_pace()
+        current = PackedCall(
+            layout, config._attn_implementation, self.module, positions, last, dry_run, prepared, in_pace
+        )
+        if in_pace:
+            calls_of_layers(current, one_block=True)
+        if self.hands_on:
+            packed[LAYOUT] = current
+        forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
+        with running(current):
+            output = forward(**packed)
+        self.attachment.remember(current)
+        if asked is not None and not asked.pools_last and asked.scored is None:
+            asked.layout = layout
+        return unpack_output(output, layout, asked)
+
+    def _keeps_pace(self) -> bool:
+        """Whether a forward has to call the same parts as those of other processes, whatever rows these have."""
+        return self.makes_rows and gathers_in_parts(self.module)
+
+    def _keep_pace(self, call: dict[str, Any]) -> None:
+        """Look how layers are called, as processes do whose batches are packed; a forward with them as they are."""
+        if self._keeps_pace():
+            DryRun(self.module, self.layers, self._accepted(call), 0).as_called()
+
+    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the decoder takes: what its model was given it may not."""
+        return call if self.takes_any else {k: v for k, v in call.items() if k in self.parameters}
+
+    def _last_position(self, call: dict[str, Any], layout: Layout) -> int | torch.Tensor:
+        """The largest position of the padded call, where the decoder looks at it."""
+        positions = call.get("position_ids")
+        if not self.depends_on_length or positions is None:
+            return layout.batch_shape[1] - 1
+        return positions.max()
+
+
+class PositionPatch(ForwardPatch):
+    """Gives a positional embedding the places of the packed tokens in their rows, for those in the packed row."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = packed_call(self.attachment.decoder)
+        if call is None:
+            return self.wrapped(*args, **kwargs)
+        arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
+        given = arguments.get("position_ids")
+        arguments["position_ids"] = positions if given is None else positions.view_as(given)
+        return self.wrapped(**arguments)
+
+
+class RopePatch(ForwardPatch):
+    """
+    Shows a rotary embedding the length of the padded batch.
+
+    With dynamic and long rope its frequencies depend on the largest position of a forward, and padding has positions
+    too. One more token takes part with that position, and is cut off again.
+    """
+
+    serves_recomputation = True
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
+        arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
+        positions = arguments.get("position_ids")
+        if call is None or positions is None:
+            return self.wrapped(*args, **kwargs)
+        last = torch.as_tensor(call.last_position, dtype=positions.dtype, device=positions.device)
+        arguments["position_ids"] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], dim=-1)
+        output = self.wrapped(**arguments)
+        return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(x[..., :-1, :] for x in output)
+
+
+class NumberingPatch(ForwardPatch):
+    """Numbers the tokens of each padded row from its first real one, where the caller gave no positions."""
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.wrapped, args, kwargs)
+        mask = call.get("attention_mask")
+        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+        if cached or call.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return self.wrapped(*args, **kwargs)
+        column = torch.arange(mask.shape[1], device=mask.device)
+        call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
+        return self.wrapped(**call)
+
+
+def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: Any, ids: torch.Tensor | None) -> None:
+    rows = decoder.get_input_embeddings().num_embeddings
+    if ids is not None and int(ids.max()) >= rows:
+        raise ValueError(
+            f"The batch holds token id {int(ids.max())}, and the embedding of {type(decoder).__name__} has {rows} "
+            "rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
+        ) from error
+
+
+def _noisy_embeddings(decoder: Any, call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """
+    What NEFTune makes of the embeddings of a batch, packed; nothing where it is off.
+
+    Its hook on the embedding scales the noise by the length of the rows that it sees. It is shown the padded batch,
+    and so draws the noise of the padded computation.
+    """
+    embedding, ids = decoder.get_input_embeddings(), call.get("input_ids")
+    if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
+        return {}
+    if layout.packed_tokens < layout.real_tokens:
+        raise PaddingRemovalError(
+            "NEFTune gives every token of every row a noise of its own, so no two rows begin alike. Attach with "
+            "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
+        )
+    if "per_layer_inputs" in inspect.signature(decoder.forward).parameters:
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
+            "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."
+        )
+    return {"input_ids": None, "inputs_embeds": pack(embedding(ids), layout)}

@@ -1,0 +1,1 @@
+"""Where the tokens of a padded batch lie in one packed row."""

@@ -1,0 +1,234 @@
+"""
+A layout as a tree, for recurrences and convolutions whose state forks where prefixes part.
+
+The packed tokens are cut into nodes: runs of tokens between two forks. A node begins with the state in which its
+parent ended. Nodes of one depth are a level; a recurrence computes level after level, all nodes of a level at once. A
+short convolution needs no states, only the few tokens before each segment on its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..call.calls import PackedCall
+from ..layout.layout import Layout
+from .row_blocks import grouped_by_length
+
+
+__all__ = ["Level", "NodeBlock", "Tree", "tree_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class NodeBlock:
+    """
+    Nodes of one level that are computed together.
+
+    Attributes:
+        tokens (`torch.Tensor` of shape `(n, l)`): Packed tokens of each node; `T` beyond its end.
+        parents (`torch.Tensor` of shape `(n,)`, *optional*): Number of the parent of each node; `None` for roots.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """
+    The nodes of one depth.
+
+    Attributes:
+        blocks (`tuple` of [`NodeBlock`]): The nodes in blocks of about equal length.
+        tokens (`torch.Tensor` of shape `(sum of lengths,)`): Packed tokens of all nodes, node after node.
+        cu_seqlens (`torch.Tensor` of shape `(nodes + 1,)`, int32): Where the nodes begin and end in `tokens`.
+        parents (`torch.Tensor` of shape `(nodes,)`, *optional*): Number of the parent of each node.
+        is_last (`bool`): Whether no node of this level has children.
+    """
+
+    blocks: tuple[NodeBlock, ...]
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    parents: torch.Tensor | None
+    is_last: bool
+
+
+class Tree:
+    """
+    The nodes of a layout, level by level.
+
+    Nodes are numbered in the order of the levels, and within a level in the order of its blocks.
+
+    Attributes:
+        levels (`list` of [`Level`]): Roots first.
+        take (`torch.Tensor` of shape `(T,)`): Where each packed token is in the outputs of all blocks, block by block.
+        take_varlen (`torch.Tensor` of shape `(T,)`): Where it is in the tokens of all levels, level by level.
+    """
+
+    def __init__(self, layout: Layout):
+        self.layout, self.tokens = layout, layout.packed_tokens
+        self.device = layout.packed_index.device
+        begins, parent_tokens = self._segments()
+        nodes, parents = _nodes(begins, list(layout.query_lengths), parent_tokens)
+        depth: list[int] = []
+        for parent in parents:  # parents come before their children
+            depth.append(0 if parent < 0 else depth[parent] + 1)
+        number: dict[int, int] = {}
+        self.levels: list[Level] = []
+        take, take_varlen = (torch.empty(self.tokens, dtype=torch.int64) for _ in range(2))
+        begin = begin_varlen = 0
+        for d in range(max(depth) + 1):
+            level = [n for n in range(len(nodes)) if depth[n] == d]
+            lengths = [len(nodes[n]) for n in level]
+            blocks, order = [], []
+            for group in grouped_by_length(lengths):
+                members = [level[i] for i in group]
+                length = max(lengths[i] for i in group)
+                block = torch.full((len(members), length), self.tokens)
+                for i, n in enumerate(members):
+                    own = torch.arange(nodes[n].start, nodes[n].stop)
+                    block[i, : len(own)] = own
+                    take[own] = begin + i * length + torch.arange(len(own))
+                begin += block.numel()
+                blocks.append(NodeBlock(block.to(self.device), self._numbers(number, parents, members)))
+                order += members
+            tokens = torch.cat([torch.arange(nodes[n].start, nodes[n].stop) for n in order])
+            take_varlen[tokens] = begin_varlen + torch.arange(len(tokens))
+            begin_varlen += len(tokens)
+            bounds = torch.tensor([0, *(len(nodes[n]) for n in order)]).cumsum(0).to(torch.int32)
+            all_parents = self._numbers(number, parents, order)
+            number |= {n: len(number) + i for i, n in enumerate(order)}
+            self.levels.append(
+                Level(tuple(blocks), tokens.to(self.device), bounds.to(self.device), all_parents, d == max(depth))
+            )
+        self.take, self.take_varlen = take.to(self.device), take_varlen.to(self.device)
+        self._led: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _segments(self) -> tuple[list[int], list[int]]:
+        """First token of each segment, and the token before it on its path; -1 where there is none."""
+        layout = self.layout
+        begins = [0, *torch.tensor(layout.query_lengths).cumsum(0).tolist()][:-1]
+        shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
+        if layout.key_index is None or not any(shared):
+            return begins, [-1] * len(begins)
+        first_key = [0, *torch.tensor(layout.key_lengths).cumsum(0).tolist()][:-1]
+        before = torch.tensor([max(0, k + n - 1) for k, n in zip(first_key, shared, strict=True)])
+        tokens = layout.key_index[before.to(self.device)].tolist()
+        return begins, [token if n else -1 for token, n in zip(tokens, shared, strict=True)]
+
+    def _numbers(self, number: dict[int, int], parents: list[int], nodes: list[int]) -> torch.Tensor | None:
+        if parents[nodes[0]] < 0:
+            return None
+        return torch.tensor([number[parents[n]] for n in nodes], device=self.device)
+
+    @cached_property
+    def node_of(self) -> torch.Tensor:
+        """Number of the node of each token, `(1, T)`, int32; of a tree of roots only."""
+        lengths = torch.tensor(self.layout.query_lengths, device=self.device)
+        return torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)[None].to(torch.int32)
+
+    def led(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The segments, each led by the `width` tokens before it on its path.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: the packed tokens (`T` where a path has none before it), and where the
+            own tokens of the segments are among them, `(T,)`.
+        """
+        if width not in self._led:
+            layout, T = self.layout, self.tokens
+            keys = torch.arange(T, device=self.device) if layout.key_index is None else layout.key_index
+            nothing = torch.full((width,), T, device=self.device)
+            pieces, own, at, token = [], [], 0, 0
+            for path, queries in zip(keys.split(layout.key_lengths), layout.query_lengths, strict=True):
+                shared = len(path) - queries
+                before = path[max(0, shared - width) : shared]
+                pieces += [nothing[len(before) :], before, torch.arange(token, token + queries, device=self.device)]
+                own.append(torch.arange(at + width, at + width + queries))
+                at, token = at + width + queries, token + queries
+            self._led[width] = torch.cat(pieces), torch.cat(own).to(self.device)
+        return self._led[width]
+
+    def over_blocks(self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor]) -> torch.Tensor:
+        """
+        Run a recurrence over the nodes, block by block.
+
+        Args:
+            step (`Callable`):
+                `step(parts, initial_states, with_states)` computes a block: its inputs `(n, l, ...)`, zero beyond the
+                ends of nodes, the states `(n, ...)` before them (`None` at roots), and whether their final states are
+                needed. Returns outputs `(n, l, ...)` and final states.
+            inputs (`list` of `torch.Tensor` of shape `(1, T, ...)`):
+                Values of the packed tokens.
+
+        Returns:
+            `torch.Tensor` of shape `(1, T, ...)`.
+        """
+        padded = [with_zero(x[0]) for x in inputs]
+        outputs, states = [], []
+        for level in self.levels:
+            known: Any = torch.cat(states) if states else None
+            for block in level.blocks:
+                shape = block.tokens.shape
+                parts = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in padded]
+                initial = None if block.parents is None else known.index_select(0, block.parents)
+                output, final = step(parts, initial, not level.is_last)
+                outputs.append(output.flatten(0, 1))
+                if not level.is_last:
+                    states.append(final)
+        return torch.cat(outputs).index_select(0, self.take).unsqueeze(0)
+
+    def over_levels(self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor]) -> torch.Tensor:
+        """
+        Run a recurrence over the nodes with a variable-length kernel, one call for each level.
+
+        Args:
+            step (`Callable`):
+                `step(parts, initial_states, with_states, cu_seqlens)`, with the tokens of all nodes of a level in one
+                row, `(1, t, ...)`. Returns outputs `(1, t, ...)` and final states, one for each node.
+            inputs (`list` of `torch.Tensor` of shape `(1, T, ...)`):
+                Values of the packed tokens.
+
+        Returns:
+            `torch.Tensor` of shape `(1, T, ...)`.
+        """
+        outputs, states = [], []
+        for level in self.levels:
+            parts = [x.index_select(1, level.tokens) for x in inputs]
+            initial = None if level.parents is None else torch.cat(states).index_select(0, level.parents)
+            output, final = step(parts, initial, not level.is_last, level.cu_seqlens)
+            outputs.append(output)
+            if not level.is_last:
+                states.append(final)
+        return torch.cat(outputs, dim=1).index_select(1, self.take_varlen)
+
+
+def tree_of(call: PackedCall) -> Tree:
+    """The tree of a packed forward."""
+    return call.once("tree", lambda: Tree(call.layout))
+
+
+def with_zero(x: torch.Tensor) -> torch.Tensor:
+    """`(T, ...)` with one more token, which is zero: what the index `T` stands for."""
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+
+
+def _nodes(begins: list[int], lengths: list[int], parent_tokens: list[int]) -> tuple[list[range], list[int]]:
+    """The nodes of segments, each a range of tokens, and the number of the parent of each; -1 for roots."""
+    forks = sorted({token for token in parent_tokens if token >= 0})
+    nodes: list[range] = []
+    parents: list[int] = []
+    ending: dict[int, int] = {}  # number of the node that ends with a token
+    for begin, length, parent_token in zip(begins, lengths, parent_tokens, strict=True):
+        before = ending[parent_token] if parent_token >= 0 else -1
+        ends = sorted({f for f in forks if begin <= f < begin + length} | {begin + length - 1})
+        for end in ends:
+            nodes.append(range(begin, end + 1))
+            parents.append(before)
+            before = ending[end] = len(nodes) - 1
+            begin = end + 1
+    return nodes, parents

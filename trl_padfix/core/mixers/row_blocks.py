@@ -1,0 +1,264 @@
+"""
+Rows for the modules that need rows.
+
+Everything that computes each token by itself stays packed. A module that one packed row cannot serve (attention that
+is written out, ALiBi, an indexer, a recurrence of its own) is handed rows: at its door the packed states become blocks
+of rows of about equal length, and behind it they are packed again. What else the decoder hands to its layers (masks,
+biases, positions) is what it makes for these very rows; `dry_run.py` finds that out.
+
+A row of a block is the whole path of a segment. Where rows share a prefix, each of them computes it, and the output of
+a shared token is taken from the row of the segment that it belongs to.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.layers import LayerCall, layer_call
+from ..errors import PaddingRemovalError
+from ..layout.layout import Layout
+from ..model.patching import ForwardPatch
+
+
+__all__ = [
+    "RowBlocks",
+    "RowsPatch",
+    "calls_of_layers",
+    "grouped_by_length",
+    "joined",
+    "needs_whole_rows",
+    "over_whole_rows",
+    "row_blocks",
+]
+
+
+BEYOND = 1.125
+"""A block of rows holds at most this many times the tokens of its rows; what is beyond the ends of rows is waste."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowBlocks:
+    """
+    The rows of a layout in blocks.
+
+    Attributes:
+        tokens (`tuple` of `torch.Tensor` of shape `(n, l)`):
+            Packed tokens of each block of `n` rows. Beyond the end of a row stands its last token again: a causal
+            module does not look at it, and it is never taken.
+        beyond (`tuple` of `torch.Tensor` of shape `(n, l)`):
+            How far beyond the end of its row each place is; 0 within.
+        take (`torch.Tensor` of shape `(T,)`):
+            Where each packed token is found in the outputs of all blocks, one after another.
+    """
+
+    tokens: tuple[torch.Tensor, ...]
+    beyond: tuple[torch.Tensor, ...]
+    take: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBlocks:
+        """The rows of the segments of `layout`: those of about one length together, of exactly one, or all."""
+        T, device = layout.packed_tokens, layout.packed_index.device
+        keys = torch.arange(T, device=device) if layout.key_index is None else layout.key_index
+        paths = keys.split(layout.key_lengths)
+        lengths = list(layout.key_lengths)
+        groups = [list(range(len(lengths)))] if one_block else grouped_by_length(lengths, 1 if by_length else BEYOND)
+        begin_of, begin = {}, 0  # where the row of a segment begins in the outputs of all blocks
+        tokens, beyond = [], []
+        for group in groups:
+            length = max(lengths[s] for s in group)
+            tokens.append(torch.stack([torch.cat([p := paths[s], p[-1:].expand(length - len(p))]) for s in group]))
+            last = torch.tensor([lengths[s] - 1 for s in group], device=device)
+            beyond.append((torch.arange(length, device=device) - last[:, None]).clamp(min=0))
+            for s in group:
+                begin_of[s], begin = begin, begin + length
+        ends = [begin_of[s] + lengths[s] for s in range(len(lengths))]
+        own = [range(end - own, end) for end, own in zip(ends, layout.query_lengths, strict=True)]
+        take = torch.cat([torch.arange(r.start, r.stop) for r in own]).to(device)
+        return cls(tuple(tokens), tuple(beyond), take)
+
+    def gather(self, x: torch.Tensor, block: int) -> torch.Tensor:
+        """Values `(1, T, ...)` of the tokens of a block, `(n, l, ...)`."""
+        index = self.tokens[block]
+        return x[0].index_select(0, index.flatten()).unflatten(0, index.shape)
+
+    def scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Values `(n, l, ...)` of every block to `(1, T, ...)`."""
+        flat = [part.flatten(0, 1) for part in parts]
+        return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.take).unsqueeze(0)
+
+
+def grouped_by_length(lengths: list[int], beyond: float = BEYOND) -> list[list[int]]:
+    """Indices of `lengths` in groups that, each padded to its longest, hold at most `beyond` times their tokens."""
+    groups: list[list[int]] = []
+    total = 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if groups and lengths[i] * (len(groups[-1]) + 1) <= beyond * (total + lengths[i]):
+            groups[-1].append(i)
+            total += lengths[i]
+        else:
+            groups.append([i])
+            total = lengths[i]
+    return groups
+
+
+def row_blocks(call: PackedCall, one_block: bool = False) -> RowBlocks:
+    """The blocks of rows of a packed forward."""
+    return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block=one_block))
+
+
+def calls_of_layers(call: PackedCall, one_block: bool = False) -> list[dict[int, dict[str, Any]]]:
+    """How the decoder calls its layers for the rows of each block: arguments by name, by the `id` of the layer."""
+    return call.once(("calls of layers", one_block), lambda: call.dry_run(row_blocks(call, one_block)))
+
+
+class RowsPatch(ForwardPatch):
+    """Hands a module that mixes tokens rows, and packs its output again."""
+
+    serves_recomputation = True
+
+    def __init__(self, module: nn.Module, attachment: Any, one_block: bool = False):
+        super().__init__(module, attachment)
+        self.one_block = one_block
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
+        if call is None:
+            return self.wrapped(*args, **kwargs)
+        frame = layer_call(call)
+        if frame is None:
+            raise PaddingRemovalError(
+                f"{type(self.module).__name__} was called outside of the layers of its decoder, and it needs rows, "
+                "which are made for the layer that it is part of. Train this model with `padding_free=False`."
+            )
+        one_block = self.one_block or call.one_block
+        rows, outputs = row_blocks(call, one_block), []
+        for block, made in enumerate(calls_of_layers(call, one_block)):
+            pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
+            block_args = [pick(None, value) for value in args]
+            block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
+            with running(None):
+                outputs.append(self.wrapped(*block_args, **block_kwargs))
+        return joined(outputs, rows)
+
+
+def _argument(
+    name: str | None, value: Any, *, rows: RowBlocks, block: int, frame: LayerCall, made: dict[str, Any]
+) -> Any:
+    """
+    An argument of a module in a layer for the rows of a block.
+
+    What the layer hands on as it was given is what the decoder hands to the layer for these rows (`made`); what the
+    layer has computed is there for each token, and follows the tokens.
+    """
+    given = frame.arguments
+    named = [name] if name is not None and name in given else []
+    for key in named + [k for k in given if k != name]:
+        if given[key] is value and (value is not None or key == name):
+            return _of_rows(value, made.get(key), rows, block)
+    if isinstance(value, dict):
+        return {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        values: Any = value
+        made_of = [_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in values]
+        return tuple(made_of) if isinstance(value, tuple) else made_of
+    found = _counterpart(given, made, value)
+    return _of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
+
+
+_NOT_GIVEN = object()
+
+
+def _counterpart(given: Any, made: Any, value: Any) -> Any:
+    """What stands in `made` where `value` stands in `given`, searched in dictionaries and sequences."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return _NOT_GIVEN
+    if given is value:
+        return made
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(given, dict) and isinstance(made, dict):
+        pairs = [(given[k], made[k]) for k in given if k in made]
+    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        pairs = list(zip(given, made, strict=False))
+    found = (_counterpart(a, b, value) for a, b in pairs)
+    return next((f for f in found if f is not _NOT_GIVEN), _NOT_GIVEN)
+
+
+def _of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
+    """Values of each token follow the tokens; all else is as the decoder makes it for the rows."""
+    if isinstance(value, dict):
+        others = made if isinstance(made, dict) else {}
+        return {k: _of_rows(v, others.get(k), rows, block) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        others: Any = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
+        pairs = zip(value, list(others), strict=True)
+        return type(value)(_of_rows(v, other, rows, block) for v, other in pairs)
+    shape = tuple(rows.tokens[block].shape)
+    packed = isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take))
+    is_same = made is None or made is value
+    if packed and (is_same or (isinstance(made, torch.Tensor) and made.shape == (*shape, *value.shape[2:]))):
+        return rows.gather(value, block)
+    return made
+
+
+def joined(outputs: list[Any], rows: RowBlocks) -> Any:
+    """The outputs of all blocks as one of the packed row."""
+    first = outputs[0]
+    if isinstance(first, nn.Parameter):
+        return first  # a bias that the layer is to add (GPT-NeoX Japanese)
+    if isinstance(first, torch.Tensor):
+        shapes = [tuple(index.shape) for index in rows.tokens]
+        if all(tuple(output.shape[:2]) == shape for output, shape in zip(outputs, shapes, strict=True)):
+            return rows.scatter(outputs)
+        return None  # attention weights: a packed forward has none
+    if isinstance(first, ModelOutput):
+        return type(first)(**{name: joined([output[name] for output in outputs], rows) for name in first})
+    if isinstance(first, list | tuple):
+        return type(first)(joined([output[i] for output in outputs], rows) for i in range(len(first)))
+    return first if len(outputs) == 1 or first is None else None
+
+
+def needs_whole_rows(decoder: nn.Module) -> str:
+    """Why a decoder is given whole rows; empty if it is not."""
+    prompt_length = getattr(decoder, "prompt_length", 0)
+    if prompt_length:
+        return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
+    if "patch_lengths" in inspect.signature(decoder.forward).parameters:
+        return "groups the tokens of a row into patches"
+    return ""
+
+
+def over_whole_rows(forward: Callable, call: dict[str, Any], layout: Layout) -> Any:
+    """
+    The output of a decoder for the rows of a batch, packed.
+
+    Args:
+        forward (`Callable`):
+            Its forward.
+        call (`dict`):
+            Its arguments, padded, by name.
+        layout ([`Layout`]):
+            Layout of the batch, without prefix sharing.
+    """
+    rows = RowBlocks.of(layout, by_length=True)
+    outputs = []
+    for tokens in rows.tokens:
+        places = layout.packed_index[tokens]
+        given = {k: _values_of_rows(v, places, layout) for k, v in call.items() if k != "attention_mask"}
+        outputs.append(forward(**given))
+    return joined(outputs, rows)
+
+
+def _values_of_rows(value: Any, places: torch.Tensor, layout: Layout) -> Any:
+    if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != layout.batch_shape:
+        return value
+    return value.flatten(0, 1)[places]

@@ -1,0 +1,210 @@
+"""
+Everything in which older versions of transformers and TRL differ.
+
+The rest of the package is written for the newest transformers and TRL. What an older version needs beyond that is
+here, each with what upstream does there and the version from which on it is not needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from packaging.specifiers import SpecifierSet
+
+from .masks import PackedMask
+
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from ..layout.layout import Layout
+
+__all__ = [
+    "decoder_of",
+    "flash_arguments",
+    "mask_of_rows",
+    "older_attributes",
+    "own_masks",
+    "packing_with_any_attention",
+    "register_mask_function",
+    "resume_packed_search",
+    "spare_packed_search",
+    "supports",
+]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The text decoder of a model: the module between the embeddings and the head."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    # Up to 4.52 many models have no `get_decoder`; from 4.56 to 4.57 it is there for all, and returns the model itself
+    # where the decoder is called neither `model` nor `decoder` (GPT-2's `transformer`). Both go with transformers 5.
+    return model.base_model if decoder is model else decoder
+
+
+def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
+    """
+    Attributes with which an older decoder runs packed; none for current ones.
+
+    Args:
+        decoder (`torch.nn.Module`):
+            The decoder that is about to be called.
+        extra (`dict`):
+            Keyword arguments that its layers must receive.
+    """
+    # Before `masking_utils` (4.52; here and there until 4.56) decoders make their mask in a method, which builds a
+    # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
+    if not hasattr(decoder, "_update_causal_mask"):
+        return {}
+    mask = _old_mask(decoder)
+    replaced: dict[str, Any] = {"_update_causal_mask": lambda *args, **kwargs: mask}
+    # Before `GradientCheckpointingLayer` was everywhere (4.53), decoders called the checkpoint function themselves,
+    # some without their keyword arguments (GPT-2).
+    checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
+    if checkpoint is not None:
+        replaced["_gradient_checkpointing_func"] = _passing_on(checkpoint, extra)
+    return replaced
+
+
+def register_mask_function(name: str, function: Callable) -> None:
+    """Enter `function` among the mask functions of transformers, where there are any."""
+    try:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    except ImportError:  # decoders made their masks themselves before 4.53
+        return
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
+
+
+def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], bool]) -> None:
+    """
+    Spare transformers its search for packed rows in positions for which `is_known`: it waits for the device.
+
+    `is_known(position_ids, or_rows)` is asked about forwards over the rows of a packed one too where the search waits.
+    Before 5.0 it does not: it calls every batch packed, upon which a mask is made that some layers need (Doge's).
+
+    The search is as it was again when each `user` has called [`resume_packed_search`].
+    """
+    masking_utils = _masking_utils_with_search()
+    if masking_utils is None:
+        return
+    with _search_lock:
+        _search_users.add(user)
+        search = masking_utils.find_packed_sequence_indices
+        if isinstance(search, _SparedSearch):
+            return
+        masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
+
+
+def resume_packed_search(user: object) -> None:
+    """Undo [`spare_packed_search`] for `user`."""
+    masking_utils = _masking_utils_with_search()
+    if masking_utils is None:
+        return
+    with _search_lock:
+        _search_users.discard(user)
+        search = masking_utils.find_packed_sequence_indices
+        if isinstance(search, _SparedSearch) and not _search_users:
+            masking_utils.find_packed_sequence_indices = search.search
+
+
+class _SparedSearch:
+    def __init__(self, search: Callable, is_known: Callable[[torch.Tensor, bool], bool]):
+        self.search, self.is_known = search, is_known
+        import torch  # at the top it would cost those who only ask for a version
+
+        self.waits = search(torch.arange(2)[None]) is None
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if self.is_known(position_ids, self.waits) else self.search(position_ids)
+
+
+_search_lock = threading.Lock()
+_search_users: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def _masking_utils_with_search() -> Any:
+    try:
+        from transformers import masking_utils
+    except ImportError:  # before 4.53
+        return None
+    # Some versions after 4.53 have it under another name, and wait for the device.
+    return masking_utils if hasattr(masking_utils, "find_packed_sequence_indices") else None
+
+
+def flash_arguments(layout: Layout) -> dict[str, Any]:
+    """More arguments of the variable-length call of transformers' FlashAttention function."""
+    # 4.52 looks at `cu_seq_lens_q` only where it is given positions as well, and else attends over the whole row.
+    # Gone in 4.53: https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
+    return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
+
+
+def supports(cls: type[PreTrainedModel], attention: str) -> bool:
+    """Whether transformers has an `attention` (`"sdpa"`, `"flash_attn"`, `"flex_attn"`) path for a class of models."""
+    # One flag for all versions of FlashAttention since 4.53; code on the Hub may still carry the old one.
+    old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
+    return bool(old or getattr(cls, f"_supports_{attention}", False))
+
+
+@contextmanager
+def packing_with_any_attention() -> Iterator[None]:
+    """Keep TRL from warning that packed rows need FlashAttention, until the block ends: packed attention does not."""
+    # Gone after 1.9: https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "flash attention variant" not in record.getMessage().lower()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
+    """The masks that a decoder makes of a two-dimensional one: one, or a `dict` of them by type of layer."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    given: dict[str, Any] = {"inputs_embeds": embeds}
+    # 5.0 still spells one argument differently, and asks for the places that another version takes from the cache.
+    if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
+        given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
+    return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
+
+
+def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:
+    """The mask of `(n, l)` rows without padding: none, but for older decoders that then attend to all tokens."""
+    # Moshi's: https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/moshi/modeling_moshi.py
+    is_written_out = getattr(decoder.config, "_attn_implementation", None) == "eager"
+    return rows.new_ones(rows.shape) if is_written_out and _transformers_in("<5") else None
+
+
+def _old_mask(decoder: nn.Module) -> PackedMask | None:
+    """The window that the mask of an old decoder gives to all its layers, whatever its `max_window_layers` says."""
+    fill = getattr(decoder, "_prepare_4d_causal_attention_mask_with_cache_position", None)
+    window = getattr(decoder.config, "sliding_window", None)
+    in_mask = fill is not None and "sliding_window" in fill.__code__.co_names
+    if window is None or not in_mask or not getattr(decoder.config, "use_sliding_window", True):
+        return None
+    return PackedMask(window=window)
+
+
+def _passing_on(checkpoint: Callable, extra: dict[str, Any]) -> Callable:
+    def checkpointed(layer: Callable, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(layer, **extra), *args, **kwargs)
+
+    return checkpointed
+
+
+@functools.cache
+def _transformers_in(bounds: str) -> bool:
+    return SpecifierSet(bounds).contains(metadata.version("transformers"), prereleases=True)

@@ -1,0 +1,158 @@
+"""Files and folders that appear whole or not at all: written beside their place, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+__all__ = ["UnwritableError", "refuse_folder", "refuse_output", "why_unwritable", "write_whole", "write_whole_folder"]
+
+
+class UnwritableError(OSError):
+    """Something could not be written; the message says what, why, and what is safe."""
+
+
+_WHY = {
+    errno.ENOSPC: "the disk is full. Free space on it, or write to another",
+    errno.EDQUOT: "your quota of the disk is used up. Free space, or write to another disk",
+    errno.EFBIG: "the file would be larger than the file system or a limit of this process (`ulimit -f`) allows",
+    errno.EROFS: "the file system is read-only. Write elsewhere",
+    errno.EIO: "the device failed. Write elsewhere, and check the device",
+}
+
+
+def why_unwritable(error: BaseException) -> str | None:
+    """
+    What an error says about a file that could not be written, or `None` if it is about something else.
+
+    torch and safetensors say it in words of their own.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.files import why_unwritable
+
+    >>> why_unwritable(OSError(28, "No space left on device", "model.safetensors"))
+    "'model.safetensors': the disk is full. Free space on it, or write to another"
+    >>> why_unwritable(FileNotFoundError(2, "No such file or directory", "data.jsonl")) is None
+    True
+
+    ```
+    """
+    text = str(error)
+    number, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
+    if number is None and (found := re.search(r"os error (\d+)", text)):
+        number = int(found[1])
+    if number is None and "PytorchStreamWriter failed writing" in text:
+        return "torch could not write a file: the disk is full, or a limit is reached (`ulimit -f`). Free space"
+    why = _WHY.get(number or 0)
+    return why and (why if path is None else f"{str(path)!r}: {why}")
+
+
+def refuse_output(path: str | Path) -> str | None:
+    """
+    Why a file cannot be written to `path`, or `None` if it can; asked before hours of work, not after them.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.files import refuse_output
+
+    >>> refuse_output("/nowhere/figures.json")
+    "'/nowhere/figures.json' cannot be written: there is no folder '/nowhere'. Make it, or write elsewhere."
+
+    ```
+    """
+    path = Path(path)
+    cannot = f"{str(path)!r} cannot be written:"
+    folder = path.parent
+    if max(len(part.encode()) for part in (*path.parts, "")) > 255:
+        return f"{cannot} its name is too long. Choose a shorter one."
+    if path.is_dir():
+        return f"{cannot} it is a folder. Name a file in it."
+    if folder.exists() and not folder.is_dir():
+        return f"{cannot} {str(folder)!r} is a file, not a folder. Write elsewhere."
+    if not folder.exists():
+        return f"{cannot} there is no folder {str(folder)!r}. Make it, or write elsewhere."
+    if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        return f"{cannot} no permission, or a read-only file system. Write elsewhere, or change the permission."
+    try:  # what `access` says of root and of special file systems is not the whole truth
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name[:32]}."):
+            pass
+    except OSError as error:
+        return f"{cannot} {error.strerror} (errno {error.errno}). Write elsewhere."
+    return None
+
+
+def refuse_folder(path: str | Path) -> str | None:
+    """Why nothing can be written into the folder `path`, which need not be there yet, or `None` if it can."""
+    path = Path(path).absolute()
+    if max(len(part.encode()) for part in path.parts) > 255:
+        return f"{str(path)!r} has a name that is too long. Choose a shorter one."
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    return refuse_output(there / ".trl_padfix") if there.is_dir() else f"{str(there)!r} is a file, not a folder."
+
+
+def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
+    """
+    Write a file beside its place and rename it: whoever reads `path` finds the old file, or the whole new one.
+
+    Args:
+        path (`str` or `Path`):
+            Where the file is to be.
+        write (`Callable`):
+            Is called with the path of a temporary file in the same folder, with the same ending, and writes that.
+
+    Returns:
+        `Path`: `path`.
+
+    Raises:
+        OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
+    """
+    path = Path(path)
+    beside = path.with_name(f".{path.stem[:32]}.{os.getpid()}.partial{path.suffix}")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
+    """
+    The same for a folder. What a killed process left of an earlier attempt is removed.
+
+    Args:
+        path (`str` or `Path`):
+            Where the folder is to be; a folder that is there is replaced.
+        write (`Callable`):
+            Is called with an empty folder beside it and fills that.
+
+    Returns:
+        `Path`: `path`.
+
+    Raises:
+        OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    for left_over in (beside, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+    try:
+        beside.mkdir()
+        write(beside)
+        if path.exists():  # a folder cannot be renamed onto one that is not empty
+            path.rename(old)
+        beside.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return path

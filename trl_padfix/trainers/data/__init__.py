@@ -1,0 +1,1 @@
+"""Rows and batches: columns, checks, collators, and the layouts that come with a batch."""

@@ -1,0 +1,96 @@
+"""Fields for generation in evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+
+
+__all__ = ["GeneratingConfig", "check_generation_settings"]
+
+
+@dataclass
+class GeneratingConfig:
+    """Fields of the configurations whose trainers can generate in evaluation; a mixin, in front of the others."""
+
+    predict_with_generate: bool = field(
+        default=False,
+        metadata={
+            "help": "Continue the prompts of the evaluation set during evaluation. `compute_metrics` then receives "
+            "the generated tokens (`predictions`, padded with the pad token) and those of the data (`label_ids`, "
+            "padded with -100), as `Seq2SeqTrainer` hands them over; the texts go to `generations/` in the output "
+            "directory, and a few of them to the log and the trackers."
+        },
+    )
+    generation_max_new_tokens: int = field(
+        default=256, metadata={"help": "With `predict_with_generate`: tokens to generate after a prompt, at most."}
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: more keyword arguments of `generate`. They go before the model's "
+            "own generation config: `{'do_sample': False}` for greedy decoding whatever it says."
+        },
+    )
+    eval_generation_samples: int | None = field(
+        default=None,
+        metadata={
+            "help": "With `predict_with_generate`: how many rows of each evaluation set to generate from, the first "
+            "ones. By default all."
+        },
+    )
+    generation_rows_shown: int = field(
+        default=2,
+        metadata={
+            "help": "With `predict_with_generate`: how many of the generated texts an evaluation shows in the log and "
+            "the trackers; 0 for none. All of them are in `generations/`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.predict_with_generate:
+            check_generation_settings(self)
+
+
+def check_generation_settings(config: Any) -> None:
+    """
+    Check the fields of a configuration that say how to generate in evaluation, before there is a model.
+
+    Raises:
+        TypeError: If `generation_kwargs` is not a dictionary.
+        ValueError: For a number that is not positive; for keyword arguments that are set elsewhere or that
+            transformers does not know; for values that it refuses.
+    """
+    for name in ("generation_max_new_tokens", "eval_generation_samples"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
+        raise ValueError(
+            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
+        )
+    kwargs = config.generation_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
+    taken = {
+        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
+        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
+        "num_return_sequences": "every prompt has one prediction",
+        "return_dict_in_generate": "only the tokens are kept",
+        "inputs": "prompts come from the evaluation set",
+    }
+    for name in taken.keys() & kwargs.keys():
+        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
+    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
+    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
+    if unknown:
+        raise ValueError(
+            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
+            "spelling."
+        )
+    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})

@@ -1,0 +1,275 @@
+"""
+The mixin that lets a trainer generate during evaluation.
+
+After the loss of an evaluation set it continues the prompts of that set, hands predictions and references to
+`compute_metrics`, and writes and shows the texts. The loss is computed as before, and keeps no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import EvalPrediction, ProcessorMixin
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
+
+from ...core.generation import check_budget, evaluating, generate
+from ..checks import splitting_parallelism
+from .config import check_generation_settings
+from .prompts import Prompt, prompt_of, require_prompts
+from .samples import Sample, show, write
+
+
+__all__ = ["GeneratingMixin"]
+
+
+class GeneratingMixin:
+    """Generation in the evaluation of a TRL trainer; stands in front of [`PaddingRemovalMixin`]."""
+
+    _evaluated: Any = None
+    """The dataset of the evaluation that is running."""
+
+    if not TYPE_CHECKING:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            try:
+                if self._generates:
+                    self._check_prompts()
+            except BaseException:
+                self.restore_padding()
+                raise
+
+    @property
+    def _generates(self) -> bool:
+        return getattr(self.args, "predict_with_generate", False)
+
+    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
+        super()._check_before(config, given)
+        if getattr(config, "predict_with_generate", False):
+            check_generation_settings(config)
+            _check_datasets(given.get("eval_dataset"))
+            _check_incompatible(config, given)
+
+    def _check_prompts(self) -> None:
+        """Raise what is wrong with the prompts before the first step, not at the first evaluation."""
+        size = splitting_parallelism(self.accelerator, "tp_size", "cp_size", "sp_size")
+        if size is not None:
+            raise NotImplementedError(
+                f"`predict_with_generate=True` gives every process prompts of its own, and `{size}` lets several "
+                "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
+            )
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
+        for name, dataset in datasets.items():
+            require_prompts(dataset, name)
+            lengths = [
+                int(batch["attention_mask"].sum(1).max())
+                for _, batch in self._batches(dataset, range(self._count(dataset)))
+            ]
+            check_budget(self.accelerator.unwrap_model(self.model), max(lengths), **self._generation_settings())
+            if getattr(self.args, "generation_kwargs", None) and not (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled  # the model is sharded later, and may be empty yet
+            ):
+                self._try_generation_kwargs(dataset)
+
+    def _try_generation_kwargs(self, dataset: Any) -> None:
+        """
+        Raises:
+            ValueError: If `generate` fails with `generation_kwargs`, on the first prompt and for one token.
+        """
+        ((_, batch),) = self._batches(dataset, [0])
+        model = self._generator
+        batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        try:
+            with self._generating():
+                generate(model, batch, **self._generation_settings() | {"max_new_tokens": 1})
+        except Exception as error:
+            raise ValueError(
+                f"`generation_kwargs={self.args.generation_kwargs!r}` cannot be generated with: {error} Correct them; "
+                "the run would stop at its first evaluation."
+            ) from error
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        found = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._evaluated = self.eval_dataset[found] if isinstance(found, str) else found
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self._evaluated = test_dataset
+        return super().get_test_dataloader(test_dataset)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with evaluating(self.model) if self._generates else nullcontext():
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        loop = super().evaluation_loop
+        if not self._generates:
+            return loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        dataset = self._evaluated
+        require_prompts(dataset, metric_key_prefix)
+        # `compute_metrics` is given what is generated, so the loss needs no logits.
+        output = loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+        self._token_counters["eval"].pause()
+        samples, predicted = self._generate_from(dataset)
+        if self.compute_metrics is not None:
+            for name, value in denumpify_detensorize(self.compute_metrics(predicted)).items():
+                prefixed = name.startswith(f"{metric_key_prefix}_")
+                output.metrics[name if prefixed else f"{metric_key_prefix}_{name}"] = value
+        if self.is_world_process_zero():
+            step = self.state.global_step
+            name = metric_key_prefix.removeprefix("eval").strip("_").replace("/", "_")  # of a set among several
+            file = f"step_{step:05d}_{name}".strip("_") + ".jsonl"
+            write(samples, Path(self.args.output_dir) / "generations" / file)
+            shown = samples[: self.args.generation_rows_shown]
+            show(shown, f"{metric_key_prefix}/generations", step, self.callback_handler.callbacks)
+        return output._replace(predictions=predicted.predictions, label_ids=predicted.label_ids)
+
+    def _generate_from(self, dataset: Any) -> tuple[list[Sample], EvalPrediction]:
+        """Continue the prompts of a dataset, each process its share of them; all processes are given all."""
+        count = self._count(dataset)
+        share = -(-count // self.accelerator.num_processes)
+        first = share * self.accelerator.process_index
+        # Sharded models run in step, so every process has as many prompts: the end of the set may be there twice.
+        indices = [min(i, count - 1) for i in range(first, first + share)]
+        places, found, tokenizer = iter(indices), [], self._generation_tokenizer
+        with self._generating():
+            for prompts, batch in self._batches(dataset, indices):
+                columns = batch["input_ids"].shape[1]
+                rows = generate(self._generator, self._prepare_inputs(batch), **self._generation_settings())
+                for i, prompt in enumerate(prompts):
+                    ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
+                    reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
+                    found.append((next(places), (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)))
+        gathered = dict(gather_object(found))
+        texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
+        decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
+        wanted = "inputs" in (getattr(self.args, "include_for_metrics", None) or [])
+        return [Sample(*sample) for sample in zip(texts, *decoded, strict=True)], EvalPrediction(
+            predictions=_padded(predictions, tokenizer.pad_token_id),
+            label_ids=_padded(references, -100),
+            inputs=_padded(inputs, tokenizer.pad_token_id) if wanted else None,
+        )
+
+    def _count(self, dataset: Any) -> int:
+        wanted = self.args.eval_generation_samples
+        return len(dataset) if wanted is None else min(wanted, len(dataset))
+
+    def _batches(self, dataset: Any, indices: Sequence[int]) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
+        """Prompts of the rows at `indices` and their tokens (and images), in evaluation batches."""
+        processing, size = self.processing_class, self.args.per_device_eval_batch_size
+        template = getattr(self, "chat_template", None)
+        for start in range(0, len(indices), size):
+            prompts = [prompt_of(dataset[i], processing, template) for i in indices[start : start + size]]
+            images = [prompt.images for prompt in prompts]
+            batch = processing(
+                text=[prompt.text for prompt in prompts],
+                padding=True,
+                return_tensors="pt",
+                # As TRL tokenizes them: a chat template has added them, and for images the text is taken as it is.
+                add_special_tokens=not (prompts[0].is_chat or self._is_vision_dataset),
+                **({"images": images} if any(images) else {}),
+            )
+            if not isinstance(processing, ProcessorMixin):
+                batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            yield prompts, dict(batch)
+
+    @property
+    def _generation_tokenizer(self) -> Any:
+        processing = self.processing_class
+        return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+
+    @property
+    def _generator(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _generation_settings(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`: any of the tokens that end a text ends it."""
+        tokenizer, ends = self._generation_tokenizer, self._generator.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        return {
+            "max_new_tokens": self.args.generation_max_new_tokens,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": sorted(ends) or None,
+        } | (self.args.generation_kwargs or {})
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Random numbers of its own, the same at every evaluation, and the weights that FSDP keeps at its root."""
+        devices = {p.device for p in self.model.parameters() if p.device.type == self.args.device.type != "cpu"}
+        sharded = isinstance(self.model, FullyShardedDataParallel)
+        with (
+            torch.random.fork_rng(list(devices), device_type=self.args.device.type if devices else "cuda"),
+            FullyShardedDataParallel.summon_full_params(self.model, recurse=False) if sharded else nullcontext(),
+        ):
+            torch.manual_seed(self.args.seed + self.accelerator.process_index)
+            yield
+
+
+def _check_datasets(datasets: Any) -> None:
+    if datasets is None:
+        raise ValueError("`predict_with_generate=True` takes prompts from the `eval_dataset`, and there is none.")
+    for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
+        if not isinstance(dataset, Dataset):
+            raise ValueError(
+                "`predict_with_generate=True` shares the prompts of an evaluation set out to the processes, and a "
+                f"`{type(dataset).__name__}` has no length. Pass a `datasets.Dataset`, for instance of what "
+                "`Dataset.from_generator` takes from the stream."
+            )
+        if len(dataset) == 0:
+            raise ValueError("An evaluation dataset is empty, and `predict_with_generate=True` needs its prompts.")
+
+
+def _check_incompatible(config: Any, given: dict[str, Any]) -> None:
+    """Refuse settings that contradict generation, or that it would ignore."""
+    packing = getattr(config, "eval_packing", None)
+    packing = getattr(config, "packing", False) if packing is None else packing
+    reasons = {
+        "eval_packing": (packing, "packed rows have no prompts any more; set `eval_packing=False`"),
+        "formatting_func": (
+            given.get("formatting_func"),
+            "it makes one text of a row, without saying where the prompt ends; map the data to `prompt` and "
+            "`completion`",
+        ),
+        "preprocess_logits_for_metrics": (
+            given.get("preprocess_logits_for_metrics"),
+            "`compute_metrics` is given generated tokens, and no logits are kept",
+        ),
+        "batch_eval_metrics": (
+            getattr(config, "batch_eval_metrics", False),
+            "`compute_metrics` is called once, with all predictions",
+        ),
+        "include_for_metrics": (
+            "loss" in (getattr(config, "include_for_metrics", None) or []),
+            "there is no loss of a prediction; leave 'loss' out",
+        ),
+        "use_legacy_prediction_loop": (
+            getattr(config, "use_legacy_prediction_loop", False),
+            "that loop does not generate",
+        ),
+    }
+    for name, (is_set, reason) in reasons.items():
+        if is_set:
+            raise ValueError(f"`predict_with_generate=True` does not go with `{name}`: {reason}.")
+
+
+def _padded(rows: Sequence[list[int]], value: int) -> np.ndarray:
+    """Lists of token ids as one array, padded on the right."""
+    padded = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = ids
+    return padded

@@ -1,0 +1,180 @@
+"""
+The mixin by which checkpoints appear whole or not at all.
+
+Trainer writes a checkpoint file by file into its place, and whatever ends the process meanwhile leaves half of one
+there. Here it writes into a folder beside, from all processes; when all have written, the folder is renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+from .checkpoints import checkpoint_to_resume, checkpoints_of, saying_what_is_safe
+
+
+__all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpointsMixin"]
+
+
+logger = get_logger(__name__)
+
+BESIDE = "_being_written"
+"""Folder in the output directory; Trainer does not upload names that begin with an underscore."""
+
+
+class WholeCheckpointsMixin:
+    """Whole checkpoints, and resuming from the newest of them, for a TRL trainer; a part of `PaddingRemovalMixin`."""
+
+    _is_saving = False
+    _is_to_push = False
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        output_dir = self.args.output_dir
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, output_dir)
+        self._remove_half_written(Path(output_dir))
+        callbacks = (SamplerEpochs(), StreamSteps())
+        for callback in callbacks:
+            self.add_callback(callback)
+        try:
+            with saying_what_is_safe(output_dir):
+                return super().train(checkpoint, *args, **kwargs)
+        finally:
+            for callback in callbacks:
+                self.remove_callback(callback)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        run_dir = super()._get_output_dir(trial)
+        return os.path.join(run_dir, BESIDE) if self._is_saving else run_dir
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # It uploads in the background: the folder has to be in its place before.
+        if self._is_saving:
+            self._is_to_push = True
+        else:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
+        beside = run_dir / BESIDE / checkpoint.name
+        self._remove_half_written(run_dir)
+        try:
+            self._is_saving = True
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+            self._name_the_best(run_dir, beside)
+        except BaseException:
+            shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
+            raise
+        finally:
+            self._is_saving = False
+        self.accelerator.wait_for_everyone()
+        if self.args.process_index == 0:
+            _put_in_place(beside, checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self.args.process_index != 0 and self.args.local_process_index == 0:
+            _put_in_place(beside, checkpoint)  # of a node with a disk of its own
+        if self.args.should_save and self.args.save_total_limit:
+            _rotate(run_dir, checkpoint, self.state.best_model_checkpoint, self.args.save_total_limit)
+        if self._is_to_push:
+            self._is_to_push = False
+            self._push_from_checkpoint(str(checkpoint))
+
+    def _name_the_best(self, run_dir: Path, beside: Path) -> None:
+        """The best checkpoint by the path that it has in the end, in the state that was written, too."""
+        best = getattr(self.state, "best_global_step", None)
+        if best is None:
+            return
+        named, place = self.state.best_model_checkpoint, run_dir / f"checkpoint-{best}"
+        if place.name == beside.name or place.exists():
+            self.state.best_model_checkpoint = str(place)
+        if named != self.state.best_model_checkpoint and self.args.should_save:
+            self.state.save_to_json(str(beside / "trainer_state.json"))
+
+    def _remove_half_written(self, run_dir: Path) -> None:
+        """What a process that was killed left beside."""
+        if self.args.local_process_index == 0 and (run_dir / BESIDE).exists():
+            logger.info(f"Removing {run_dir / BESIDE}, a checkpoint that was never finished.")
+            shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+
+
+def _put_in_place(beside: Path, checkpoint: Path) -> None:
+    """Rename a whole checkpoint; one that was there for the same step is replaced."""
+    if not beside.exists():  # another process put it there, or nothing was to be saved here
+        return
+    old = beside.with_name(f"{beside.name}.old")
+    if checkpoint.exists():
+        checkpoint.rename(old)
+    beside.rename(checkpoint)
+    shutil.rmtree(beside.parent, ignore_errors=True)
+
+
+def _rotate(run_dir: Path, newest: Path, best: str | None, limit: int) -> None:
+    """
+    Remove the oldest checkpoints, as Trainer does: never the one just written, nor the best.
+
+    Each is renamed before it is removed, so that no half of it is left in its place.
+    """
+    kept = {newest, Path(best)} if best else {newest}
+    ages = {folder: folder.stat().st_mtime for folder in checkpoints_of(run_dir)}
+    oldest_first = sorted(ages, key=lambda folder: (ages[folder], int(folder.name.rpartition("-")[2])))
+    going = [folder for folder in oldest_first if folder not in kept]
+    for folder in going[: max(0, len(ages) - max(limit, len(kept & ages.keys())))]:
+        try:
+            (run_dir / BESIDE).mkdir(exist_ok=True)
+            shutil.rmtree(folder.rename(run_dir / BESIDE / folder.name), ignore_errors=True)
+        except OSError as error:
+            logger.warning(f"{folder} is beyond `save_total_limit={limit}` and could not be removed: {error}")
+    shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
+
+
+class SamplerEpochs(TrainerCallback):
+    """
+    Tells the sampler its epoch before each.
+
+    A dataloader that skips batches at several processes does not hand `set_epoch` on to its sampler (accelerate 1.15),
+    and a run that is resumed in its second epoch would see the rows in the order of the first.
+    """
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        sampler = kwargs.get("train_dataloader")
+        while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
+            inner = getattr(sampler, "batch_sampler", None)  # which may have no length, and so no truth
+            sampler = inner if inner is not None else getattr(sampler, "sampler", None)
+        if sampler is not None:
+            sampler.set_epoch(int(state.epoch or 0))
+
+
+class StreamSteps(TrainerCallback):
+    """
+    Stops a training that never comes to a step: its stream has fewer batches than an optimizer step takes.
+
+    Trainer begins the stream anew and counts its batches anew, for ever.
+
+    Raises:
+        ValueError: At the end of the second pass over a stream without a step.
+    """
+
+    def __init__(self) -> None:
+        self.at_begin, self.passes = 0, 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.at_begin = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        is_stream = not isinstance(getattr(kwargs.get("train_dataloader"), "dataset", None), Sized)
+        self.passes = self.passes + 1 if is_stream and state.global_step == self.at_begin else 0
+        if self.passes == 2 and not control.should_training_stop:
+            raise ValueError(
+                f"The train dataset is a stream with fewer batches than a step takes: two passes over it ended before "
+                f"`gradient_accumulation_steps={args.gradient_accumulation_steps}` batches of "
+                f"{args.per_device_train_batch_size} rows came up, so there would never be a step. Give it more rows, "
+                "lower one of the two, or let the stream begin anew (`dataset.repeat()`)."
+            )

@@ -1,0 +1,1 @@
+"""The rows of an optimizer step: token budgets, micro-batches, prefix groups."""

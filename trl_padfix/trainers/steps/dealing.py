@@ -1,0 +1,335 @@
+"""
+Which rows go together: micro-batches under a token budget, and processes with equal work.
+
+Everything is a function of its arguments alone, so that every process plans the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .costs import RowCosts
+
+
+__all__ = ["StepPlan", "assign", "balance", "split"]
+
+
+def split(costs: RowCosts, budget: int) -> list[list[int]]:
+    """
+    Split rows into micro-batches of at most `budget` tokens: about as few as it takes, and then of even size.
+
+    Rows of one group stay together as far as the budget goes. A row beyond the budget is a micro-batch of its own.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows.
+        budget (`int`):
+            Most tokens of a micro-batch.
+
+    Returns:
+        `list[list[int]]`: rows of each micro-batch, that with the most tokens first.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.steps.costs import text_costs
+    >>> from trl_padfix.trainers.steps.dealing import split
+
+    >>> split(text_costs([5, 9, 3, 4, 2]), budget=12)
+    [[1, 2], [0, 3, 4]]
+
+    ```
+    """
+    in_all = costs.in_all
+    costs, budget = costs.beyond(in_all), budget - in_all
+    units, sizes = [], []
+    for rows, size in _groups(costs):
+        pieces = [rows] if size <= budget else list(_pieces(costs, rows, budget))
+        units += pieces
+        sizes += [size] if size <= budget else [costs.total(piece) for piece in pieces]
+    largest_first = sorted(range(len(units)), key=lambda u: -sizes[u])
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for u in largest_first:
+        at = next((b for b, load in enumerate(loads) if load + sizes[u] <= budget), len(bins))
+        if at == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[at].append(u)
+        loads[at] += sizes[u]
+    even, even_loads = [[] for _ in bins], [0] * len(bins)
+    for u in largest_first:
+        at = even_loads.index(min(even_loads))
+        even[at].append(u)
+        even_loads[at] += sizes[u]
+    if all(load <= budget or len(units_in) == 1 for units_in, load in zip(even, even_loads, strict=True)):
+        bins, loads = even, even_loads
+    fullest_first = sorted(range(len(bins)), key=lambda b: -loads[b])
+    return [sorted(row for u in bins[b] for row in units[u]) for b in fullest_first]
+
+
+def assign(costs: RowCosts, processes: int) -> list[list[int]]:
+    """
+    Give each process equally many rows, with token sums as even as that allows.
+
+    Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows; their number is a multiple of `processes`.
+        processes (`int`):
+            How many parts.
+
+    Returns:
+        `list[list[int]]`: rows of each process, ascending.
+
+    Raises:
+        ValueError: If the rows cannot be dealt out evenly.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.steps.costs import text_costs
+    >>> from trl_padfix.trainers.steps.dealing import assign
+
+    >>> assign(text_costs([9, 8, 2, 1]), processes=2)
+    [[0, 3], [1, 2]]
+
+    ```
+    """
+    if len(costs) % processes:
+        raise ValueError(f"{len(costs)} rows cannot be dealt out evenly to {processes} processes.")
+    room = np.full(processes, len(costs) // processes)
+    load = np.zeros(processes)
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    costs = costs.beyond(costs.in_all)
+    for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
+        whole = len(rows)
+        while rows:
+            # The lightest process with room for all; else the lightest with any.
+            fits = room >= len(rows)
+            at = int(np.where(fits if fits.any() else room > 0, load, np.inf).argmin())
+            now, rows = rows[: room[at]], rows[room[at] :]
+            parts[at] += now
+            room[at] -= len(now)
+            load[at] += size if len(now) == whole else costs.total(now)
+    return [sorted(part) for part in parts]
+
+
+def balance(costs: RowCosts, processes: int) -> list[list[int]]:
+    """
+    Give the processes about equally many tokens, however many rows that is.
+
+    Rows that belong together stay together as far as that goes: groups are cut more and more finely, or all rows along
+    their common beginnings, and that is taken which leaves the process with the most tokens the fewest.
+
+    Args:
+        costs ([`RowCosts`]):
+            Tokens of the rows, at least one row for each process.
+        processes (`int`):
+            How many parts.
+
+    Returns:
+        `list[list[int]]`: rows of each process.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.trainers.steps.costs import text_costs
+    >>> from trl_padfix.trainers.steps.dealing import balance
+
+    >>> balance(text_costs([9, 3, 2, 4]), processes=2)
+    [[0], [3, 1, 2]]
+
+    ```
+    """
+    costs = costs.beyond(costs.in_all)
+    even = (costs.each.sum() - costs.common.sum()) / processes
+    found = [_largest_first(costs, processes, int(even / cuts)) for cuts in (1, 2, 4, 8)]
+    found.append(_along_beginnings(costs, processes))
+    whole = [parts for parts in found if all(parts)] or [assign(costs, processes)]
+    return min(whole, key=lambda parts: max(map(costs.total, parts)))
+
+
+def _largest_first(costs: RowCosts, processes: int, most: int) -> list[list[int]]:
+    """Groups of at most `most` tokens, the largest first, each to the process with the fewest tokens."""
+    units: list[tuple[int, list[int]]] = []
+    for rows, size in _groups(costs):
+        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
+    units.sort(key=lambda unit: -unit[0])
+    parts: list[list[int]] = [[] for _ in range(processes)]
+    loads = [(0, at) for at in range(processes)]
+    for size, rows in units:
+        load, at = loads[0]
+        parts[at] += rows
+        heapq.heapreplace(loads, (load + size, at))
+    return parts
+
+
+def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
+    """The rows in the order of what they begin with, cut so that the part with the most tokens has few."""
+    each, common = costs.each[costs.order].tolist(), costs.common.tolist()
+
+    def cuts(most: int) -> list[int]:
+        found, load = [0], 0
+        for at, (tokens, shared) in enumerate(zip(each, common, strict=True)):
+            added = tokens - (shared if at > found[-1] else 0)
+            if at > found[-1] and load + added > most:
+                found.append(at)
+                load, added = 0, tokens
+            load += added
+        return found
+
+    low, high = max(max(each), (sum(each) - sum(common)) // processes), sum(each)
+    while low < high - high // 100:  # to a percent
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cuts(middle)) <= processes else (middle + 1, high)
+    parts = np.split(costs.order, cuts(high)[1:])
+    return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """
+    How TRL divides an epoch into optimizer steps: micro-batches, dealt out to the processes in turn.
+
+    Attributes:
+        rows (`int`): Rows of the dataset.
+        micro_batch (`int`): Rows of a micro-batch.
+        accumulated (`int`): Micro-batches of each process in an optimizer step.
+        processes (`int`): How many processes.
+        drop_last (`bool`): Whether micro-batches that not every process has, or that are not full, are left out.
+
+    Example: 13 rows in micro-batches of two, accumulated four times. The last step has five rows, the last one alone.
+
+    ```python
+    >>> from trl_padfix.trainers.steps.dealing import StepPlan
+
+    >>> plan = StepPlan(rows=13, micro_batch=2, accumulated=4)
+    >>> plan.per_process, plan.last, plan.weights(plan.last).tolist()
+    (8, 5, [0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.3333333333333333])
+
+    ```
+    """
+
+    rows: int
+    micro_batch: int
+    accumulated: int = 1
+    processes: int = 1
+    drop_last: bool = False
+
+    @property
+    def per_process(self) -> int:
+        """Rows of each process in a full step."""
+        return self.micro_batch * self.accumulated
+
+    @property
+    def remainder(self) -> int:
+        """Rows of the dataset in a last step that is not full, over all processes."""
+        rest = self.rows % (self.per_process * self.processes)
+        return (
+            rest // (self.micro_batch * self.processes) * self.micro_batch * self.processes if self.drop_last else rest
+        )
+
+    @property
+    def last(self) -> int:
+        """Rows of each process in a last step that is not full; 0 if all steps are full."""
+        if self.processes == 1:
+            return self.remainder
+        # Several processes have equally many full micro-batches: accelerate repeats the first rows of the epoch.
+        return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
+
+    def weights(self, rows: int, of_step: int | None = None) -> np.ndarray:
+        """
+        Weight of each of a process's rows in the loss of a step.
+
+        TRL averages the means of its micro-batches. Several processes have equally many full ones, and the gradients
+        of their losses are averaged: each of the `of_step` rows weighs as much as every other.
+        """
+        if self.processes > 1:
+            return np.full(rows, self.processes / (of_step or rows * self.processes))
+        micro_batches = np.arange(rows) // self.micro_batch
+        return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
+
+    def shares(
+        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
+    ) -> Iterator[tuple[int, list[int]]]:
+        """
+        The rows of an epoch, dealt out to the processes.
+
+        Args:
+            order (`Sequence[int]`):
+                Rows in the order of the epoch, shuffled or not; they change places only within their step.
+            costs ([`RowCosts`]):
+                Tokens of all rows.
+            equal (`bool`, *optional*, defaults to `False`):
+                Whether all processes have equally many rows, and not only about equally many tokens.
+
+        Returns:
+            `Iterator[tuple[int, list[int]]]`: the rows of a step (how many) and those of a process, process after
+            process and step after step.
+        """
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size:
+                step = step[: self.remainder]
+                # What accelerate makes of it: the first rows of the epoch come again.
+                missing = self.last * self.processes - len(step)
+                step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
+            if self.processes == 1:
+                parts = [list(range(len(step)))] if len(step) else []
+            else:
+                parts = (assign if equal else balance)(costs[step], self.processes) if len(step) else []
+            yield from ((len(step), step[part].tolist()) for part in parts)
+
+    def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+        """
+        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+
+        Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
+        are in one of them. Those that run at one time have about equally many tokens.
+        """
+        order, size = np.asarray(order), self.per_process * self.processes
+        for begin in range(0, len(order), size):
+            step = order[begin : begin + size]
+            if len(step) < size or self.accumulated * self.processes == 1:
+                yield from step.tolist()
+                continue
+            of_step = costs[step]
+            parts = assign(of_step, self.accumulated * self.processes)
+            for part in sorted(parts, key=of_step.total, reverse=True):
+                yield from step[part].tolist()
+
+    def __len__(self) -> int:
+        """Shares of an epoch, over all processes."""
+        return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
+
+
+def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
+    """The rows of each group that is joined, and their tokens."""
+    if not len(costs):
+        return []
+    first = np.flatnonzero(~costs.joined)
+    tokens = costs.each[costs.order] - np.where(costs.joined, costs.common, 0)
+    parts = np.split(costs.order, first[1:])
+    return [(part.tolist(), int(size)) for part, size in zip(parts, np.add.reduceat(tokens, first), strict=True)]
+
+
+def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
+    """The rows of one group, in as many pieces as the budget wants."""
+    inner = costs[rows]
+    piece: list[int] = []
+    tokens = 0
+    for at, common in zip(inner.order.tolist(), inner.common.tolist(), strict=True):
+        each = int(inner.each[at])
+        if piece and tokens + each - common > budget:
+            yield piece
+            piece, tokens, common = [], 0, 0
+        piece.append(rows[at])
+        tokens += each - common
+    yield piece

@@ -1,0 +1,1 @@
+"""What is counted and watched while a trainer runs."""

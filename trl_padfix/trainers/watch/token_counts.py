@@ -1,0 +1,152 @@
+"""Counts the tokens of a trainer's forwards, padded, real and computed, for its log and its progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import ProgressCallback
+
+from ...core.handle import PaddingRemoval
+from ...core.layout.flat_maps import on_device
+
+
+__all__ = ["TokenCounter", "TokenCountsMixin"]
+
+
+class TokenCounter:
+    """
+    Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes.
+
+    Sums over processes are on their device, and nobody reads them before the report.
+    """
+
+    def __init__(self) -> None:
+        self._counts, self._on_device = [0] * 5, None
+        self.seconds = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+            self._since = None
+
+    def add(self, counts: list[int] | torch.Tensor) -> None:
+        """
+        Count a step: its padded, real and packed tokens, and of the forwards in which `prefix_sharing="auto"` had the
+        choice those that shared, and all.
+        """
+        if isinstance(counts, torch.Tensor):
+            self._on_device = counts if self._on_device is None else self._on_device + counts
+        else:
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+
+    def report(self, padding_free: bool) -> dict[str, float]:
+        """The metrics since the last report; begins anew."""
+        self.pause()
+        if self._on_device is not None:
+            self.add(self._on_device.tolist())
+        padded, real, packed, shared, forwards = self._counts
+        seconds = self.seconds
+        self.__init__()
+        if not padded:
+            return {}
+        self.start()
+        metrics = {"perf/tokens_per_second": real / seconds}
+        if padding_free:
+            metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
+        if forwards:
+            metrics["padfix/auto_shared"] = shared / forwards
+        return metrics
+
+
+class TokenCountsMixin:
+    """Tokens a second, and the share of them that padding removal saves, in the log of a TRL trainer."""
+
+    _handles: list[PaddingRemoval]
+    _token_counters: dict[str, TokenCounter]
+    _removes_padding: bool
+
+    @contextlib.contextmanager
+    def _counting(self, mode: str, batches: list[dict[str, torch.Tensor]]) -> Iterator[None]:
+        """Count the tokens of the forwards within the block, which are those of a step on `batches`."""
+        self._token_counters[mode].start()
+        before, chosen = self._forward_counts(), self._choices()
+        yield
+        counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
+        chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
+        self._token_counters[mode].add(self._summed_over_processes(_step_counts(batches, counted, chose)))
+
+    def _forward_counts(self) -> tuple[int, int, int]:
+        """Padded, real and packed tokens of all packed forwards of the policy so far."""
+        if not self._handles:
+            return 0, 0, 0
+        stats = self._handles[0].stats
+        return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
+
+    def _choices(self) -> tuple[int, int]:
+        """With `prefix_sharing="auto"`: forwards of the policy that shared prefixes so far, and all of them."""
+        if not self._handles or self._handles[0].prefix_sharing != "auto":
+            return 0, 0
+        stats = self._handles[0].stats
+        return stats.shared_forwards, stats.forwards
+
+    def _summed_over_processes(self, counts: list[int] | torch.Tensor) -> list[int] | torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return counts
+        replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+        if isinstance(counts, list):
+            counts = on_device(torch.tensor(counts), self.accelerator.device)
+        return self.accelerator.reduce(counts) // replicas
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._token_counters["train"].pause()
+        self._token_counters["eval"] = TokenCounter()
+        return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        mode = "train" if self.model.training else "eval"
+        prefix = "eval_" if mode == "eval" else ""
+        metrics = self._token_counters[mode].report(self._removes_padding)
+        if mode == "train":
+            _show_in_progress_bar(self.callback_handler.callbacks, metrics)
+        logs.update({prefix + name: value for name, value in metrics.items()})
+        super().log(logs, *args, **kwargs)
+
+
+def _step_counts(
+    batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]
+) -> list[int] | torch.Tensor:
+    """
+    Padded, real and packed tokens of `batches`, and what `chose` counts.
+
+    `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
+    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
+    the masks say how many tokens are real; nobody waits for them.
+    """
+    padded = sum(batch["input_ids"].numel() for batch in batches)
+    if counted[0]:
+        return [padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose]
+    masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
+    real = torch.stack([mask.sum() for mask in masks]).sum()
+    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *chose))])
+
+
+def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
+    """Put real tokens a second, and the share of a batch that is not computed, behind the bar of the steps."""
+    if not metrics:
+        return
+    text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
+    if "padfix/pad_fraction" in metrics:
+        saved = 1 - (1 - metrics["padfix/pad_fraction"]) * (1 - metrics["padfix/shared_fraction"])
+        text += f", {saved:.0%} of the batch not computed"
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+            callback.training_bar.set_postfix_str(text)

@@ -1,0 +1,67 @@
+"""The versions of transformers and TRL that are supported.
+
+Nothing is imported to find out: `import trl_padfix` stays free, and a stack outside the bounds is told so before it
+fails somewhere deep inside.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+
+
+if TYPE_CHECKING:
+    pass
+
+
+__all__ = ["BOUNDS", "NEWER", "TESTED", "Stack", "require"]
+
+
+class Stack(NamedTuple):
+    """Versions that run the parity suite together; with a TRL before 1.0 that is `remove_padding` alone."""
+
+    transformers: str
+    trl: str
+
+
+TESTED = (
+    Stack("4.52.4", "0.17.0"),
+    Stack("4.57.6", "1.0.0"),
+    Stack("5.0.0", "1.9.2"),
+    Stack("5.23.0", "1.16.0"),
+)
+"""Every pair that `nox` builds and tests, oldest first."""
+
+
+BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.0,<2")}
+"""`remove_padding` needs the first; the trainers, configurations and collators need both."""
+
+
+NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")}
+"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
+
+
+def require(package: str, name: str) -> None:
+    """
+    Raises:
+        ImportError: If `package` is not installed or its version is outside the bounds that `name` of this package
+            needs, with the pip line.
+    """
+    admitted = NEWER.get(name, BOUNDS[package]) if package == "trl" else BOUNDS[package]
+    bounds = ",".join(sorted(str(bound) for bound in admitted))
+    pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
+    needs = f"`trl_padfix.{name}` needs {package} {bounds}, and"
+    remedy = f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
+    try:
+        installed = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(f"{needs} none is installed. {remedy}") from None
+    if not admitted.contains(installed, prereleases=True):
+        hint = ""
+        if package == "trl":
+            hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
+        raise ImportError(
+            f"`trl_padfix.{name}` needs {package} {bounds}, and {installed} is installed.{hint} {remedy}"
+        )
