@@ -41,7 +41,7 @@ from trl.trainer.utils import add_fused_lm_head
 import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.call.calls import packed_call
-from trl_padfix.core.call.layout_of import step_layouts
+from trl_padfix.core.call.step import step_layouts
 
 
 TOLERANCE = 1e-5

@@ -9,9 +9,10 @@ import torch
 from kit.simulated_cuda import to_simulated
 from torch import nn
 
-from trl_padfix.core.call.calls import ModelCall, running
+from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.call.doubled import Doubled
-from trl_padfix.core.call.layout_of import REPEATED, padding_free_layout, step_layouts
+from trl_padfix import padding_free_layout
+from trl_padfix.core.call.step import step_layouts
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.towers import TowerPatch
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import nn
 
 from .attention.attention import refuse_implementation
 from .call.arguments import bind, pack_arguments, unpack_output
-from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call, running
+from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
-from .call.prepared_masks import with_added_masks
+from .call.prepared_masks import PreparedMasks, with_added_masks
+from .context import outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
@@ -36,7 +38,7 @@ from .model.views import attends_otherwise
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
 
 
-_TOLD = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+ROW_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
 """Arguments of a decoder by which it knows its rows, or goes on with rows that it knows."""
 
 
@@ -73,7 +75,7 @@ class DecoderPatch(ForwardPatch):
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
         self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
-        self.takes_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
+        self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(length_dependent_rope(module))
 
@@ -86,41 +88,51 @@ class DecoderPatch(ForwardPatch):
             return self.on_view()(**call)
         if packed_call(self.module) is None:
             return super().call(*args, **kwargs)
-        with running(None):  # a call from within a packed forward is a forward of its own
+        with outside_calls():  # a call from within a packed forward is a forward of its own
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        asked = model_call(self.module)
+        asked, prepared = model_call(self.module), None
         call = bind(self.wrapped, args, kwargs)
         try:
             if asked is not None and asked.arguments:
-                call, asked.prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
-            elif asked is not None and all(call.get(k) is None for k in _TOLD):
+                call, prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
+            elif asked is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
                 # Mamba does not hand positions to its decoder, RWKV not even the mask.
                 call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
             if asked is not None and asked.given and asked.given.get("use_cache") is None:
                 call.pop("use_cache", None)  # nobody asked for a cache; GIT asks its config
-            layout = self.attachment.layout_of(call, asked)
+            layout = self.attachment.layout_of(call, asked, prepared)
             if layout is None:
                 if call.get("use_cache") is False:
-                    self._keep_pace(call)
+                    self._match_other_processes(call)
                 return self.wrapped(*args, **kwargs)
-            return self._packed(call, layout, asked)
+            self.attachment.stats.add(layout)
+            call["use_cache"] = False
+            if layout.is_trivial:
+                if prepared is not None:
+                    call["attention_mask"] = prepared.given
+                self._match_other_processes(call)
+                return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
+            self._check(call, layout, prepared)
+            if self.takes_whole_rows:
+                output = over_whole_rows(self.wrapped, self._accepted(call), layout)
+            else:
+                output = self._over_packed_row(call, layout, prepared)
+                if asked is not None and not asked.pools_last and asked.scored is None:
+                    set_until_reset(model=replace(asked, layout=layout))
+            return unpack_output(output, layout, asked)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
 
-    def _packed(self, call: dict[str, Any], layout: Layout, asked: ModelCall | None) -> Any:
-        self.attachment.stats.add(layout)
-        call["use_cache"] = False
-        prepared = asked.prepared if asked is not None else None
-        if layout.is_trivial:
-            if prepared is not None:
-                call["attention_mask"] = prepared.given
-            self._keep_pace(call)
-            return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
+    def _check(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> None:
+        """
+        Raises:
+            PaddingRemovalError: If this call, or what was changed since attachment, cannot be packed.
+        """
         config = self.module.config
-        if reason := refuse_implementation(config._attn_implementation):  # changed after attachment
+        if reason := refuse_implementation(config._attn_implementation):
             raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
         asks_weights = call.get("output_attentions")
         if asks_weights or (asks_weights is None and getattr(config, "output_attentions", False)):
@@ -131,42 +143,46 @@ class DecoderPatch(ForwardPatch):
             )
         if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
             raise PaddingRemovalError(reason)
-        if self.takes_whole_rows:
-            return unpack_output(over_whole_rows(self.wrapped, self._accepted(call), layout), layout, asked)
+
+    def _over_packed_row(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> Any:
+        """The output of the decoder for the packed tokens."""
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         if prepared is not None:
             packed["attention_mask"] = prepared.for_decoder()
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
-        dry_run = DryRun(self.module, self.layers, packed, last)
-        in_pace = self._keeps_pace()
         current = PackedCall(
-            layout, config._attn_implementation, self.module, positions, last, dry_run, prepared, in_pace
+            layout,
+            self.module.config._attn_implementation,
+            self.module,
+            positions,
+            last,
+            DryRun(self.module, self.layers, packed, last),
+            prepared,
+            self._needs_equal_calls(),
         )
-        if in_pace:
+        if current.one_block:
             calls_of_layers(current, one_block=True)
         if self.hands_on:
             packed[LAYOUT] = current
         forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
-        with running(current):
+        with within(packed=current):
             output = forward(**packed)
         self.attachment.remember(current)
-        if asked is not None and not asked.pools_last and asked.scored is None:
-            asked.layout = layout
-        return unpack_output(output, layout, asked)
+        return output
 
-    def _keeps_pace(self) -> bool:
+    def _needs_equal_calls(self) -> bool:
         """Whether a forward has to call the same parts as those of other processes, whatever rows these have."""
         return self.makes_rows and gathers_in_parts(self.module)
 
-    def _keep_pace(self, call: dict[str, Any]) -> None:
+    def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Look how layers are called, as processes do whose batches are packed; a forward with them as they are."""
-        if self._keeps_pace():
+        if self._needs_equal_calls():
             DryRun(self.module, self.layers, self._accepted(call), 0).as_called()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the decoder takes: what its model was given it may not."""
-        return call if self.takes_any else {k: v for k, v in call.items() if k in self.parameters}
+        """Drop arguments that the decoder does not accept."""
+        return call if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
     def _last_position(self, call: dict[str, Any], layout: Layout) -> int | torch.Tensor:
         """The largest position of the padded call, where the decoder looks at it."""

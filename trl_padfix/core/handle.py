@@ -19,6 +19,7 @@ from torch import nn
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layout_of import PrefixSharing, layout_of
+from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
@@ -180,14 +181,17 @@ class PaddingRemoval(Attachment):
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_recomputable": set()}  # a copy of the model has no graph
 
-    def layout_of(self, call: dict[str, Any], model_call: ModelCall | None = None) -> Layout | None:
+    def layout_of(
+        self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
+    ) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is; see [`layout_of`]."""
         return layout_of(
             call,
+            model_call=model_call,
+            prepared=prepared,
             prefix_sharing=self.prefix_sharing,
             packs_padded=self.packs_padded,
             takes_positions=_is_given_positions(self.decoder),
-            model_call=model_call,
         )
 
 

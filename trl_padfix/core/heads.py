@@ -13,9 +13,10 @@ import torch
 from transformers.utils import logging
 
 from .call.arguments import bind
-from .call.calls import ModelCall, model_call, running
-from .call.layout_of import POOLED, known_layout
+from .call.calls import ModelCall, model_call
 from .call.pooled import Pooled, pooled_tokens
+from .call.step import Word, rely_on, within_call
+from .context import context, within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
@@ -38,56 +39,49 @@ class LMHeadPatch(ForwardPatch):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._places_are_known: bool | None = None
+        self.word = Word()
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            with running(ModelCall(decoder, given=_told_of_rows(call))):
+            with within(model=ModelCall(decoder, given=_told_of_rows(call))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
-        layout = self.attachment.layout_of(call) if self.attachment.multimodal is None else None
-        if not self._returns_states_at_places(call, labels, layout):
-            return self.wrapped(*args, **kwargs)
-        # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
-        target = labels[:, 1:] != -100
-        if call.get("attention_mask") is not None:
-            target = target & call["attention_mask"][:, :-1].bool()
-        if layout is None or layout.scored is None:
-            # What rows of images share is found in their forward; where their labels are came with the batch.
-            layout = known_layout("padding-free", (call.get("attention_mask"),)) or layout
-        index = self._places(target.flatten(), layout)
-        if index.numel() == 0:
-            return self.wrapped(*args, **kwargs)
-        row, column = index // target.shape[1], index % target.shape[1]
-        kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
-        places = row * labels.shape[1] + column
-        with running(ModelCall(decoder, scored=places, given=_told_of_rows(call))):
-            output = self.wrapped(*args, **kwargs)
+        with within_call():  # the decoder finds the layout that is made here
+            layout = self.attachment.layout_of(call) if self.attachment.multimodal is None else None
+            if not self._returns_states_at_places(call, labels, layout):
+                return self.wrapped(*args, **kwargs)
+            index = self._places(labels, call.get("input_ids"), call.get("attention_mask"))
+            if index.numel() == 0:
+                return self.wrapped(*args, **kwargs)
+            columns = labels.shape[1] - 1
+            row, column = index // columns, index % columns
+            kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
+            places = row * labels.shape[1] + column
+            with within(model=ModelCall(decoder, scored=places, given=_told_of_rows(call))):
+                output = self.wrapped(*args, **kwargs)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
-                spread = value.new_zeros(target.numel()).index_copy(0, index, value[0])
-                output[name] = spread.view(target.shape)
+                spread = value.new_zeros(len(labels) * columns).index_copy(0, index, value[0])
+                output[name] = spread.view(len(labels), columns)
         return output
 
-    def _places(self, target: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """
-        Where `target` is true: as the layout that came with the batch says, so that nobody waits for the device.
-
-        The first time that is compared with `target`; later the device itself stops where they differ.
-        """
-        known = layout.scored if layout is not None else None
-        if known is None or self._places_are_known is False:
-            return target.nonzero().squeeze(1)
-        agree = (target.sum() == known.numel()) & target.index_select(0, known).all()
-        if self._places_are_known is None:
-            self._places_are_known = bool(agree)
-            return self._places(target, layout)
-        torch._assert_async(agree, "The labels of this batch are not those that its collator saw.")
-        return known
+    def _places(self, labels: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+        """Places of `(B, L - 1)` from which a label is predicted: as the batch came with them, if it did."""
+        # A label is predicted from the column before it. Where that is padding there is nothing to predict it from.
+        target = labels[:, 1:] != -100
+        if mask is not None:
+            target = target & mask[:, :-1].bool()
+        step = context().step
+        facts = step.facts(ids, mask) if step is not None else None
+        if facts is not None and facts.scored is not None:
+            known = target.new_zeros(target.numel()).index_fill(0, facts.scored, True).view_as(target)
+            if self.word.is_kept("The labels of the batch are where its collator saw them", (known != target).any(1)):
+                return facts.scored
+        return target.flatten().nonzero().squeeze(1)
 
     def _returns_states_at_places(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can be asked for the states at some places of a call of the model only."""
@@ -97,7 +91,7 @@ class LMHeadPatch(ForwardPatch):
         return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
 
     def _predictable(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The labels of a call without those whose column follows padding, where that is what is packed."""
+        """Labels with those predicted from padding removed."""
         labels, mask = call.get("labels"), call.get("attention_mask")
         cached = call.get("past_key_values") is not None or call.get("use_cache") is True
         if cached or not self.attachment.packs_padded or not isinstance(labels, torch.Tensor):
@@ -121,7 +115,7 @@ def trust_layouts(attachment: Attachment) -> None:
     """
     for patch in attachment._patches:
         if isinstance(patch, LMHeadPatch):
-            patch._places_are_known = True
+            patch.word.holds = True
 
 
 class HeadPatch(ForwardPatch):
@@ -159,7 +153,7 @@ class PoolingPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self.attachment.decoder
         if self.attachment.pool_last_token:
-            with running(ModelCall(decoder, pools_last=True)):
+            with within(model=ModelCall(decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
         self._check_pooled(bind(self.wrapped, args, kwargs))
         return self.wrapped(*args, **kwargs)
@@ -195,11 +189,11 @@ class PoolingPatch(ForwardPatch):
             )
 
     def _pooled(self, ids: torch.Tensor | None, mask: torch.Tensor, pad: int | None) -> Pooled:
-        """What the batch came with; the device itself stops where padding would be scored all the same."""
-        known = known_layout(POOLED, (ids, mask))
-        if known is None or known.pooled is None or known.pooled.pad_token_id != pad:
+        """What the batch came with, or what the device says of it."""
+        step = context().step
+        facts = step.facts(ids, mask) if step is not None else None
+        if facts is None or facts.pooled is None or facts.pooled.pad_token_id != pad:
             return Pooled.of(ids, mask, pad)
-        if not any(known.pooled.padding):
-            _, padding = pooled_tokens(ids, mask, pad)
-            torch._assert_async(~padding.any(), "Padding would be scored: these are not the rows of the collator.")
-        return known.pooled
+        if not any(facts.pooled.padding):
+            rely_on("No padding of the batch is scored", pooled_tokens(ids, mask, pad)[1])
+        return facts.pooled

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from .call.arguments import bind
-from .call.calls import ModelCall, model_call, running
+from .call.calls import ModelCall, model_call
 from .call.doubled import Doubled
 from .call.images import tensors_in
-from .call.layout_of import known_layout, said_to_repeat
+from .call.step import Word
+from .context import context, set_until_reset, within
 from .handle import PaddingRemoval
 from .model.patching import ForwardPatch
 
@@ -45,16 +46,17 @@ class MultimodalPatch(ForwardPatch):
         cached = call.get("use_cache") is not None or call.get("past_key_values") is not None
         if not cached and _takes_use_cache(self.wrapped):
             call["use_cache"] = False
-        around = model_call(self.attachment.decoder) or ModelCall(self.attachment.decoder)
+        outer = model_call(self.attachment.decoder)
+        around = outer or ModelCall(self.attachment.decoder)
         # The states that the head asks for are selected here: what lies between may want all of them.
-        inner = replace(around, arguments=call, scored=None)
-        with running(inner):
+        with within(model=replace(around, arguments=call, scored=None)):
             output = self.wrapped(**call)
-        around.layout = inner.layout
+            inner = model_call(self.attachment.decoder)
         if around.scored is not None:
             states = output.last_hidden_state.flatten(0, 1)
             output["last_hidden_state"] = states.index_select(0, around.scored).unsqueeze(0)
-            around.layout = None
+        elif outer is not None and inner is not None:
+            set_until_reset(model=replace(outer, layout=inner.layout))
         return output
 
 
@@ -67,14 +69,13 @@ class TowerPatch(ForwardPatch):
     weights are sharded (FSDP, ZeRO-3): its processes have to run it equally often.
 
     Whether its input repeats itself is looked at on the device, unless it is what another tower answered for one half,
-    or the batch came with word that images of this shape do. The first time that is compared with what the tower is
-    given; later the device itself stops where they differ.
+    or the batch came with word that images of this shape do.
     """
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
         self.separates_halves: bool | None = None
-        self._word_holds: bool | None = None
+        self.word = Word()
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
@@ -99,16 +100,12 @@ class TowerPatch(ForwardPatch):
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
         unknown = [v.detach() for v in tensors if v not in doubled]
-        is_said = len(unknown) > 0 and self._word_holds is not False and all(map(said_to_repeat, unknown))
-        if is_said and self._word_holds:
-            for first, second in (v.chunk(2) for v in unknown):
-                same = (first == second).all()
-                torch._assert_async(same, "The images of this batch are not those that its collator saw.")
-            return True
-        found = all(torch.equal(*v.chunk(2)) for v in unknown)
-        if is_said:
-            self._word_holds = found
-        return found
+        step = context().step
+        if unknown and step is not None and all(map(step.says_halves_repeat, unknown)):
+            differ = torch.stack([(first != second).any() for first, second in (v.chunk(2) for v in unknown)])
+            if self.word.is_kept("The images of the batch are those that its collator saw", differ.any()):
+                return True
+        return all(torch.equal(*v.chunk(2)) for v in unknown)
 
 
 def _takes_use_cache(forward: Any) -> bool:
@@ -118,9 +115,11 @@ def _takes_use_cache(forward: Any) -> bool:
 
 def _are_others(call: ModelCall | None) -> bool:
     """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
-    mask = call.arguments.get("attention_mask") if call is not None else None
-    known = known_layout("padding-free", (mask,)) if isinstance(mask, torch.Tensor) else None
-    return known is not None and known.images_repeat is False
+    step = context().step
+    if call is None or step is None:
+        return False
+    facts = step.facts(call.arguments.get("input_ids"), call.arguments.get("attention_mask"))
+    return facts is not None and facts.images_repeat is False
 
 
 def _first_half(value: Any) -> Any:

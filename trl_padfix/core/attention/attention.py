@@ -28,8 +28,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..call.layers import layer_call
+from ..context import within
 from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
@@ -179,7 +180,7 @@ def packed_attention(
 
 
 def _call_of_layer() -> PackedCall | None:
-    """The packed forward of the layer that is running, for layers that do not hand keyword arguments down."""
+    """The packed forward of the layer that is for layers that do not hand keyword arguments down."""
     frame = layer_call()
     return None if frame is None else frame.call
 
@@ -273,5 +274,5 @@ class ViewPatch(ForwardPatch):
             return self.on_view()(*args, **kwargs) if attends_otherwise() else self.wrapped(*args, **kwargs)
         if packed_call() is call:
             return self.on_view()(*args, **kwargs)
-        with running(call):  # a recomputation
+        with within(packed=call):  # a recomputation
             return self.on_view()(*args, **kwargs)

@@ -23,7 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..context import within
 from ..handle import PaddingRemoval
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
@@ -127,7 +128,7 @@ class LayerPatch(ForwardPatch):
             with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
                 return self.compiled(self._twin(), *args, **given)
 
-        with running(call):
+        with within(packed=call):
             checkpoints = self.module.training and getattr(self.module, "gradient_checkpointing", False)
             if checkpoints and _checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)

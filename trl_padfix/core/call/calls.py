@@ -1,34 +1,32 @@
 """
-The calls of a model and of its decoder: what their parts have to tell each other, and their arguments packed.
+The calls of a model and of its decoder: what their parts have to tell each other.
 
-A [`ModelCall`] is one call of an attached model, a [`PackedCall`] one packed forward of its decoder. Both live in
-context variables, so calls of several threads and calls within calls do not see each other's; a [`PackedCall`] also
-travels in the keyword arguments of the layers, where gradient checkpointing keeps it for the recomputation.
+A [`ModelCall`] is one call of an attached model, a [`PackedCall`] one packed forward of its decoder. A [`PackedCall`]
+also travels in the keyword arguments of the layers, where gradient checkpointing keeps it for the recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..context import context
 from ..layout.layout import Layout
 from .doubled import Doubled
 from .prepared_masks import PreparedMasks
 
 
-__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call", "running"]
+__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]
 
 LAYOUT = "padding_layout"
 """Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ModelCall:
     """
     One call of an attached model, from its head to its decoder and back.
@@ -45,9 +43,7 @@ class ModelCall:
         pools_last (`bool`):
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
-            Set by the decoder: the layout of the `(B, L, H)` that it returned.
-        prepared ([`PreparedMasks`], *optional*):
-            Set by the decoder: masks that it was given, if they let tokens see more than its own would.
+            The layout of the `(B, L, H)` that the decoder has returned, for what comes after it in this call.
         doubled ([`Doubled`]):
             What towers answered whose halves are the same.
     """
@@ -58,7 +54,6 @@ class ModelCall:
     given: dict[str, Any] = field(default_factory=dict)
     pools_last: bool = False
     layout: Layout | None = None
-    prepared: PreparedMasks | None = None
     doubled: Doubled = field(default_factory=Doubled)
 
 
@@ -114,45 +109,19 @@ class RowsCall:
     last_position: int | torch.Tensor = 0
 
 
-_model_call: ContextVar[ModelCall | None] = ContextVar("trl_padfix_model_call", default=None)
-_packed_call: ContextVar[PackedCall | None] = ContextVar("trl_padfix_packed_call", default=None)
-_rows_call: ContextVar[RowsCall | None] = ContextVar("trl_padfix_rows_call", default=None)
-
-
 def model_call(decoder: nn.Module) -> ModelCall | None:
     """The call of the model of `decoder` that is running, if one is."""
-    call = _model_call.get()
+    call = context().model
     return call if call is not None and call.decoder is decoder else None
 
 
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     """The packed forward that is running, if one is, and if it is that of `decoder`."""
-    call = _packed_call.get()
+    call = context().packed
     return call if call is not None and (decoder is None or call.decoder is decoder) else None
 
 
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
     """The forward over rows that is running, if one is, and if it is that of `decoder`."""
-    call = _rows_call.get()
+    call = context().rows
     return call if call is not None and (decoder is None or call.decoder is decoder) else None
-
-
-@contextmanager
-def running(call: ModelCall | PackedCall | RowsCall | None) -> Iterator[None]:
-    """`call` is running until the block ends; with `None` no call of a model, packed or over rows, is."""
-    tokens: list[tuple[Any, Any]] = []
-    variables: list[tuple[Any, type]] = [
-        (_model_call, ModelCall),
-        (_packed_call, PackedCall),
-        (_rows_call, RowsCall),
-    ]
-    for variable, kind in variables:
-        if call is None or isinstance(call, kind):
-            tokens.append((variable, variable.set(call)))
-        elif isinstance(call, RowsCall):
-            tokens.append((variable, variable.set(None)))
-    try:
-        yield
-    finally:
-        for variable, token in tokens:
-            variable.reset(token)

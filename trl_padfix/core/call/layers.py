@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -21,10 +19,11 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..model.patching import ForwardPatch
 from .arguments import bind
-from .calls import LAYOUT, PackedCall, packed_call, running
+from .calls import LAYOUT, PackedCall, packed_call
 
 
 __all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes_any_argument"]
@@ -46,23 +45,10 @@ class LayerCall:
     call: PackedCall
 
 
-_layer_call: ContextVar[LayerCall | None] = ContextVar("trl_padfix_layer_call", default=None)
-
-
 def layer_call(call: PackedCall | None = None) -> LayerCall | None:
     """The call of a layer that is running, if one is, and if it is within the packed forward `call`."""
-    frame = _layer_call.get()
+    frame = context().layer
     return frame if frame is not None and (call is None or frame.call is call) else None
-
-
-@contextmanager
-def _within(frame: LayerCall) -> Iterator[None]:
-    token = _layer_call.set(frame)
-    try:
-        with running(frame.call):
-            yield
-    finally:
-        _layer_call.reset(token)
 
 
 def takes_any_argument(module: nn.Module) -> bool:
@@ -103,7 +89,7 @@ class LayerPatch(ForwardPatch):
         frame = None if self.is_layer else layer_call(call)
         if frame is None:
             frame = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
-        with _within(frame):
+        with within(layer=frame, packed=frame.call):
             return self._forward(frame, LAYOUT in kwargs)(*args, **kwargs)
 
     def _forward(self, frame: LayerCall, carries_layout: bool) -> Callable:
@@ -128,7 +114,7 @@ def _carrying(checkpoint: Callable, frame: LayerCall) -> Callable:
     """`checkpoint`, whose recomputation is within `frame`, whatever thread runs it."""
 
     def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        with _within(frame):
+        with within(layer=frame, packed=frame.call):
             return function(*args, **kwargs)
 
     def carrying(function: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -1,57 +1,32 @@
 """
-The layout of a decoder call.
+The layout of a call of a decoder, and of a batch that its collator has just made.
 
-[`layout_of`] reads it from the mask (and ids) of the call. Within [`step_layouts`] calls that are given the very same
-tensors share one layout: the reference's forward takes what the policy's has built.
+Both are read in one way: a [`LayoutKey`] holds the tensors that a layout is made of, and makes it. [`layout_of`] takes
+the layout that the running step has for these very tensors, or makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
+from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
 from .calls import LAYOUT, ModelCall
 from .images import token_keys
+from .prepared_masks import PreparedMasks
+from .step import BatchFacts, Known
 
 
-__all__ = [
-    "POOLED",
-    "REPEATED",
-    "Given",
-    "Known",
-    "PrefixSharing",
-    "known_layout",
-    "known_too",
-    "layout_of",
-    "layout_of_batch",
-    "layout_of_given",
-    "packed_kind",
-    "said_to_repeat",
-    "sharing_pays",
-    "step_layouts",
-]
-
-Given = tuple[torch.Tensor | None, ...]
-"""The tensors that a layout is made from."""
-
-Known = tuple[str, Given, Layout]
-"""A layout with how it is made (see [`layout_of_given`]), and of what."""
+__all__ = ["LayoutKey", "PrefixSharing", "layout_of", "sharing_pays"]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
-
-POOLED = "pooled"
-"""Kind under which a step knows what its layout says of the scored tokens of ids and mask."""
-
-REPEATED = "repeated"
-"""Kind under which a step knows each tensor of images whose halves are the same, by the word of its layout."""
 
 KEYS_PER_TOKEN = 64
 """Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
@@ -84,13 +59,141 @@ def sharing_pays(layout: Layout) -> bool:
     return (layout.real_tokens - layout.packed_tokens) * KEYS_PER_TOKEN >= layout.gathered_keys
 
 
+_ALIKE = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
+"""Values for each token that tell no two tokens apart whose ids and positions are the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutKey:
+    """
+    What a layout is made of, as far as a call or a batch says it.
+
+    Attributes:
+        ids (`torch.Tensor` of shape `(B, L)`, *optional*): Token ids, if there are any.
+        mask (`torch.Tensor` of shape `(B, L)`, *optional*): 1 for real tokens; `None` if all are.
+        positions (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*): Positions, and other numbers that tell
+            tokens with the same id apart.
+        bounds (`torch.Tensor` of shape `(S + 1,)`, *optional*): Where the sequences of rows that arrive packed begin.
+        shares (`bool`): Whether prefixes that rows have in common are computed once, where that pays.
+        is_packed (`bool`): Whether the rows arrive packed, each with several sequences.
+    """
+
+    ids: torch.Tensor | None
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None
+    shares: bool = False
+    is_packed: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        given: Mapping[str, Any],
+        *,
+        prefix_sharing: PrefixSharing = False,
+        packs_padded: bool = True,
+        takes_positions: bool = True,
+        ids_around: torch.Tensor | None = None,
+    ) -> LayoutKey | None:
+        """
+        Read the arguments of a decoder, or the batch that they will come from.
+
+        Args:
+            given (`Mapping`):
+                Arguments by name.
+            prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+                Whether repeated prefixes are computed once; with `"auto"` not where ids do not tell tokens apart.
+            packs_padded (`bool`, *optional*, defaults to `True`):
+                Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
+            takes_positions (`bool`, *optional*, defaults to `True`):
+                Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
+            ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
+                Ids that the module around a decoder made its embeddings of.
+
+        Returns:
+            [`LayoutKey`], *optional*: `None` if there is nothing to pack.
+
+        Raises:
+            PaddingRemovalError: If something is given that cannot be packed.
+            ValueError: If mask and batch do not fit each other.
+        """
+        ids, mask, bounds = given.get("input_ids"), given.get("attention_mask"), given.get("cu_seq_lens_q")
+        batch = ids if ids is not None else given.get("inputs_embeds")
+        if batch is None or (mask is not None and (bounds is not None or not packs_padded)):
+            return None
+        positions = given.get("position_ids")
+        is_packed = mask is None and takes_positions and (bounds is not None or positions is not None)
+        if is_packed and (positions is None or positions.dim() == 2):
+            return cls(batch, None, positions, bounds, _shares(given, prefix_sharing), is_packed=True)
+        if mask is None and (not prefix_sharing or batch.shape[0] == 1):
+            return None
+        if mask is not None:
+            _check_mask(mask, batch)
+        if prefix_sharing and ids_around is not None:
+            return cls(ids_around, mask, shares=True)
+        if _shares(given, prefix_sharing):
+            return cls(ids, mask, positions, shares=True)
+        return cls(ids, torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device) if mask is None else mask)
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        """All that it holds, each a tensor or `None`."""
+        return self.ids, self.mask, self.positions, self.bounds
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        """Which of its tensors the layout depends on: without sharing, the mask of a padded batch alone."""
+        return (self.shares or self.is_packed, True, self.shares or self.is_packed, True)
+
+    def build(self) -> Layout:
+        """The layout; where the tensors are on the host, so is it. Elsewhere it costs one synchronisation."""
+        ids, mask, positions, bounds = self.tensors
+        if self.is_packed:
+            if positions is None:
+                positions = torch.arange(ids.shape[1], device=ids.device)
+            positions = positions.expand(ids.shape[:2])
+            shared = packed_layout(positions, cu_seqlens=bounds, input_ids=ids) if self.shares else None
+            if shared is not None and sharing_pays(shared):
+                return shared
+            return packed_layout(positions, cu_seqlens=bounds)
+        mask = torch.ones_like(ids) if mask is None else mask
+        shared = prefix_sharing_layout(ids, mask, positions) if self.shares else None
+        return shared if shared is not None and sharing_pays(shared) else padding_free_layout(mask)
+
+    def misfits(self, layout: Layout) -> torch.Tensor:
+        """
+        The rows of a batch for which a layout is wrong, found on the device of the batch.
+
+        Returns:
+            `torch.Tensor` of shape `(B,)`, bool.
+        """
+        ids, mask, positions, bounds = self.tensors
+        real, source, shape = layout.real_index, layout.source, layout.batch_shape
+        first = layout.positions if source is None else layout.positions[source]
+        if not self.is_packed:
+            kept = real.new_zeros(layout.padded_tokens).index_fill(0, real, 1)
+            wrong = kept != (1 if mask is None else mask.flatten() != 0)
+        elif bounds is not None:
+            begins = real.new_zeros(layout.padded_tokens + 1).index_fill(0, bounds.long(), 1)[:-1]
+            wrong = begins.view(shape).index_fill(1, real.new_zeros(1), 1).flatten() != (first == 0)
+        else:
+            steps = positions.expand(shape).diff(dim=1, prepend=positions.expand(shape)[:, :1])
+            wrong = (steps != 1).flatten() != (first == 0)
+        if source is not None:
+            computed_by = layout.packed_index[source]
+            others = [] if positions is None else [*positions.reshape(-1, *positions.shape[-2:])]
+            for values in (x.expand(shape).flatten() for x in (ids, *others)):
+                wrong = wrong.index_put((real,), wrong[real] | (values[real] != values[computed_by]))
+        return wrong.view(layout.batch_shape).any(1)
+
+
 def layout_of(
     call: dict[str, Any],
     *,
-    prefix_sharing: PrefixSharing = False,
-    packs_padded: bool = True,
-    takes_positions: bool = True,
     model_call: ModelCall | None = None,
+    prepared: PreparedMasks | None = None,
+    prefix_sharing: PrefixSharing = False,
+    **how: Any,
 ) -> Layout | None:
     """
     The layout of a decoder call.
@@ -98,15 +201,13 @@ def layout_of(
     Args:
         call (`dict`):
             Arguments of the decoder, by name.
-        prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Whether repeated prefixes are computed once. A batch in which that would cost more than it saves is
-            computed without ([`sharing_pays`]); with `"auto"` also one whose tokens cannot be told apart by ids.
-        packs_padded (`bool`, *optional*, defaults to `True`):
-            Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
-        takes_positions (`bool`, *optional*, defaults to `True`):
-            Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
         model_call ([`ModelCall`], *optional*):
             The call of the module around the decoder, with ids that the decoder itself is not given.
+        prepared ([`PreparedMasks`], *optional*):
+            Masks that the decoder was given, if they let tokens see more than its own would.
+        prefix_sharing, **how:
+            As [`LayoutKey.read`] takes them. A batch in which sharing would cost more than it saves is computed
+            without ([`sharing_pays`]).
 
     Returns:
         [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
@@ -116,107 +217,39 @@ def layout_of(
         PaddingRemovalError: If the call brings something that cannot be packed.
         ValueError: If mask and batch do not fit each other, or the mask cannot be read.
     """
-    mask, ids, embeds = call.get("attention_mask"), call.get("input_ids"), call.get("inputs_embeds")
-    if call.get("past_key_values") is not None or call.get("use_cache") is True:
-        return None  # cached: generation, or a caller that asked for the cache
-    if LAYOUT in call:
-        return None  # packed already
+    if call.get("past_key_values") is not None or call.get("use_cache") is True or LAYOUT in call:
+        return None  # cached: generation, or a caller that asked for the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
         raise PaddingRemovalError(
             "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence "
             "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
         )
-    batch = ids if ids is not None else embeds
-    if batch is None:
+    around = model_call.arguments if model_call is not None else {}
+    ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
+    key = LayoutKey.read(call, prefix_sharing=prefix_sharing, ids_around=ids if around else None, **how)
+    if key is None:
         return None
-    if mask is None:
-        arrived = _arrived_packed(call, batch, prefix_sharing) if takes_positions else None
-        if arrived is not None or not prefix_sharing or batch.shape[0] == 1:
-            return arrived
-        mask = torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device)
-    elif not packs_padded or call.get("cu_seq_lens_q") is not None:
-        return None
-    _check_mask(mask, batch)
-    if not prefix_sharing:
-        return _in_step((mask,), "padding-free", lambda: padding_free_layout(mask))
-    if model_call is not None and model_call.arguments:
-        ids = ids if ids is not None else model_call.arguments.get("input_ids")
-        if ids is not None:
-            return _shared_if_it_pays(ids, mask, _keys(call, ids, mask, model_call))
-    if not _is_shareable(call, prefix_sharing):
-        return _in_step((mask,), "padding-free", lambda: padding_free_layout(mask))
-    positions = call.get("position_ids")
-    given = ids, call.get("attention_mask"), positions
-    return _in_step(given, "prefix sharing", lambda: _shared_if_it_pays(call["input_ids"], mask, positions))
+    if around and key.shares and not key.is_packed:  # by what only this forward has: no step can know it
+        return replace(key, positions=_content_keys(call, key, prepared)).build()
+    step = context().step
+    layout = step.layout(key) if step is not None else None
+    if layout is None:
+        with torch.inference_mode(False):  # it may serve a forward with gradients later
+            layout = key.build()
+        if step is not None:
+            step.known.append(Known.of(key, BatchFacts(layout)))
+    return None if key.is_packed and layout.is_trivial else layout
 
 
-def layout_of_batch(ids: torch.Tensor, mask: torch.Tensor, *, prefix_sharing: PrefixSharing) -> Layout:
-    """The layout of a call with these ids and this mask, and nothing else that could tell its tokens apart."""
-    return _shared_if_it_pays(ids, mask) if prefix_sharing else padding_free_layout(mask)
-
-
-def layout_of_given(kind: str, given: Given) -> Layout:
-    """
-    The layout that a call makes of what it is given; where that is on the host, so is the layout.
-
-    Args:
-        kind (`str`):
-            `"padding-free"`, made of the mask; `"prefix sharing"`, of ids, mask and positions; or a [`packed_kind`],
-            of ids, positions and bounds of rows that arrive packed.
-        given (`tuple`):
-            These tensors; positions and bounds may be `None`.
-    """
-    if kind == "padding-free":
-        (mask,) = given
-        assert mask is not None
-        return padding_free_layout(mask)
-    if kind == "prefix sharing":
-        ids, mask, positions = given
-        assert ids is not None
-        assert mask is not None
-        return _shared_if_it_pays(ids, mask, positions)
-    batch, positions, bounds = given
-    assert batch is not None
-    if positions is None:
-        positions = torch.arange(batch.shape[1], device=batch.device)
-    positions = positions.expand(batch.shape[:2])
-    if kind == packed_kind(True):
-        layout = packed_layout(positions, cu_seqlens=bounds, input_ids=batch)
-        if sharing_pays(layout):
-            return layout
-    return packed_layout(positions, cu_seqlens=bounds)
-
-
-def packed_kind(shares: bool) -> str:
-    """The kind of a layout of rows that arrive packed, for [`layout_of_given`]."""
-    return f"packed, {shares}"
-
-
-def _shared_if_it_pays(ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None = None) -> Layout:
-    layout = prefix_sharing_layout(ids, mask, positions)
-    return layout if sharing_pays(layout) else padding_free_layout(mask)
-
-
-def _arrived_packed(call: dict[str, Any], batch: torch.Tensor, prefix_sharing: PrefixSharing) -> Layout | None:
-    """The layout of a call without a mask whose positions, or bounds, show several sequences in one row."""
-    positions, bounds = call.get("position_ids"), call.get("cu_seq_lens_q")
-    if positions is None and bounds is None:
-        return None
-    if positions is not None and positions.dim() != 2:
-        return None  # rows of positions for images
-    kind = packed_kind(bool(prefix_sharing) and _is_shareable(call, prefix_sharing))
-    given = batch, positions, bounds
-    layout = _in_step(given, kind, lambda: layout_of_given(kind, given))
-    return None if layout.is_trivial else layout
-
-
-def _keys(call: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor, model_call: ModelCall) -> torch.Tensor | None:
+def _content_keys(call: dict[str, Any], key: LayoutKey, prepared: PreparedMasks | None) -> torch.Tensor | None:
     """What identifies a token beside its id: positions, embeddings, features, and what it sees."""
+    ids, mask, *_ = key.tensors
     keys = token_keys(call, ids.shape)
-    if model_call.prepared is None:
+    if prepared is None:
         return keys
     given = [] if keys is None else [*keys]
-    return torch.cat([*(key[None] for key in given), model_call.prepared.keys(mask, [ids, *given])])
+    mask = torch.ones_like(ids) if mask is None else mask
+    return torch.cat([*(key[None] for key in given), prepared.keys(mask, [ids, *given])])
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:
@@ -240,14 +273,16 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
 
 
-def _is_shareable(call: dict[str, Any], prefix_sharing: PrefixSharing) -> bool:
+def _shares(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
     """
-    Whether the ids of a call say which of its tokens are equal; with `"auto"` a call that does not share is no error.
+    Whether prefixes are shared: by ids, if these say which tokens are equal.
 
     Raises:
         PaddingRemovalError: If they do not, and sharing was asked for.
     """
-    ids = call.get("input_ids")
+    ids = given.get("input_ids")
+    if not prefix_sharing:
+        return False
     if ids is None:
         if prefix_sharing == "auto":
             return False
@@ -255,98 +290,11 @@ def _is_shareable(call: dict[str, Any], prefix_sharing: PrefixSharing) -> bool:
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."
         )
-    others = [k for k, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape]
-    others = [k for k in others if k not in ("input_ids", "attention_mask", "position_ids", "labels", "seq_idx")]
+    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and k not in _ALIKE}
+    others = [k for k, v in tensors.items() if v.shape[:2] == ids.shape or (v.is_floating_point() and v.dim() > 1)]
     if others and prefix_sharing != "auto":
         raise PaddingRemovalError(
             f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
             "token. Attach with `prefix_sharing=False`, or leave them out."
         )
     return not others
-
-
-class _Built(NamedTuple):
-    given: Given
-    versions: tuple[int | None, ...]
-    kind: str
-    layout: Layout
-
-
-_built: ContextVar[list[_Built] | None] = ContextVar("trl_padfix_step_layouts", default=None)
-
-
-@contextmanager
-def step_layouts(known: Iterable[Known] = ()) -> Iterator[None]:
-    """
-    Let forwards that are given the very same tensors share one layout, until the block ends.
-
-    For a block in which nobody writes to these tensors, as the forwards of policy and reference in one step of
-    training. Outside of it every forward reads its own mask and ids, since tensors can be written to unseen: by
-    collectives, through `.data`, from numpy and from other processes.
-
-    Args:
-        known (`Iterable`, *optional*):
-            Layouts that came with the batch of the step, each with its kind and the tensors that it was made of; see
-            [`layout_of_given`].
-    """
-    token = _built.set([_Built(given, _versions(given), kind, layout) for kind, given, layout in known])
-    try:
-        yield
-    finally:
-        _built.reset(token)
-
-
-@contextmanager
-def known_too(kind: str, given: Given, layout: Layout) -> Iterator[None]:
-    """What the running step knows, and until the block ends one layout more; nothing outside of a step."""
-    before = _built.get()
-    if before is None:
-        yield
-        return
-    token = _built.set([*before, _Built(given, _versions(given), kind, layout)])
-    try:
-        yield
-    finally:
-        _built.reset(token)
-
-
-def known_layout(kind: str, given: Given) -> Layout | None:
-    """The layout that the running step has for these tensors, if it has one."""
-    step, versions = _built.get() or [], _versions(given)
-    for known in step:
-        if known.kind == kind and known.versions == versions and all(map(_is_same, known.given, given)):
-            return known.layout
-    return None
-
-
-def said_to_repeat(x: torch.Tensor) -> bool:
-    """Whether the batch of the running step has a tensor like `x`, and came with word that its halves are the same."""
-    said = [known for known in _built.get() or [] if known.kind == REPEATED]
-    unchanged = [t for known in said if known.versions == _versions(known.given) for t in known.given if t is not None]
-    return any(t.shape == x.shape and t.device == x.device for t in unchanged)
-
-
-def _in_step(given: Given, kind: str, build: Callable[[], Layout]) -> Layout:
-    """What `build` makes of the tensors that are `given`, unless the step has it already."""
-    step = _built.get()
-    build = torch.inference_mode(False)(build)  # it may serve a forward with gradients later
-    if step is None or any(t is not None and t.is_inference() for t in given):
-        return build()
-    layout = known_layout(kind, given)
-    if layout is None:
-        layout = build()
-        step.append(_Built(given, _versions(given), kind, layout))
-    return layout
-
-
-def _is_same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are one, or views of the same values: a slice of all rows is another object."""
-    if a is None or b is None or a is b:
-        return a is b
-    alike = a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and a.device == b.device
-    return alike and b._is_view() and a.data_ptr() == b.data_ptr()
-
-
-def _versions(given: Given) -> tuple[int | None, ...]:
-    """How often each tensor was written to; nothing of tensors that do not count it."""
-    return tuple(None if t is None or t.is_inference() else t._version for t in given)

@@ -20,7 +20,6 @@ from functools import cached_property
 
 import torch
 
-from ..call.pooled import Pooled
 from .flat_maps import FlatMaps
 
 
@@ -57,9 +56,6 @@ class Layout:
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
-        scored (`torch.Tensor` of shape `(n,)`, *optional*): Places of `(B, L - 1)` from which a label is predicted.
-        images_repeat (`bool`, *optional*): Whether the halves of the batch have the same images.
-        pooled ([`Pooled`], *optional*): The tokens that a sequence classifier scores. These three, if they were known.
     """
 
     batch_shape: tuple[int, int]
@@ -75,9 +71,6 @@ class Layout:
     spans: tuple[int, ...]
     key_order: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
-    scored: torch.Tensor | None = None
-    images_repeat: bool | None = None
-    pooled: Pooled | None = None
 
     @property
     def padded_tokens(self) -> int:

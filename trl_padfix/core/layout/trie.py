@@ -94,7 +94,8 @@ def places_by_token(shared: list[int], key_lengths: list[int]) -> tuple[torch.Te
             Keys of each segment.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: as [`sum_order`] of the keys.
+        `tuple[torch.Tensor, torch.Tensor]`: places among the keys sorted by token, `(n,)`, and where those of each
+        token begin among them, `(T,)`. Both are what `torch.nn.functional.embedding_bag` takes.
     """
     bounds = np.cumsum([0, *key_lengths])
     order = np.empty(bounds[-1], dtype=np.int64)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..call.arguments import bind
-from ..call.calls import LAYOUT, RowsCall, running
+from ..call.calls import LAYOUT, RowsCall
+from ..context import outside_calls, within
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
 from ..model.views import bound_to_view, view_of
@@ -74,7 +75,7 @@ class DryRun:
             seen: LayerCalls = {}
             forward = _forward_with_stubs(self.decoder, self.layers, seen, outputs)
             try:
-                with torch.no_grad(), running(None), running(rows_call):
+                with torch.no_grad(), outside_calls(), within(rows=rows_call):
                     forward(**given)
             except (ValueError, TypeError) as error:
                 if "unpack" in str(error):

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from ..attention.attention import uses_attention_interface
-from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..context import within
 from ..model.masks import PackedMask
 from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
@@ -85,7 +86,7 @@ class PrimitivesPatch(ForwardPatch):
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
         replaced = {name: _KNOWN[name](space[name], call) for name in names}
-        with running(call):
+        with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
-from ..call.calls import LAYOUT, PackedCall, packed_call, running
+from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..call.layers import LayerCall, layer_call
+from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.patching import ForwardPatch
@@ -146,7 +147,7 @@ class RowsPatch(ForwardPatch):
             pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
             block_args = [pick(None, value) for value in args]
             block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
-            with running(None):
+            with outside_calls():
                 outputs.append(self.wrapped(*block_args, **block_kwargs))
         return joined(outputs, rows)
 

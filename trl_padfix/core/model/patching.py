@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..context import context, within
 from ..errors import PaddingRemovalError
 from .views import bound_to_view
 
@@ -57,28 +57,19 @@ class Attachment:
     @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
-        return not self._removed and self not in _disabled.get()
+        return not self._removed and self not in context().disabled
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Compute as before attachment until the block ends, in this thread."""
-        token = _disabled.set(_disabled.get() | {self})
-        try:
+        with within(disabled=context().disabled | {self}):
             yield
-        finally:
-            _disabled.reset(token)
 
     @contextmanager
     def reenabled(self) -> Iterator[None]:
         """Undo [`Attachment.disabled`] until the block ends."""
-        token = _disabled.set(_disabled.get() - {self})
-        try:
+        with within(disabled=context().disabled - {self}):
             yield
-        finally:
-            _disabled.reset(token)
-
-
-_disabled: ContextVar[frozenset[Attachment]] = ContextVar("trl_padfix_disabled", default=frozenset())
 
 
 class ForwardPatch:

@@ -3,46 +3,43 @@ Layouts that travel with their batches.
 
 Workers of the data loader build the layouts of a batch on the host, beside the batch itself: they are pinned and
 uploaded with the batch, and a step of training waits for the device on their account nowhere. Where batches are made
-in the main process, of completions that the model has generated, one copy to the host serves all of a generation. Code
-that calls a model without such a layout still works: it is then built from the tensors that the model is given, with
-one wait.
+in the main process, of completions that the model has generated, one copy to the host serves all of a generation. A
+batch remembers the tensors that it was placed with: what somebody replaces or writes to later gets a layout of its own,
+with one wait.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ...core.call.layout_of import POOLED, REPEATED, Given, Known, PrefixSharing, layout_of_given, packed_kind
+from ...core.call.layout_of import LayoutKey, PrefixSharing
 from ...core.call.pooled import Pooled
+from ...core.call.step import BatchFacts, Known, Seen
+from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatMaps
-from ...core.layout.layout import Layout
 from ..field_types import field_set
 
 
 __all__ = [
     "BATCH_LAYOUT",
+    "LaidOutBatch",
     "LayoutCollator",
     "LayoutLoadingMixin",
+    "Laid",
     "images_in",
-    "known_layouts",
-    "read_by",
     "scored",
     "with_layout_of_rows",
     "without_layouts",
 ]
 
-
 BATCH_LAYOUT = "padfix_layout"
-"""Where the layout of a batch stands in it; behind the prefix of its names, if a batch has several forwards."""
-
-_SAID_BY_IDS = {"input_ids", "attention_mask", "labels", "completion_mask", "position_ids", "seq_idx"}
-"""Values for each token that tell no two tokens apart whose ids and positions are the same."""
+"""Where a batch has what is known of its forwards."""
 
 PREFIXES = ("", "KL_")
 """What the names of a batch begin with: KTO has mismatched completions beside its own."""
@@ -51,7 +48,7 @@ PREFIXES = ("", "KL_")
 @dataclass(frozen=True)
 class LayoutCollator:
     """
-    Adds to the batches of another collator the layouts of their forwards.
+    Adds to the batches of another collator what is known of their forwards.
 
     Args:
         collator (`Callable`):
@@ -82,75 +79,103 @@ class LayoutCollator:
             ) from error
         if not isinstance(batch, Mapping):  # processors make mappings that are no dictionaries
             return batch
-        found = {prefix + BATCH_LAYOUT: self._layout(batch, prefix) for prefix in PREFIXES}
-        found = {name: FlatMaps.of(layout) for name, layout in found.items() if layout is not None}
-        return {**batch, **found} if found else batch
+        found = {prefix: self._facts(_of_forward(batch, prefix)) for prefix in PREFIXES}
+        found = {prefix: facts for prefix, facts in found.items() if facts is not None}
+        return LaidOutBatch({**batch, BATCH_LAYOUT: Laid(FlatMaps.of(found), self)}) if found else batch
 
-    def _layout(self, batch: Mapping[str, Any], prefix: str) -> Layout | None:
-        read = read_by(batch, self.prefix_sharing, prefix)
-        if read is None or not all(t is None or t.device.type == "cpu" for t in read[1]):
+    def key(self, given: Mapping[str, Any]) -> LayoutKey | None:
+        """What a forward on a batch makes its layout of; `None` if it has none, or will say what is wrong with it."""
+        try:
+            return LayoutKey.read(given, prefix_sharing=self.prefix_sharing, packs_padded=self.packs_padded)
+        except (PaddingRemovalError, ValueError):
             return None
-        mask = batch.get(f"{prefix}attention_mask")
-        if mask is not None and not self.packs_padded:
+
+    def _facts(self, given: dict[str, Any]) -> BatchFacts | None:
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        on_host = all(t.device.type == "cpu" for t in given.values() if isinstance(t, torch.Tensor))
+        key = self.key(given) if isinstance(ids, torch.Tensor) and ids.dim() == 2 and on_host else None
+        if key is None:
             return None
-        pooled = None
-        if mask is not None and self.pools_by is not None:
-            pooled = Pooled.of(batch[f"{prefix}input_ids"], mask, self.pools_by)
-        found = {"scored": scored(batch, prefix), "images_repeat": _images_repeat(batch), "pooled": pooled}
-        return replace(layout_of_given(*read), **found)
+        pooled = Pooled.of(ids, mask, self.pools_by) if mask is not None and self.pools_by is not None else None
+        return BatchFacts(key.build(), scored(given), _images_repeat(given), pooled)
 
 
-def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Layout]]:
-    """A batch as a model takes it, and the layouts that came with it, on its device, by the prefix of their names."""
-    names = {prefix + BATCH_LAYOUT: prefix for prefix in PREFIXES if prefix + BATCH_LAYOUT in batch}
-    if not names:
-        return batch, {}
-    layouts = {}
-    for name, prefix in names.items():
-        carried = batch[name]  # what places batches on a device has placed it, too, if there is one
-        ids = batch.get(f"{prefix}input_ids")
-        if isinstance(carried, FlatMaps) and ids is not None:
-            carried = carried.to(ids.device)
-        layouts[prefix] = carried
-    return {k: v for k, v in batch.items() if k not in names}, layouts
-
-
-def known_layouts(batch: dict[str, Any], layouts: dict[str, Layout], prefix_sharing: PrefixSharing) -> Iterable[Known]:
-    """The layouts that came with a batch, and the tensors that its forwards are known by."""
-    for prefix, layout in layouts.items():
-        read, ids = read_by(batch, prefix_sharing, prefix), batch.get(f"{prefix}input_ids")
-        if read is None or ids is None or tuple(ids.shape) != layout.batch_shape:
-            continue
-        yield (*read, layout)
-        if layout.pooled is not None:
-            yield POOLED, (ids, batch.get(f"{prefix}attention_mask")), layout
-        if layout.images_repeat:
-            yield from ((REPEATED, (images,), layout) for images in _with_grids(batch))
-
-
-def read_by(batch: Mapping[str, Any], prefix_sharing: PrefixSharing, prefix: str = "") -> tuple[str, Given] | None:
+@dataclass(frozen=True, eq=False)
+class Laid:
     """
-    What a forward on a batch makes its layout of, as far as the batch itself says it; see [`layout_of_given`].
+    What is known of the forwards of a batch.
 
-    With prefix sharing rows are also compared by what only the forward has (images become embeddings, tokens have
-    types): there the batch says where its labels are, in a layout without sharing.
-
-    Returns:
-        `tuple[str, tuple]`, *optional*: kind and tensors; `None` if the batch has no such forward.
+    Attributes:
+        facts ([`FlatMaps`] or `dict[str, BatchFacts]`):
+            By the prefix of their names; on its way to a device in one block.
+        made_by ([`LayoutCollator`]):
+            Says what the layouts were made of.
+        seen (`dict[str, Seen]`):
+            The tensors of the batch as they were placed; empty before.
     """
-    ids, mask = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}attention_mask")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return None
-    positions, bounds = batch.get(f"{prefix}position_ids"), batch.get(f"{prefix}cu_seq_lens_q")
-    if mask is None:
-        packed = isinstance(positions, torch.Tensor) and positions.dim() == 2
-        shares = bool(prefix_sharing) and _is_text(batch, prefix, ids)
-        return (packed_kind(shares), (ids, positions, bounds)) if packed else None
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape or bounds is not None:
-        return None
-    if prefix_sharing and _is_text(batch, prefix, ids):
-        return "prefix sharing", (ids, mask, positions)
-    return "padding-free", (mask,)
+
+    facts: Any
+    made_by: LayoutCollator
+    seen: dict[str, Seen] = field(default_factory=dict)
+
+    def pin_memory(self, device: Any = None) -> Laid:
+        """The same in page-locked memory; the data loader calls it."""
+        return replace(self, facts=self.facts.pin_memory())
+
+    def beside(self, batch: Mapping[str, Any], device: torch.device | str) -> Laid:
+        """The same on a device, beside the tensors of the batch there."""
+        seen = {name: Seen.of(x) for name, x in batch.items() if isinstance(x, torch.Tensor)}
+        return replace(self, facts=self.facts.to(device), seen=seen)
+
+    def known(self, batch: Mapping[str, Any]) -> list[Known]:
+        """What a step on `batch` knows: of tensors that somebody has replaced or written to, nothing."""
+        return [known for prefix in self.facts for known in self._known(batch, prefix)] if self.seen else []
+
+    def _known(self, batch: Mapping[str, Any], prefix: str) -> Iterator[Known]:
+        facts: BatchFacts = self.facts[prefix]
+        placed = _of_forward({name: seen.tensor for name, seen in self.seen.items()}, prefix)
+        key = self.made_by.key(placed)
+        if key is None:
+            return
+        if not all(self.is_unwritten(batch, prefix + name) for name in ("labels", "completion_mask")):
+            facts = replace(facts, scored=None)
+        images = [name for name, x in placed.items() if any(x is i for i in _with_grids(placed))]
+        if not all(self.is_unwritten(batch, name) for name in images):
+            facts = replace(facts, images_repeat=None)
+        seen = {id(x.tensor): x for x in self.seen.values()}
+        yield Known(
+            key,
+            facts,
+            tuple(seen.get(id(t), Seen.of(None)) for t in key.tensors),
+            tuple(self.seen[name] for name in images),
+        )
+
+    def is_unwritten(self, batch: Mapping[str, Any], name: str) -> bool:
+        """Whether a batch has the tensor that was placed in it, as it was then; also if it has none."""
+        return self.seen.get(name, Seen.of(None)).is_still(batch.get(name))
+
+
+class LaidOutBatch(dict):
+    """A batch that remembers, when it is placed on a device, with which tensors."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> LaidOutBatch:
+        """The batch on a device, as accelerate places those that it is given."""
+        return self.placed(lambda x: x.to(device, non_blocking=non_blocking), device)
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str) -> LaidOutBatch:
+        """The batch with its tensors placed by `place`."""
+        moved = LaidOutBatch({k: place(v) if isinstance(v, torch.Tensor) else v for k, v in self.items()})
+        if isinstance(self.get(BATCH_LAYOUT), Laid):
+            moved[BATCH_LAYOUT] = self[BATCH_LAYOUT].beside(moved, device)
+        return moved
+
+
+def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], Laid | None]:
+    """A batch as a model takes it, and what is known of its forwards."""
+    laid = batch.get(BATCH_LAYOUT)
+    if laid is None:
+        return batch, None
+    return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, laid
 
 
 def with_layout_of_rows(
@@ -175,19 +200,15 @@ def with_layout_of_rows(
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, : ids.shape[1] - columns] = -100
         text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        layout = layout_of_given(*(read_by(text, prefix_sharing) or ("padding-free", (mask,))))
-        layout = replace(layout, scored=scored(text))
-        found.append({**batch, BATCH_LAYOUT: FlatMaps.of(layout).to(given.device)})
+        laid = LayoutCollator(lambda rows, text=text: text, prefix_sharing)([])[BATCH_LAYOUT]
+        found.append({**batch, BATCH_LAYOUT: laid.beside(batch, given.device)})
     return found
 
 
-def _is_text(batch: Mapping[str, Any], prefix: str, ids: torch.Tensor) -> bool:
-    """Whether ids and positions say which tokens of a forward are equal."""
-    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    own = [p for p in PREFIXES if p and p != prefix]
-    of_forward = {k.removeprefix(prefix): v for k, v in tensors.items() if not any(k.startswith(p) for p in own)}
-    others = {k for k, v in of_forward.items() if v.shape[:2] == ids.shape and k not in _SAID_BY_IDS}
-    return not others and not images_in(batch)
+def _of_forward(batch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """What a batch has for one of its forwards, by the names that the model has for it."""
+    others = tuple(p for p in PREFIXES if p and p != prefix)
+    return {k.removeprefix(prefix): v for k, v in batch.items() if not (others and k.startswith(others))}
 
 
 def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:

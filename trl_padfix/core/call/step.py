@@ -1,0 +1,243 @@
+"""
+What a step of training or evaluation knows of its batch before its forwards, so that they wait for no device.
+
+A layout serves the very tensors that it was made of, unwritten: they are known by identity and version. Writes that
+leave no trace (`.data`, numpy, another process) are looked for on the device, beside the forward; a [`Doubt`] is read
+where the host waits anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..context import context, within
+from ..errors import PaddingRemovalError
+from ..layout.layout import Layout
+from .pooled import Pooled
+
+
+if TYPE_CHECKING:
+    from .layout_of import LayoutKey
+
+__all__ = [
+    "BatchFacts",
+    "Doubt",
+    "Known",
+    "Seen",
+    "Step",
+    "Word",
+    "check_doubts",
+    "knowing",
+    "rely_on",
+    "step_layouts",
+    "within_call",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchFacts:
+    """
+    What there is to know of a batch before its forward.
+
+    Attributes:
+        layout ([`Layout`]): Layout of the batch.
+        scored (`torch.Tensor` of shape `(n,)`, *optional*): Places of `(B, L - 1)` from which a label is predicted.
+        images_repeat (`bool`, *optional*): Whether the halves of the batch have the same images.
+        pooled ([`Pooled`], *optional*): The tokens that a sequence classifier scores.
+    """
+
+    layout: Layout
+    scored: torch.Tensor | None = None
+    images_repeat: bool | None = None
+    pooled: Pooled | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """A tensor, or none, as it was when something was made of it."""
+
+    tensor: torch.Tensor | None
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None) -> Seen:
+        return cls(tensor, None if tensor is None or tensor.is_inference() else tensor._version)
+
+    def is_still(self, other: torch.Tensor | None) -> bool:
+        """Whether `other` is this tensor, or a view of all its values, not written to as far as torch counts it."""
+        own = self.tensor
+        if own is None or other is None:
+            return own is other
+        if self.version is None or other.is_inference() or other._version != self.version:
+            return False
+        alike = own.shape == other.shape and own.stride() == other.stride() and own.dtype == other.dtype
+        return own is other or (alike and other._is_view() and own.data_ptr() == other.data_ptr())
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """
+    A batch of which something is known.
+
+    Attributes:
+        key ([`LayoutKey`]): What its layout was made of.
+        facts ([`BatchFacts`]): What is known of it.
+        seen (`tuple` of [`Seen`]): The tensors of the key, as they were then.
+        images (`tuple` of [`Seen`]): Those of which `facts.images_repeat` says something.
+    """
+
+    key: LayoutKey
+    facts: BatchFacts
+    seen: tuple[Seen, ...]
+    images: tuple[Seen, ...] = ()
+
+    @classmethod
+    def of(cls, key: LayoutKey, facts: BatchFacts) -> Known:
+        return cls(key, facts, tuple(map(Seen.of, key.tensors)))
+
+    def serves(self, key: LayoutKey) -> bool:
+        """Whether its layout is that of `key`."""
+        if key.shares != self.key.shares or key.is_packed != self.key.is_packed:
+            return False
+        needed = self.key.needed
+        return all(not n or s.is_still(t) for n, s, t in zip(needed, self.seen, key.tensors, strict=True))
+
+    def is_batch_of(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
+        """Whether these are its ids and its mask."""
+        return self.seen[0].is_still(ids) and self.seen[1].is_still(mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Doubt:
+    """
+    Something that was relied on, and what the device says of it.
+
+    Attributes:
+        what (`str`): What was relied on, as a sentence without its full stop.
+        wrong (`torch.Tensor`, bool): Where it does not hold; of shape `(B,)` if that is known by row.
+    """
+
+    what: str
+    wrong: torch.Tensor
+
+
+@dataclass(eq=False)
+class Step:
+    """
+    What a step knows, and what it relied on.
+
+    Attributes:
+        known (`list` of [`Known`]): Batches, those that forwards have met within the step included.
+        doubts (`list` of [`Doubt`], *optional*): What is to be read later; `None` if nobody can have written.
+    """
+
+    known: list[Known] = field(default_factory=list)
+    doubts: list[Doubt] | None = None
+
+    def layout(self, key: LayoutKey) -> Layout | None:
+        """The layout of `key`, if it is known."""
+        for known in self.known:
+            if known.serves(key):
+                layout = known.facts.layout
+                if self.doubts is not None:
+                    rely_on("The rows of the batch are those that its layout was made of", key.misfits(layout))
+                return layout
+        return None
+
+    def facts(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts | None:
+        """What came with the batch that has these ids and this mask."""
+        return next((known.facts for known in self.known if known.is_batch_of(ids, mask)), None)
+
+    def says_halves_repeat(self, x: torch.Tensor) -> bool:
+        """Whether a batch has a tensor like `x`, and came with word that its halves are the same."""
+        said = [seen for known in self.known if known.facts.images_repeat for seen in known.images]
+        unwritten = [seen.tensor for seen in said if seen.is_still(seen.tensor)]
+        return any(t.shape == x.shape and t.device == x.device for t in unwritten if t is not None)
+
+
+@contextmanager
+def within_call() -> Iterator[None]:
+    """Let the parts of one call of a model share its layout, also outside of a step."""
+    with nullcontext() if context().step is not None else within(step=Step()):
+        yield
+
+
+@contextmanager
+def knowing(known: Known) -> Iterator[None]:
+    """The running step knows one batch more until the block ends; nothing outside of a step."""
+    step = context().step
+    with nullcontext() if step is None else within(step=replace(step, known=[known, *step.known])):
+        yield
+
+
+@contextmanager
+def step_layouts(known: Iterable[Known] = (), doubts: list[Doubt] | None = None) -> Iterator[None]:
+    """
+    Let forwards that are given the very same tensors share one layout, until the block ends.
+
+    Args:
+        known (`Iterable` of [`Known`], *optional*):
+            What came with the batch of the step.
+        doubts (`list`, *optional*):
+            Takes what was relied on, for [`check_doubts`] at a time when the device has been waited for; by default
+            it is read when the block ends.
+
+    Raises:
+        PaddingRemovalError: Without `doubts`, if the batch was written to unseen.
+    """
+    found: list[Doubt] = [] if doubts is None else doubts
+    with within(step=Step(list(known), found)):
+        yield
+    if doubts is None:
+        check_doubts(found)
+
+
+def rely_on(what: str, wrong: torch.Tensor) -> None:
+    """Note for the running step that its numbers are right only if `wrong` is false everywhere."""
+    step = context().step
+    if step is not None and step.doubts is not None:
+        step.doubts.append(Doubt(what, wrong))
+
+
+class Word:
+    """Whether what batches come with holds for those who rely on it: compared once, and noted as a doubt later."""
+
+    def __init__(self) -> None:
+        self.holds: bool | None = None
+
+    def is_kept(self, what: str, wrong: torch.Tensor) -> bool:
+        """Whether it can be relied on; where it did not hold at first, never."""
+        if self.holds is None:
+            self.holds = not bool(wrong.any())
+        elif self.holds:
+            rely_on(what, wrong)
+        return self.holds
+
+
+def check_doubts(doubts: Iterable[Doubt], of: str = "") -> None:
+    """
+    Read what was relied on.
+
+    Args:
+        doubts (`Iterable` of [`Doubt`]):
+            What was noted; reading waits for the device.
+        of (`str`, *optional*):
+            Which step it was, for the message.
+
+    Raises:
+        PaddingRemovalError: If something did not hold, so that numbers of the step are wrong.
+    """
+    for doubt in doubts:
+        if not bool(doubt.wrong.any()):
+            continue
+        rows = f" Rows: {doubt.wrong.nonzero().flatten().tolist()}." if doubt.wrong.dim() == 1 else ""
+        raise PaddingRemovalError(
+            f"{doubt.what}: that was relied on{of}, and does not hold, so its numbers are wrong.{rows} Somebody wrote "
+            "to the batch after its collator, in a way that leaves no trace (`.data`, numpy, another process). Write "
+            "to tensors in place, or put new ones into the batch: a layout is then made of what they hold."
+        )

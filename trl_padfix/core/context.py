@@ -1,0 +1,71 @@
+"""
+What is running in this thread, in one context variable.
+
+Calls of several threads, and calls within calls, do not see each other's. Every field is read and set through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .call.calls import ModelCall, PackedCall, RowsCall
+    from .call.layers import LayerCall
+    from .call.step import Step
+    from .model.patching import Attachment
+
+__all__ = ["Context", "context", "outside_calls", "set_until_reset", "within"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """
+    Attributes:
+        model ([`ModelCall`], *optional*): The call of an attached model.
+        packed ([`PackedCall`], *optional*): The packed forward of a decoder.
+        rows ([`RowsCall`], *optional*): The forward of a decoder over rows.
+        layer ([`LayerCall`], *optional*): The call of a layer within a packed forward.
+        step ([`Step`], *optional*): The step of training or evaluation.
+        disabled (`frozenset` of [`Attachment`]): Attachments that are switched off.
+    """
+
+    model: ModelCall | None = None
+    packed: PackedCall | None = None
+    rows: RowsCall | None = None
+    layer: LayerCall | None = None
+    step: Step | None = None
+    disabled: frozenset[Attachment] = frozenset()
+
+
+_NOTHING = Context()
+_context: ContextVar[Context] = ContextVar("trl_padfix", default=_NOTHING)
+
+
+def context() -> Context:
+    """What is running."""
+    return _context.get()
+
+
+@contextmanager
+def within(**fields: Any) -> Iterator[None]:
+    """Fields of the [`Context`] have other values until the block ends."""
+    token = _context.set(replace(_context.get(), **fields))
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def set_until_reset(**fields: Any) -> None:
+    """Fields of the [`Context`] have other values until the innermost [`within`] that is running ends."""
+    _context.set(replace(_context.get(), **fields))
+
+
+def outside_calls() -> Any:
+    """A block that runs as if no model, decoder or layer were being called."""
+    return within(model=None, packed=None, rows=None)
