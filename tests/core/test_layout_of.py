@@ -8,7 +8,7 @@ from kit.models import batch, build
 
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.call import layout_of as batches
-from trl_padfix.core.call.step import step_layouts
+from trl_padfix.core.call.step import check_doubts, step_layouts
 
 
 TOLERANCE = 1e-5
@@ -60,14 +60,27 @@ def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, write):
     assert (ids._version, mask._version) == version  # so no version tells
 
 
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.usefixtures("group")
+def test_within_a_step_such_a_write_is_noticed(write):
+    model, doubts = build("qwen2"), []
+    ids, mask = batch("right")
+    with remove_padding(model), torch.no_grad(), step_layouts(doubts=doubts):
+        model(ids, attention_mask=mask)
+        write(mask, mask.flip(0).contiguous())
+        model(ids, attention_mask=mask)
+    with pytest.raises(PaddingRemovalError, match=r"Rows: \[0, "):
+        check_doubts(doubts)
+
+
 def test_layouts_that_are_remembered_by_identity_are_wrong_then():
-    """The negative control: within a step nobody may write."""
+    """The negative control: a step whose doubts nobody reads."""
     model = build("qwen2")
     ids, mask = batch("right")
     other_ids, other_mask = (x.flip(0).contiguous() for x in (ids, mask))
     with torch.no_grad():
         expected = model(other_ids, attention_mask=other_mask, use_cache=False).logits
-        with remove_padding(model), step_layouts():
+        with remove_padding(model), step_layouts(doubts=[]):
             model(ids, attention_mask=mask)
             through_data(ids, other_ids)
             through_data(mask, other_mask)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from kit.simulated_cuda import to_simulated
 from torch import nn
 
+from trl_padfix import PaddingRemovalError, padding_free_layout
 from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.call.doubled import Doubled
-from trl_padfix import padding_free_layout
-from trl_padfix.core.call.step import step_layouts
+from trl_padfix.core.call.layout_of import LayoutKey
+from trl_padfix.core.call.step import BatchFacts, Known, Seen, step_layouts
+from trl_padfix.core.context import within
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.towers import TowerPatch
 
@@ -92,9 +96,11 @@ class Model:
         self.patch = TowerPatch(self.tower, PaddingRemoval(decoder, None, prefix_sharing=False))
         self.call = ModelCall(decoder)
 
-    def step(self, batch: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
-        layout = padding_free_layout(torch.ones(2, 2, dtype=torch.int64))
-        with torch.no_grad(), step_layouts([(REPEATED, (batch,), layout)]), running(self.call):
+    def step(self, batch: torch.Tensor, *given: torch.Tensor, doubts: Any = None) -> list[torch.Tensor]:
+        mask = torch.ones(2, 2, dtype=torch.int64)
+        facts = BatchFacts(padding_free_layout(mask), images_repeat=True)
+        known = replace(Known.of(LayoutKey(None, mask), facts), images=(Seen.of(batch),))
+        with torch.no_grad(), step_layouts([known], doubts), within(model=self.call):
             return [self.patch.packed(x) for x in given or (batch,)]
 
 
@@ -109,8 +115,8 @@ def test_word_is_relied_on_where_it_once_held(gpu):
     images = pairs()
     carried = to_simulated(images)
     gpu.reset()
-    (found,) = model.step(carried)
-    (cast,) = model.step(carried, carried.to(torch.float64).to(torch.float32))
+    (found,) = model.step(carried, doubts=[])
+    (cast,) = model.step(carried, carried.to(torch.float64).to(torch.float32), doubts=[])
     assert not gpu.synchronisations
     assert model.tower.images == [2, 4, 2, 2]
     expected = nn.functional.linear(images, model.tower.project.weight.held, model.tower.project.bias.held)
@@ -121,7 +127,7 @@ def test_word_is_relied_on_where_it_once_held(gpu):
 def test_word_that_does_not_hold_is_noticed():
     model = Model()
     model.step(pairs())
-    with pytest.raises(RuntimeError, match="not those that its collator saw"):
+    with pytest.raises(PaddingRemovalError, match="images of the batch are those that its collator saw: that was"):
         model.step(torch.randn(4, 5, 3))
 
 

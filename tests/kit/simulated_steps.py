@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 from kit.simulated_cuda import CUDA, Counts, to_simulated
 
 from trl_padfix.core.layout.flat_maps import FlatMaps
-from trl_padfix.core.layout.layout import Layout
+from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT
 
 
 __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
@@ -19,11 +20,14 @@ __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
 def on_simulated(value: Any) -> Any:
     """What accelerate does with a batch, or with a part of one."""
     if isinstance(value, Mapping):
-        return {k: on_simulated(v) for k, v in value.items()}
-    if isinstance(value, Layout):  # placed already, on the CPU that the trainer took for its device
-        return FlatMaps.of(value).to("cuda:0")
-    if isinstance(value, FlatMaps):
-        return value.to("cuda:0")
+        placed = {k: on_simulated(v) for k, v in value.items()}
+        laid = value.get(BATCH_LAYOUT)
+        if laid is not None:  # perhaps placed already, on the CPU that the trainer took for its device
+            flat = laid.facts if isinstance(laid.facts, FlatMaps) else FlatMaps.of(laid.facts)
+            placed[BATCH_LAYOUT] = replace(laid, facts=flat).beside(placed, "cuda:0")
+        return placed
+    if isinstance(value, list):
+        return [on_simulated(v) for v in value]
     return to_simulated(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -35,10 +35,9 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..core.call.layout_of import step_layouts
+from ..core.call.step import Doubt, step_layouts
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
-from ..core.layout.layout import Layout
 from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity import check_parity
@@ -58,10 +57,11 @@ from .checks import (
     splitting_parallelism,
 )
 from .compilation import CompilationMixin
-from .data.batch_layouts import LayoutLoadingMixin, without_layouts
+from .data.batch_layouts import Laid, LayoutLoadingMixin, without_layouts
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import check_field_types, check_processing_class, field_set
 from .saving.whole_checkpoints import WholeCheckpointsMixin
+from .watch.doubts import Doubts
 from .watch.finite import FiniteMixin, check_weights
 from .watch.token_counts import TokenCounter, TokenCountsMixin
 
@@ -105,6 +105,7 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
             self._parity_pending = {"train", "eval"}
             self._token_counters = {"train": TokenCounter(), "eval": TokenCounter()}
             self._is_observing = False
+            self._doubts = Doubts()
             self._undo_call_event = contextlib.ExitStack()
             self._removes_padding = bool(getattr(config, "padding_free", False))
             self._check_before(config, given)
@@ -281,16 +282,14 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
         self._handles, self._attachments, self._removes_padding = [], [], False
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs, layouts = without_layouts(inputs)
-        with self.observe_step(model, inputs, layouts):
+        inputs, laid = without_layouts(inputs)
+        with self.observe_step(model, inputs, laid):
             result = super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
         self._see_loss(result, self._padded_batches(inputs))
         return result
 
     @contextlib.contextmanager
-    def observe_step(
-        self, model: Any, inputs: dict[str, Any], layouts: dict[str, Layout] | None = None
-    ) -> Iterator[None]:
+    def observe_step(self, model: Any, inputs: dict[str, Any], laid: Laid | None = None) -> Iterator[None]:
         """Check parity before the first forwards, and count the tokens of the forwards within the block."""
         if self._is_observing:
             yield
@@ -303,12 +302,23 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
                     self._parity_pending.discard(mode)
                     self._check_parity(model, self._parity_inputs(inputs, batch))
         # The reference's forward takes the layouts of the policy's.
-        with self._counting(mode, batches), step_layouts(self._known_layouts(inputs, layouts or {})):
+        doubts: list[Doubt] = []
+        known = laid.known(inputs) if laid is not None else []
+        with self._counting(mode, batches), step_layouts(known, doubts):
             self._is_observing = True
             try:
                 yield
             finally:
                 self._is_observing = False
+        self._doubts.add(doubts, f" in step {self.state.global_step + self.model.training} of {mode}")
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self._doubts.read()
+        super().log(logs, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._doubts.read()
+        super()._save_checkpoint(*args, **kwargs)
 
     def _wrap_model_for_loss(self, model: Any) -> Any:
         """Wraps the model passed to TRL's loss."""

@@ -7,7 +7,7 @@ The forwards that score them are packed. Generation is not touched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,12 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.layout_of import Known, known_too
-from ..core.layout.layout import Layout
+from ..core.call.layout_of import LayoutKey
+from ..core.call.step import BatchFacts, Known, knowing
 from .attention_choice import AttentionChoiceMixin
 from .base import PaddingRemovalMixin
 from .checks import check_vocabulary, column_names, require_columns
-from .data.batch_layouts import read_by, with_layout_of_rows, without_layouts
+from .data.batch_layouts import with_layout_of_rows, without_layouts
 from .data.columns import blank_texts
 from .data.row_checks import sound_rows
 from .steps.budget import SplittingMixin
@@ -40,8 +40,8 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
     _has_sound_prompts = False
 
-    _of_step: tuple[dict[str, torch.Tensor], Layout] | None = None
-    """Ids and mask of the step that is running, and its layout."""
+    _of_step: BatchFacts | None = None
+    """What is known of the rows of the step that is running."""
 
     def _check_before(self, config: Any, given: dict[str, Any]) -> None:
         super()._check_before(config, given)
@@ -117,28 +117,21 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
     @contextlib.contextmanager
     def _knowing_the_layout(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
-        """The layout that the running step came with is that of these rows: TRL joins prompts and completions anew."""
-        if self._of_step is None:
+        """What the running step came with is known of these rows: TRL joins prompts and completions anew."""
+        facts = self._of_step
+        key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self._shares_by_ids())
+        if facts is None or key is None or tuple(ids.shape) != facts.layout.batch_shape:
             yield
             return
-        batch, layout = self._of_step
-        read = read_by({"input_ids": ids, "attention_mask": mask}, self._shares_by_ids())
-        if read is None or ids.shape != batch["input_ids"].shape:
+        with knowing(Known.of(key, facts)):
             yield
-            return
-        same = (ids == batch["input_ids"]).all() & (mask == batch["attention_mask"]).all()
-        torch._assert_async(same, "These are not the rows that the layout of this step was made of.")
-        with known_too(*read, layout):
-            yield
-
-    def _known_layouts(self, inputs: dict[str, Any], layouts: dict[str, Layout]) -> Iterable[Known]:
-        return ()  # the forwards of a step are given tensors that nobody has seen yet
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs, layouts = without_layouts(inputs)
-        self._of_step = (self._padded_batches(inputs)[0], layouts[""]) if layouts else None
+        plain, laid = without_layouts(inputs)
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        self._of_step = laid.facts[""] if laid is not None and laid.are_unwritten(inputs, *names) else None
         try:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, plain, *args, **kwargs)
         finally:
             self._of_step = None
 

@@ -125,7 +125,8 @@ class Layout:
         Returns:
             `torch.Tensor` of shape `(n,)`.
         """
-        rank = torch.searchsorted(self.real_index, flat_index)
+        # Within bounds for any index: one that is out of range would end a CUDA context without a word.
+        rank = torch.searchsorted(self.real_index, flat_index).clamp(max=self.real_tokens - 1)
         return rank if self.source is None else self.source[rank]
 
 

@@ -14,12 +14,12 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from ...core.call.layout_of import step_layouts
+from ...core.call.step import step_layouts
 from ...core.heads import trust_layouts
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.data.batch_layouts import LayoutCollator, known_layouts, without_layouts
+from ...trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 
 
@@ -108,11 +108,9 @@ class Step:
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
-        layouts = {}
-        if variant.packed:
-            carried = LayoutCollator(lambda _: host, variant.shares)([])
-            _, layouts = without_layouts({**batch, **{k: v for k, v in carried.items() if k not in host}})
-        with step_layouts(known_layouts(batch, layouts, variant.shares)):
+        laid = LayoutCollator(lambda _: host, variant.shares)([]).get(BATCH_LAYOUT) if variant.packed else None
+        known = laid.beside(batch, self.settings.device).known(batch) if laid is not None else []
+        with step_layouts(known, doubts=[]):  # which nobody reads: nobody writes to these batches
             if backward:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():

@@ -4,8 +4,8 @@ Layouts that travel with their batches.
 Workers of the data loader build the layouts of a batch on the host, beside the batch itself: they are pinned and
 uploaded with the batch, and a step of training waits for the device on their account nowhere. Where batches are made
 in the main process, of completions that the model has generated, one copy to the host serves all of a generation. A
-batch remembers the tensors that it was placed with: what somebody replaces or writes to later gets a layout of its own,
-with one wait.
+batch remembers the tensors that it was placed with: what somebody replaces or writes to later gets a layout of its
+own, with one wait.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from ...core.call.layout_of import LayoutKey, PrefixSharing
 from ...core.call.pooled import Pooled
@@ -28,10 +29,10 @@ from ..field_types import field_set
 
 __all__ = [
     "BATCH_LAYOUT",
+    "Laid",
     "LaidOutBatch",
     "LayoutCollator",
     "LayoutLoadingMixin",
-    "Laid",
     "images_in",
     "scored",
     "with_layout_of_rows",
@@ -81,20 +82,16 @@ class LayoutCollator:
             return batch
         found = {prefix: self._facts(_of_forward(batch, prefix)) for prefix in PREFIXES}
         found = {prefix: facts for prefix, facts in found.items() if facts is not None}
-        return LaidOutBatch({**batch, BATCH_LAYOUT: Laid(FlatMaps.of(found), self)}) if found else batch
-
-    def key(self, given: Mapping[str, Any]) -> LayoutKey | None:
-        """What a forward on a batch makes its layout of; `None` if it has none, or will say what is wrong with it."""
-        try:
-            return LayoutKey.read(given, prefix_sharing=self.prefix_sharing, packs_padded=self.packs_padded)
-        except (PaddingRemovalError, ValueError):
-            return None
+        if not found:
+            return batch
+        return LaidOutBatch({**batch, BATCH_LAYOUT: Laid(FlatMaps.of(found), self.prefix_sharing)})
 
     def _facts(self, given: dict[str, Any]) -> BatchFacts | None:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        on_host = all(t.device.type == "cpu" for t in given.values() if isinstance(t, torch.Tensor))
-        key = self.key(given) if isinstance(ids, torch.Tensor) and ids.dim() == 2 and on_host else None
-        if key is None:
+        if ids is None or not all(t.device.type == "cpu" for t in given.values() if isinstance(t, torch.Tensor)):
+            return None
+        key = _key(given, self.prefix_sharing)
+        if key is None or (mask is not None and not self.packs_padded):
             return None
         pooled = Pooled.of(ids, mask, self.pools_by) if mask is not None and self.pools_by is not None else None
         return BatchFacts(key.build(), scored(given), _images_repeat(given), pooled)
@@ -108,14 +105,14 @@ class Laid:
     Attributes:
         facts ([`FlatMaps`] or `dict[str, BatchFacts]`):
             By the prefix of their names; on its way to a device in one block.
-        made_by ([`LayoutCollator`]):
-            Says what the layouts were made of.
+        prefix_sharing (`bool` or `"auto"`):
+            How the layouts were made.
         seen (`dict[str, Seen]`):
             The tensors of the batch as they were placed; empty before.
     """
 
     facts: Any
-    made_by: LayoutCollator
+    prefix_sharing: PrefixSharing
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def pin_memory(self, device: Any = None) -> Laid:
@@ -134,25 +131,21 @@ class Laid:
     def _known(self, batch: Mapping[str, Any], prefix: str) -> Iterator[Known]:
         facts: BatchFacts = self.facts[prefix]
         placed = _of_forward({name: seen.tensor for name, seen in self.seen.items()}, prefix)
-        key = self.made_by.key(placed)
+        key = _key(placed, self.prefix_sharing)
         if key is None:
             return
-        if not all(self.is_unwritten(batch, prefix + name) for name in ("labels", "completion_mask")):
+        if not self.are_unwritten(batch, prefix + "labels", prefix + "completion_mask"):
             facts = replace(facts, scored=None)
-        images = [name for name, x in placed.items() if any(x is i for i in _with_grids(placed))]
-        if not all(self.is_unwritten(batch, name) for name in images):
+        images = _names_of_images(placed)
+        if not self.are_unwritten(batch, *images):
             facts = replace(facts, images_repeat=None)
         seen = {id(x.tensor): x for x in self.seen.values()}
-        yield Known(
-            key,
-            facts,
-            tuple(seen.get(id(t), Seen.of(None)) for t in key.tensors),
-            tuple(self.seen[name] for name in images),
-        )
+        made_of = tuple(seen.get(id(x), Seen.of(None)) for x in key.tensors)
+        yield Known(key, facts, made_of, tuple(self.seen[name] for name in images))
 
-    def is_unwritten(self, batch: Mapping[str, Any], name: str) -> bool:
-        """Whether a batch has the tensor that was placed in it, as it was then; also if it has none."""
-        return self.seen.get(name, Seen.of(None)).is_still(batch.get(name))
+    def are_unwritten(self, batch: Mapping[str, Any], *names: str) -> bool:
+        """Whether a batch has the tensors that were placed in it, as they were then; also where it has none."""
+        return all(self.seen.get(name, Seen.of(None)).is_still(batch.get(name)) for name in names)
 
 
 class LaidOutBatch(dict):
@@ -160,12 +153,12 @@ class LaidOutBatch(dict):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LaidOutBatch:
         """The batch on a device, as accelerate places those that it is given."""
-        return self.placed(lambda x: x.to(device, non_blocking=non_blocking), device)
+        return self.placed(lambda x: send_to_device(x, device, non_blocking=non_blocking), device)
 
-    def placed(self, place: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str) -> LaidOutBatch:
-        """The batch with its tensors placed by `place`."""
-        moved = LaidOutBatch({k: place(v) if isinstance(v, torch.Tensor) else v for k, v in self.items()})
-        if isinstance(self.get(BATCH_LAYOUT), Laid):
+    def placed(self, place: Callable[[Any], Any], device: torch.device | str) -> LaidOutBatch:
+        """The batch with its values placed by `place`."""
+        moved = LaidOutBatch({k: place(v) for k, v in self.items() if k != BATCH_LAYOUT})
+        if BATCH_LAYOUT in self:
             moved[BATCH_LAYOUT] = self[BATCH_LAYOUT].beside(moved, device)
         return moved
 
@@ -206,9 +199,19 @@ def with_layout_of_rows(
 
 
 def _of_forward(batch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """What a batch has for one of its forwards, by the names that the model has for it."""
-    others = tuple(p for p in PREFIXES if p and p != prefix)
-    return {k.removeprefix(prefix): v for k, v in batch.items() if not (others and k.startswith(others))}
+    """What a batch has for one of its forwards, by the names that the model has for it; images are for all."""
+    if not prefix:
+        return {k: v for k, v in batch.items() if not k.startswith(PREFIXES[1:])}
+    own = {k.removeprefix(prefix): v for k, v in batch.items() if k.startswith(prefix)}
+    return own | {k: batch[k] for k in _names_of_images(batch)}
+
+
+def _key(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> LayoutKey | None:
+    """What a forward on a batch makes its layout of; `None` if it has none, or will itself say what is wrong."""
+    try:
+        return LayoutKey.read(given, prefix_sharing=prefix_sharing)
+    except (PaddingRemovalError, ValueError):
+        return None
 
 
 def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -216,24 +219,24 @@ def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
-def _with_grids(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def _names_of_images(batch: Mapping[str, Any]) -> list[str]:
     """The images of a batch, and what it has beside them that is no number for each row or token: grids, masks."""
-    ids = [batch.get(f"{prefix}input_ids") for prefix in PREFIXES]
-    rows = {tuple(x.shape) for x in ids if isinstance(x, torch.Tensor)}
-    tensors = [v for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 1]
-    return [v for v in tensors if v.is_floating_point() or not {tuple(v.shape[:2]), tuple(v.shape[-2:])} & rows]
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 1}
+    rows = {tuple(v.shape) for k, v in tensors.items() if k.endswith("input_ids")}
+    shapes = {k: {tuple(v.shape[:2]), tuple(v.shape[-2:])} for k, v in tensors.items()}
+    return [k for k, v in tensors.items() if v.is_floating_point() or not shapes[k] & rows]
 
 
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
     if not images_in(batch):
         return None
-    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in _with_grids(batch))
+    images = [batch[name] for name in _names_of_images(batch)]
+    return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)
 
 
-def scored(batch: Mapping[str, Any], prefix: str = "") -> torch.Tensor | None:
+def scored(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """Places, among those of `(B, L - 1)`, from which a label is predicted; `None` if the batch does not say."""
-    names = (f"{prefix}{name}" for name in ("labels", "completion_mask", "attention_mask"))
-    labels, completion, mask = (batch.get(name) for name in names)
+    labels, completion, mask = (batch.get(name) for name in ("labels", "completion_mask", "attention_mask"))
     if labels is not None:
         target = labels[:, 1:] != -100
     elif completion is not None:
@@ -301,10 +304,6 @@ class LayoutLoadingMixin:
         """Whether prefixes are shared by what is in batches: what rows of images share only a forward knows."""
         handle = self._handles[0] if self._handles else None
         return False if handle is None or handle.multimodal is not None else handle.prefix_sharing
-
-    def _known_layouts(self, inputs: dict[str, Any], layouts: dict[str, Layout]) -> Iterable[Known]:
-        """The layouts that came with the batch of a step, and the tensors that its forwards are known by."""
-        return known_layouts(inputs, layouts, self._shares_by_ids())
 
     def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy that a step on `inputs` takes."""

@@ -1,0 +1,173 @@
+"""A batch that somebody edits between its collator and the loss: TRL's figures for what it holds then, or a stop."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.sft_runs import build_rows
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+
+import trl_padfix
+from trl_padfix import PaddingRemovalError
+
+
+Batch = dict[str, Any]
+
+MODES = {"padding-free": {}, "prefix sharing": {"prefix_sharing": True}}
+KINDS = ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO")
+FAST = ("SFT", "DPO", "GRPO")
+
+
+# -- edits
+
+
+def noised(ids: torch.Tensor, mask: torch.Tensor, salt: torch.Tensor) -> torch.Tensor:
+    """Every third real token is another one, in each row others."""
+    shifted = torch.arange(ids.shape[1]) + salt
+    return torch.where((mask == 1) & (shifted % 3 == 0), (ids + salt) % 37 + 2, ids)
+
+
+def with_new_tensors(batch: Batch, write: Callable[[Batch, str, torch.Tensor], None] = dict.__setitem__) -> None:
+    completions = batch.get("completion_ids", batch.get("input_ids"))
+    salt = completions.sum(1, keepdim=True) % 31 + 1
+    for name in [n for n in batch if n.endswith(("input_ids", "prompt_ids"))]:
+        mask = batch[name.replace("input_ids", "attention_mask").replace("_ids", "_mask")]
+        write(batch, name, noised(batch[name], mask, salt))
+
+
+def in_place(batch: Batch) -> None:
+    with_new_tensors(batch, lambda batch, name, new: batch[name].copy_(new))
+
+
+def through_data(batch: Batch) -> None:
+    with_new_tensors(batch, lambda batch, name, new: batch[name].data.copy_(new))
+
+
+def permuted(batch: Batch, write: Callable[[Batch, str, torch.Tensor], None] = dict.__setitem__) -> None:
+    """Rows in another order, pairs as pairs."""
+    rows = {name: len(value) for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    count = next(n for name, n in rows.items() if name.endswith(("input_ids", "prompt_ids")))
+    half = count // 2
+    order = torch.cat([part.roll(1) for part in torch.arange(count).split(half)])
+    for name in [name for name, n in rows.items() if n == count]:
+        write(batch, name, batch[name][order])
+
+
+def permuted_through_data(batch: Batch) -> None:
+    permuted(batch, lambda batch, name, new: batch[name].data.copy_(new))
+
+
+EDITS = {edit.__name__: edit for edit in (with_new_tensors, in_place, through_data, permuted, permuted_through_data)}
+UNSEEN = {"through_data", "permuted_through_data"}
+
+
+# -- trainings with an edit
+
+
+def edited(trainer_class: type, hook: str, edit: Callable[[Batch], None]) -> type:
+    """A user's subclass that edits what one of its hooks is given."""
+
+    def wrapped(self: Any, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Any:
+        edit(inputs)
+        return getattr(super(made, self), hook)(model, inputs, *args, **kwargs)
+
+    made = type("Edited", (trainer_class,), {hook: wrapped})
+    return made
+
+
+def build_pairs(count: int) -> Dataset:
+    draw = random.Random(0)
+    keys = ("prompt", "chosen", "rejected")
+    return Dataset.from_list([{k: words(draw, 2, 9) for k in keys} for _ in range(count)])
+
+
+def build_unpaired(count: int) -> Dataset:
+    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
+
+
+DATA = {"SFT": build_rows, "DPO": build_pairs, "Reward": build_pairs, "KTO": build_unpaired}
+
+
+def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: Any) -> list[dict[str, float]]:
+    """What two steps and an evaluation log."""
+    made: dict[str, Any] = {}
+    settings = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    if kind in ("GRPO", "RLOO"):
+        policy = save_policy(path / "policy")
+        settings = ONLINE_SETTINGS | {"max_steps": 2} | config
+        made |= {"model": load_policy(policy), "reward_funcs": reward_words, "train_dataset": build_prompts(8)}
+    else:
+        settings = SETTINGS | settings | config
+        made |= {"model": build_model("reward" if kind == "Reward" else "causal")}
+        made |= {"train_dataset": DATA[kind](8), "eval_dataset": DATA[kind](4)}
+        if kind in ("DPO", "KTO"):
+            made["ref_model"] = build_model(seed=1)
+    if kind == "SFT":
+        settings |= {"eos_token": "<eos>"}
+    trainer_class = edited(getattr(package, f"{kind}Trainer"), hook, EDITS[edit])
+    args = getattr(package, f"{kind}Config")(str(path / "run"), **settings)
+    trainer = trainer_class(args=args, processing_class=build_tokenizer(), **made)
+    trainer.train()
+    if "eval_dataset" in made:
+        trainer.evaluate()
+    names = ("loss", "grad_norm", "eval_loss", "rewards/chosen", "eval_rewards/chosen")
+    return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
+
+
+@pytest.fixture(scope="module")
+def trls(tmp_path_factory):
+    @functools.cache
+    def of(kind: str, hook: str, edit: str) -> list[dict[str, float]]:
+        return figures(trl, kind, tmp_path_factory.mktemp("trl"), hook, edit)
+
+    return of
+
+
+def is_stopped(kind: str, mode: str, edit: str) -> bool:
+    """Whether what was written unseen makes the layout wrong: without sharing, only another mask does."""
+    return edit in UNSEEN and (mode == "prefix sharing" or edit == "permuted_through_data")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_an_edited_batch_gives_trls_figures_or_stops(kind, edit, mode, tmp_path, trls):
+    check(kind, "compute_loss", edit, mode, tmp_path, trls)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "prediction_step"])
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("kind", ["DPO", *(pytest.param(k, marks=pytest.mark.slow) for k in ("SFT", "Reward", "KTO"))])
+def test_so_do_edits_in_other_hooks(kind, edit, hook, tmp_path, trls):
+    check(kind, hook, edit, "prefix sharing", tmp_path, trls)
+
+
+def check(kind: str, hook: str, edit: str, mode: str, path: Any, trls: Any) -> None:
+    config = {"padding_free": True, "parity_check": False} | MODES[mode]
+    if is_stopped(kind, mode, edit):
+        with pytest.raises(PaddingRemovalError, match=r"in step \d of (train|eval).*Rows: \[.*\]") as stopped:
+            figures(trl_padfix, kind, path, hook, edit, **config)
+        assert "leaves no trace" in str(stopped.value)
+        return
+    ours, theirs = figures(trl_padfix, kind, path, hook, edit, **config), trls(kind, hook, edit)
+    assert len(ours) == len(theirs) > 2
+    for own, reference in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
+
+
+def test_the_layout_of_the_collator_would_give_other_figures(tmp_path, trls, monkeypatch):
+    """The negative control: a step that takes what came with the batch for whatever it holds."""
+    monkeypatch.setattr("trl_padfix.core.call.step.Seen.is_still", lambda self, other: True)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutKey.misfits", lambda key, layout: torch.zeros(1) == 1)
+    config = {"padding_free": True, "prefix_sharing": True, "parity_check": False}
+    ours = figures(trl_padfix, "DPO", tmp_path, "compute_loss", "with_new_tensors", **config)
+    theirs = trls("DPO", "compute_loss", "with_new_tensors")
+    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
