@@ -25,6 +25,7 @@ _MODULES = {
         "DataCollatorForReward",
     ],
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
+    "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .core.layout.layout import Layout, pack, unpack
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
+    from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (
         DataCollatorForLanguageModeling,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -19,10 +19,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.attention.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
 from ..core.model.find import find_pretrained
-from .field_types import parse_implementation
+from .field_types import field_set, parse_implementation
+from .parts import Part, Settings
 
 
-__all__ = ["AttentionChoiceMixin", "set_attention"]
+__all__ = ["AttentionChoice", "set_attention"]
 
 logger = get_logger(__name__)
 
@@ -30,67 +31,62 @@ _FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "su
 """Keys of `model_init_kwargs` that `AutoConfig.from_pretrained` needs to find the configuration."""
 
 
-class AttentionChoiceMixin:
-    """The attention of policy and reference for a TRL trainer; stands in front of [`PaddingRemovalMixin`]."""
+class AttentionChoice(Part):
+    """The attention of policy and reference."""
 
-    _attention: Implementation | None = None
-    _ref_attention: Implementation | None = None
-    _attention_is_set = False
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._policys: Implementation | None = None
+        self._references: Implementation | None = None
+        self._loads_policy = False
+        self._undo = contextlib.ExitStack()
 
-    if not TYPE_CHECKING:
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with contextlib.ExitStack() as self._constructing:
-                super().__init__(*args, **kwargs)
-            del self._constructing
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
+    def check(self, config: Any, given: dict[str, Any]) -> None:
         model, ref_model = given.get("model"), given.get("ref_model")
-        asked = _requested_implementation(config)
-        ref_asked = parse_implementation(getattr(config, "ref_attn_implementation", None))
+        asked = _requested_implementation(config, self.settings)
+        ref_asked = parse_implementation(self.settings.ref_attn_implementation)
         if model is None or (asked is None and ref_asked is None):
             return
-        workload = _workload(model, config)
+        workload = _workload(model, config, self.settings.padding_free)
+        self._loads_policy = isinstance(model, str)
         if asked is not None:
-            self._attention = _resolved(asked, workload, "attn_implementation")
+            self._policys = _resolved(asked, workload, "attn_implementation")
         if ref_asked is not None:
-            of_reference = workload if ref_model is None else _workload(ref_model, config)
-            self._ref_attention = _resolved(ref_asked, of_reference, "ref_attn_implementation")
+            of_reference = workload if ref_model is None else _workload(ref_model, config, self.settings.padding_free)
+            self._references = _resolved(ref_asked, of_reference, "ref_attn_implementation")
             adapted = getattr(model, "peft_config", None) or given.get("peft_config") is not None
             if ref_model is None and adapted:
-                policys = self._attention or _default(model, workload)
+                policys = self._policys or _default(model, workload)
                 self._refuse_other_reference(policys, "it is the policy with its adapter switched off")
         elif ref_model is None:
-            self._ref_attention = self._attention
-        if isinstance(model, str) and self._attention is not None:
-            self._constructing.callback(setattr, config, "model_init_kwargs", config.model_init_kwargs)
-            config.model_init_kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._attention}
+            self._references = self._policys
+
+    def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
+        if not self._loads_policy or self._policys is None:
+            return contextlib.nullcontext()
+        given = (config.model_init_kwargs or {}) | {"attn_implementation": self._policys}
+        return field_set(config, "model_init_kwargs", given)
 
     def _refuse_other_reference(self, policys: Implementation, why: str) -> None:
-        if self._ref_attention != policys:
+        if self._references != policys:
             raise ValueError(
-                f"`ref_attn_implementation={self._ref_attention!r}` is for a reference model with weights of its own, "
+                f"`ref_attn_implementation={self._references!r}` is for a reference model with weights of its own, "
                 f"and here there is none: {why}. Leave `ref_attn_implementation` out, or set it to the policy's "
                 f"{policys!r}."
             )
 
-    def _set_up_padding(self) -> None:
-        if not self._attention_is_set:
-            self._attention_is_set = True
-            self._set_attention()
-        super()._set_up_padding()
-
-    def _set_attention(self) -> None:
+    def attach(self) -> None:
         """Switch models that TRL did not load with the wanted attention, before anything is attached to them."""
-        reference = getattr(self, "ref_model", None)
-        for model, implementation in ((self.model, self._attention), (reference, self._ref_attention)):
-            if model is not None and implementation is not None:
-                undo = set_attention(model, implementation)
-                self._constructing.push(lambda kind, *_, undo=undo: undo() if kind is not None else None)
-        if reference is None and self._ref_attention is not None:
-            policys = self._attention or str(find_pretrained(self.model).config._attn_implementation)
+        model, reference = self.trainer.model, getattr(self.trainer, "ref_model", None)
+        for one, implementation in ((model, self._policys), (reference, self._references)):
+            if one is not None and implementation is not None:
+                self._undo.callback(set_attention(one, implementation))
+        if reference is None and self._references is not None:
+            policys = self._policys or str(find_pretrained(model).config._attn_implementation)
             self._refuse_other_reference(policys, "`precompute_ref_log_probs=True`, `beta=0` and adapters need none")
+
+    def abandon(self) -> None:
+        self._undo.close()
 
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
@@ -152,14 +148,14 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
     return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())
 
 
-def _requested_implementation(config: Any) -> Implementation | None:
+def _requested_implementation(config: Any, settings: Settings) -> Implementation | None:
     """
     The implementation that a configuration asks for.
 
     Raises:
         ValueError: If `attn_implementation` and `model_init_kwargs` ask for different ones.
     """
-    ours = parse_implementation(getattr(config, "attn_implementation", None))
+    ours = parse_implementation(settings.attn_implementation)
     theirs = parse_implementation((getattr(config, "model_init_kwargs", None) or {}).get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
@@ -169,7 +165,7 @@ def _requested_implementation(config: Any) -> Implementation | None:
     return ours if ours is not None else theirs
 
 
-def _workload(model: str | nn.Module, config: Any) -> Workload:
+def _workload(model: str | nn.Module, config: Any, packs: bool = False) -> Workload:
     """Device, precision and model configuration of a run, known before weights are loaded."""
     if isinstance(model, str):
         given = config.model_init_kwargs or {}
@@ -183,7 +179,7 @@ def _workload(model: str | nn.Module, config: Any) -> Workload:
         model_config, dtype = pretrained.config, pretrained.dtype
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else dtype
-    return Workload(Machine.of(config.device), autocast, model_config, bool(getattr(config, "padding_free", False)))
+    return Workload(Machine.of(config.device), autocast, model_config, packs)
 
 
 def _resolved(asked: Implementation, workload: Workload, field: str) -> Implementation:

@@ -1,94 +1,106 @@
 """
-The mixin that removes padding from a TRL trainer.
+The mixin that removes padding from a trainer.
 
-It attaches `remove_padding` to the policy and the reference, lets the default collator honour the padding side,
-runs the parity check on the first batches and counts tokens. Losses, metrics and the loop are TRL's.
+Losses, metrics and the loop are TRL's. The mixin overrides TRL's hooks, each once, and calls the parts in their order
+([`PARTS`]); what a part does stands in its own file. What differs between trainers is their [`Task`].
 
-A new trainer is one file with a class `class XTrainer(PaddingRemovalMixin, trl.XTrainer)`, and one line in `_MODULES`
-of `trl_padfix/__init__.py`. It fills in what differs from the defaults:
+A new trainer is one file with a task and a class, and one line in `_MODULES` of `trl_padfix/__init__.py`:
 
-- `_collators`: TRL's collators and ours for them, if the padding side is to be honoured.
-- `_takes_images`: `False` if data with images is refused.
-- `_check_before(config, given)`: errors that are better raised before a model is loaded.
-- `_prepare_dataset(...)` (TRL's): errors and warnings about the data, before and after TRL has tokenized it.
-- `_padded_batches(inputs)`: ids and mask of each forward of the policy, if the batch names them differently.
-- `_takes_layouts`: `True` if every forward of a step, and of an evaluation, is within `compute_loss`.
-- `_wrap_model_for_loss(model)`: if TRL's loss hands the model something that it must not see.
-- `_packing_options()`: more arguments of `remove_padding`.
-- `observe_step(model, inputs)`: a context for the forwards of a step, if TRL computes them outside `compute_loss`.
-- `_loss_items`, `_metric_items`, `_rows_per_item`: only for `ExactEvalMixin` and `BudgetMixin`.
-- `_compares_rows()`: only for `SplittingMixin`, which splits forwards for `max_tokens_per_batch`.
-- `_row_measure()`, `_averages_tokens()`: only for `BudgetMixin`, with which come micro-batches and `group_by_prefix`.
+    class XTask(Task):
+        columns = [{"prompt", "completion"}]            # what a dataset must have
+        collators = {trl_x.DataCollatorForX: OurCollator}  # if the padding side is to be honoured
+
+        def padded_batches(self, inputs): ...           # if a batch names ids and mask differently
+
+
+    class XTrainer(PaddingFreeMixin, trl.XTrainer):
+        task_class = XTask
+
+`task.py` has all that a task may say, with its defaults. Forwards that TRL computes outside of `compute_loss` run
+within `observe_step`, so that they are checked and counted, too. A trainer whose tokens come about in another way
+(`online.py`: they are generated) is a subclass of the mixin with parts of its own. [`padding_free_trainer`] makes a
+trainer of any class without a file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.step import Doubt, step_layouts
-from ..core.errors import PaddingRemovalError
-from ..core.handle import PaddingRemoval
-from ..core.model.find import find_decoder, find_multimodal, find_pretrained
-from ..core.model.patching import Attachment
-from ..core.parity import check_parity
-from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .cards import card_tags, describe_in_card
-from .checks import (
-    check_model,
-    check_settings,
-    check_tokenizer,
-    check_vision,
-    column_names,
-    explain_missing_flash_attention,
-    is_zero_3,
-    refuse_images,
-    refuse_whole_rows,
-    require_rows,
-    splitting_parallelism,
+from .attention_choice import AttentionChoice
+from .checks import check_arguments, explain_missing_flash_attention
+from .compilation import Compilation
+from .data.batch_layouts import without_layouts
+from .data.layouts import Layouts
+from .generation.evaluation import Generation
+from .packing import Packing, Padding
+from .parts import Evaluation, Part, Settings, Step, entered
+from .saving.cards import card_tags, describe_in_card
+from .saving.whole_checkpoints import WholeCheckpoints
+from .steps.budget import Budget, pieces_of
+from .steps.sampler import StepOrder, StepRows
+from .task import Task
+from .watch.exact_means import ExactMeans
+from .watch.finite import FiniteValues
+from .watch.parity import Parity
+from .watch.token_counts import TokenCounts
+
+
+VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+__all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
+
+PARTS: tuple[type[Part], ...] = (
+    AttentionChoice,  # models are switched before anything is attached to them
+    Packing,
+    Compilation,  # of layers that are packed
+    ExactMeans,  # takes rows out of a batch, so before all that look at it
+    Parity,  # not counted, and with layouts of its own
+    Layouts,
+    StepOrder,
+    Budget,  # around the collator that adds layouts
+    Generation,  # after the counted part of an evaluation
+    TokenCounts,
+    FiniteValues,
+    WholeCheckpoints,
 )
-from .compilation import CompilationMixin
-from .data.batch_layouts import Laid, LayoutLoadingMixin, without_layouts
-from .data.row_checks import check_ids, image_token_ids
-from .field_types import check_field_types, check_processing_class, field_set
-from .saving.whole_checkpoints import WholeCheckpointsMixin
-from .watch.doubts import Doubts
-from .watch.finite import FiniteMixin, check_weights
-from .watch.token_counts import TokenCounter, TokenCountsMixin
+"""The parts of a trainer, in the order in which they are called; blocks end in reverse."""
 
 
-__all__ = ["PaddingRemovalMixin"]
-
-logger = get_logger(__name__)
-
-
-class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin, WholeCheckpointsMixin, FiniteMixin):
+class PaddingFreeMixin:
     """
-    Padding removal for a TRL trainer; stands in front of TRL's class.
+    Padding removal for a trainer; stands in front of TRL's class.
 
     A configuration of this package switches it with its fields; a plain one of TRL's is taken as it is, its
     `padding_free` honoured.
+
+    Attributes:
+        padding ([`Padding`]):
+            What removes the padding: handles, token counts, layouts, the reports of the parity check, settings.
     """
 
-    _collators: dict[type, type] = {}
-    """TRL's collators, and the collators of this package that replace them."""
+    task_class: ClassVar[type[Task]] = Task
+    """What the rows of the trainer are, and what its loss makes of them."""
 
-    _takes_images = True
-    """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
+    part_classes: ClassVar[tuple[type[Part], ...]] = PARTS
+
+    fixed_settings: ClassVar[dict[str, Any]] = {}
+    """Settings that hold whatever the configuration says."""
+
+    padding: Padding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # `inspect.signature`, `help` and notebooks show the parameters of TRL's class; so does pyright, which does not
-        # see the `__init__` of the mixins.
+        # see the `__init__` of the mixin.
         package = __name__.partition(".")[0]
         owner = next(c for c in cls.__mro__ if "__init__" in vars(c) and c.__module__.partition(".")[0] != package)
         if owner is not object:
@@ -98,177 +110,38 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+            classes = type(self).__mro__
+            others = classes[classes.index(PaddingFreeMixin) + 1 :]
+            given = _by_name([c for c in others if "__init__" in vars(c)], args, kwargs)
             config = given.get("args")
-            self._handles: list[PaddingRemoval] = []
-            self._attachments: list[Attachment] = []
-            self._parity_pending = {"train", "eval"}
-            self._token_counters = {"train": TokenCounter(), "eval": TokenCounter()}
-            self._is_observing = False
-            self._doubts = Doubts()
-            self._undo_call_event = contextlib.ExitStack()
-            self._removes_padding = bool(getattr(config, "padding_free", False))
-            self._check_before(config, given)
+            self.padding = padding = Padding(Settings.of(config, **self.fixed_settings))
+            padding.task = self.task_class(self)
+            check_arguments(config, padding.settings, padding.task, given)
+            padding.parts = tuple(part(self) for part in self.part_classes)
             try:
-                # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-                with field_set(config, "padding_free", False), self._without_whole_compilation(config):
+                for part in padding.parts:
+                    part.check(config, given)
+                padding.task.check(config, given)
+                with entered(part.constructing(config) for part in padding.parts):
                     super().__init__(*args, **kwargs)
-                self.padding_free = self._removes_padding
-                self._set_up_padding()
-                self._compile_layers()
-                self._check_images()
-                self._check_values()
-                self._keep_padding_side()
+                self.padding_free = padding.settings.padding_free
+                self._attach()
+                for part in padding.parts:
+                    part.ready()
             except BaseException as error:
-                self.restore_padding()
+                for part in reversed(padding.parts):
+                    part.abandon()
                 if isinstance(error, ImportError):
                     explain_missing_flash_attention(error)
                 raise
 
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        """Errors that are better raised before a model is loaded. `given` are the arguments of `__init__` by name."""
-        check_field_types(config)
-        check_processing_class(given.get("processing_class"))
-        check_settings(config, given.get("data_collator"), self._collators)
-        check_model(given.get("model"), self._removes_padding)
-        check_tokenizer(given.get("processing_class"))
-        require_rows(given.get("train_dataset"), "train")
-        if self._removes_padding and not self._takes_images:
-            refuse_images(given.get("train_dataset"))
-
-    def _set_up_padding(self) -> None:
-        """Attach, and set the collator's side. Called again after `__init__`, where TRL needed it earlier."""
-        models = [m for m in (self.model, getattr(self, "ref_model", None)) if m is not None]
-        self._set_up_collator()
-        if self._handles or self._attachments:
-            return
-        # A trainer before this one may have left its own on the models, as training in stages does.
-        for attachment in (a for model in models for a in attachments_of(model) if a.is_trainers):
-            attachment.remove()
-        if not self._removes_padding:
-            is_ours = type(self.data_collator) in self._collators.values()
-            if is_ours and self.data_collator.padding_side == "left":
-                self._attachments = [n for n in map(number_padded_rows, models) if n is not None]
-            for numbering in self._attachments:
-                numbering.is_trainers = True
-            return
-        self._check_launch()
-        for model in models:
-            self._handles.append(remove_padding(model, **self._packing_options()))
-            self._handles[-1].is_trainers = True
-            if self._shards_parameters():
-                refuse_whole_rows(self._handles[-1])
-
-    def _set_up_collator(self) -> None:
-        """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
-        collator, ours = self.data_collator, self._collators.get(type(self.data_collator))
-        if ours is not None:
-            tokenizer = getattr(self, "_tokenizer", self.processing_class)
-            side = getattr(self.args, "padding_side", None) or tokenizer.padding_side
-            given = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            self.data_collator = ours(**given, padding_side=side, for_trainer=True, **self._known_ids())
-        elif type(collator) in self._collators.values() and is_dataclass(collator):
-            self.data_collator = replace(collator, for_trainer=True, **self._known_ids())
-
-    def _known_ids(self) -> dict[str, Any]:
-        """What rows are looked at for as they come, where they cannot be before the first step."""
-        with_images = getattr(self, "_is_vision_dataset", False)  # they are tokenized batch by batch
-        if not with_images and all(isinstance(d, Dataset) for d in self._datasets().values() if d is not None):
-            return {}
-        stand_ins = image_token_ids(find_pretrained(self.model).config) if with_images else frozenset()
-        return {"vocabulary": self._vocabulary(), "stand_ins": stand_ins}
-
-    def _packing_options(self) -> dict[str, Any]:
-        """Keyword arguments of `remove_padding`."""
-        sharing = getattr(self.args, "prefix_sharing", False)
-        if sharing == "auto" and getattr(self.args, "neftune_noise_alpha", None):
-            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
-            sharing = False
-        return {"prefix_sharing": sharing}
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        # TRL computes these inside its `__init__`, before ours has attached.
-        self._set_up_padding()
-        self._check_values()
-        return super()._precompute_ref_logps(*args, **kwargs)
-
-    def _check_values(self) -> None:
-        """Before the first step, refuse weights that are not finite, and token ids that the model does not have."""
-        ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-        if not (self.is_fsdp_enabled and ram_efficient and self.args.local_process_index):  # there weights come later
-            for which, model in (("model", self.model), ("reference model", getattr(self, "ref_model", None))):
-                if model is not None:
-                    check_weights(model, which)
-        size = None if getattr(self, "_is_vision_dataset", False) else self._vocabulary()
-        if size is not None:
-            for name, dataset in self._datasets().items():
-                check_ids(dataset, name, size)
-
-    def _datasets(self) -> dict[str, Any]:
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        return {"train": self.train_dataset, **evaluated}
-
-    def _vocabulary(self) -> int | None:
-        """How many token ids the model has embeddings for, if it says."""
-        pretrained = find_pretrained(self.model)
-        embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
-        return getattr(embeddings, "num_embeddings", None)
-
-    def _shards_parameters(self) -> bool:
-        """Whether each process has a part of the parameters, and modules gather them when they are called."""
-        return self.is_fsdp_enabled or is_zero_3(self.accelerator)
-
-    def _check_launch(self) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If the model is copied, or rows are split over processes.
-        """
-        if self.args.n_gpu > 1:
-            raise PaddingRemovalError(
-                f"`nn.DataParallel` on {self.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
-                "with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
-            )
-        size = splitting_parallelism(self.accelerator, "cp_size", "sp_size")
-        if size is not None:
-            raise PaddingRemovalError(
-                f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
-                "`padding_free=False`, or train without context and sequence parallelism."
-            )
-
-    def _keep_padding_side(self) -> None:
-        """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
-        handler = self.callback_handler
-        call_event = handler.call_event
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with kept_padding_side(self.processing_class):
-                return call_event(*args, **kwargs)
-
-        undo = self._undo_call_event
-        if "call_event" in vars(handler):
-            undo.callback(setattr, handler, "call_event", call_event)
-        else:
-            undo.callback(vars(handler).pop, "call_event", None)
-        handler.call_event = call
-
-    def _check_images(self) -> None:
-        """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
-        for name, dataset in self._datasets().items() if self._takes_images else ():
-            images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
-            if not images:
-                continue
-            if not getattr(self, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
-                raise ValueError(
-                    f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
-                    "text alone. Give both the column (an empty list where there is no image), or drop it."
-                )
-            pretrained = find_pretrained(self.model)
-            if find_multimodal(pretrained, find_decoder(pretrained)) is None:
-                raise ValueError(
-                    f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
-                    "a vision-language model, or drop the column to train on the text."
-                )
-            check_vision(dataset, self.processing_class, name)
+    def _attach(self) -> None:
+        """Attach to the models, once: at the end of `__init__`, or where TRL computes with them before."""
+        if not self.padding.is_attached:
+            self.padding.is_attached = True
+            for part in self.padding.parts:
+                part.attach()
+            self.padding.task.attached()
 
     def restore_padding(self) -> None:
         """
@@ -276,99 +149,237 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
 
         After training they stay attached, until this is called or another trainer of this package takes them over.
         """
-        for attachment in (*self._handles, *self._attachments):
-            attachment.remove()
-        self._undo_call_event.close()
-        self._handles, self._attachments, self._removes_padding = [], [], False
+        self.padding.restore()
+
+    # -- data
+
+    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(super()._prepare_dataset).bind(*args, **kwargs)
+        task, named = self.padding.task, dict(call.arguments)
+        first = next(iter(named))
+        call.arguments[first] = checked = task.check_dataset(named.pop(first), **named)
+        prepared = super()._prepare_dataset(*call.args, **call.kwargs)
+        if isinstance(prepared, Dataset):
+            task.check_prepared(prepared, len(checked), **named)
+        return prepared
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        # TRL computes these inside its `__init__`, before ours has attached.
+        self._attach()
+        with entered(part.precomputing() for part in self.padding.parts):
+            return super()._precompute_ref_logps(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        with self._loading(self.train_dataset, is_training=True):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        found = self.eval_dataset if eval_dataset is None else eval_dataset
+        with self._loading(self.eval_dataset[found] if isinstance(found, str) else found):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        with self._loading(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+
+    def _loading(self, dataset: Any, is_training: bool = False) -> contextlib.AbstractContextManager[None]:
+        return entered(part.loading(dataset, is_training) for part in self.padding.parts)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        order = next((part for part in self.padding.parts if isinstance(part, StepOrder)), None)
+        if order is None or not order.is_on:
+            return super()._get_train_sampler(*args, **kwargs)
+        dataset = next((given for given in (*args, *kwargs.values()) if given is not None), self.train_dataset)
+        dataset = dataset.rows if isinstance(dataset, StepRows) else dataset
+        return order.sampler(super()._get_train_sampler(dataset), dataset)
+
+    # -- steps
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        train = super().training_step
+        if pieces_of(inputs)[0] is inputs:
+            return train(model, inputs, *args, **kwargs)
+        return self.padding.part(Budget).training_step(train, model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs, laid = without_layouts(inputs)
-        with self.observe_step(model, inputs, laid):
-            result = super().compute_loss(self._wrap_model_for_loss(model), inputs, *args, **kwargs)
-        self._see_loss(result, self._padded_batches(inputs))
-        return result
+        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
+        with self.observe_step(model, inputs, returns_outputs) as step:
+            task = self.padding.task
+            step.result = super().compute_loss(task.model_for_loss(model), step.inputs, *args, **kwargs)
+        return step.result
 
     @contextlib.contextmanager
-    def observe_step(self, model: Any, inputs: dict[str, Any], laid: Laid | None = None) -> Iterator[None]:
-        """Check parity before the first forwards, and count the tokens of the forwards within the block."""
-        if self._is_observing:
-            yield
-            return
+    def observe_step(self, model: Any, inputs: dict[str, Any], returns_outputs: bool = False) -> Iterator[Step]:
+        """
+        A block with forwards of the policy, and of the reference, on one batch: packed as its layouts say, checked for
+        parity on the first batch, and counted. Within another such block it does nothing of its own.
+
+        Args:
+            model (`torch.nn.Module`):
+                The policy.
+            inputs (`dict`):
+                The batch.
+            returns_outputs (`bool`, *optional*, defaults to `False`):
+                Whether the loss is asked for with the outputs.
+        """
+        padding = self.padding
+        plain, laid = without_layouts(inputs)
         mode = "train" if self.model.training else "eval"
-        batches = self._padded_batches(inputs)
-        if mode in self._parity_pending and self._handles and getattr(self.args, "parity_check", True):
-            for batch in batches:
-                if self._handles[0].layout_of(batch) is not None:
-                    self._parity_pending.discard(mode)
-                    self._check_parity(model, self._parity_inputs(inputs, batch))
-        # The reference's forward takes the layouts of the policy's.
-        doubts: list[Doubt] = []
-        known = laid.known(inputs) if laid is not None else []
-        with self._counting(mode, batches), step_layouts(known, doubts):
-            self._is_observing = True
-            try:
-                yield
-            finally:
-                self._is_observing = False
-        self._doubts.add(doubts, f" in step {self.state.global_step + self.model.training} of {mode}")
+        number = self.state.global_step + (mode == "train")
+        known = laid.known(plain) if laid is not None else []
+        plain = padding.task.scored(plain)
+        step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
+        if padding.is_observing:
+            yield step
+            return
+        padding.is_observing = True
+        try:
+            with entered(part.step(step) for part in padding.parts):
+                yield step
+        finally:
+            padding.is_observing = False
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # TRL takes the labels of `compute_metrics` from here.
+        return super().prediction_step(model, self.padding.task.scored(inputs), *args, **kwargs)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.padding.part(FiniteValues).see_gradient(norm, self.state.global_step + 1)
+        return norm
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        batches = [piece for batch in batch_samples for piece in pieces_of(batch)]
+        return super()._get_num_items_in_batch(self.padding.task.counted(batches), device)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        return sum(map(super().floating_point_ops, pieces_of(inputs)))
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        for piece in pieces_of(inputs):
+            super()._track_num_input_tokens(piece)
+
+    # -- evaluation and log
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with entered(part.evaluating() for part in self.padding.parts):
+            return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        evaluation = Evaluation(metric_key_prefix, prediction_loss_only)
+        with entered(part.evaluation(evaluation) for part in self.padding.parts):
+            evaluation.output = super().evaluation_loop(
+                dataloader, description, evaluation.loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+            )
+        return evaluation.output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self._doubts.read()
+        for part in self.padding.parts:
+            part.log(logs, "train" if self.model.training else "eval")
         super().log(logs, *args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._doubts.read()
-        super()._save_checkpoint(*args, **kwargs)
+    # -- checkpoints and the model card
 
-    def _wrap_model_for_loss(self, model: Any) -> Any:
-        """Wraps the model passed to TRL's loss."""
-        return model
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        with self.padding.part(WholeCheckpoints).training(resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, *args, **kwargs)
 
-    def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the parity check runs for one of the [`_padded_batches`] of a step."""
-        return batch | self._multimodal_inputs(inputs)
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        self.padding.part(Layouts).read_doubts()  # of weights that may be wrong nothing is kept
+        with self.padding.part(WholeCheckpoints).saving(Path(self._get_output_dir(trial))):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
 
-    def _multimodal_inputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""
-        multimodal = self._handles[0].multimodal if self._handles else None
-        if multimodal is None:
-            return {}
-        known = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
-        return {name: value for name, value in inputs.items() if name in known}
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.padding.part(WholeCheckpoints).output_dir(super()._get_output_dir(trial))
 
-    def _check_parity(self, model: Any, inputs: dict[str, Any]) -> None:
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        for target in (model, getattr(self, "ref_model", None)):
-            if target is None:
-                continue
-            report = check_parity(target if sharded else self.accelerator.unwrap_model(target), inputs, dtype=dtype)
-            report.raise_if_failed()
-            if report.compared:
-                self.accelerator.print(report)  # one line: what was compared, the figure, the limit
-            else:
-                logger.warning(str(report))
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.padding.part(WholeCheckpoints).postpones_push():
+            super()._push_from_checkpoint(checkpoint_folder)
 
-    def create_model_card(
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        handle = self._handles[0] if self._handles else None
-        given = [tags] if isinstance(tags, str) else list(tags or [])
-        super().create_model_card(model_name, dataset_name, [*given, *card_tags(handle)])
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(super().create_model_card).bind(*args, **kwargs)
+        tags, handle = call.arguments.get("tags") or [], self.padding.handle
+        call.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), *card_tags(handle)]
+        super().create_model_card(*call.args, **call.kwargs)
         if self.is_world_process_zero():
             describe_in_card(Path(self.args.output_dir) / "README.md", handle)
 
 
-@contextlib.contextmanager
-def kept_padding_side(processing_class: Any) -> Iterator[None]:
-    """`padding_side` of a tokenizer, or of a processor and its tokenizer, is the same when the block ends."""
-    holders = [h for h in (processing_class, getattr(processing_class, "tokenizer", None)) if hasattr(h, "__dict__")]
-    saved = [vars(holder).get("padding_side") for holder in holders]
+def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the first of `owners` by name, also those that it passes on to the next ones."""
+    signature = inspect.signature(owners[0].__init__)
+    named = dict(signature.bind(None, *args, **kwargs).arguments)
+    kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    args, kwargs = named.pop(kinds.get(VAR_POSITIONAL), ()), named.pop(kinds.get(VAR_KEYWORD), {})
     try:
-        yield
-    finally:
-        for holder, side in zip(holders, saved, strict=True):
-            if side is None:
-                vars(holder).pop("padding_side", None)
-            else:
-                holder.padding_side = side
+        return named | (_by_name(owners[1:], args, kwargs) if args or kwargs else {})
+    except TypeError:  # arguments that the next class needs beside these
+        return named | kwargs
+
+
+T = TypeVar("T", bound=Trainer)
+
+ANY_TRAINERS = (
+    "padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "pool_last_token", "attn_implementation"
+)  # fmt: skip
+"""Settings for which nothing need be known of the rows of a trainer."""
+
+
+def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Task, **settings: Any) -> type[T]:
+    """
+    A trainer class like another one, without padding.
+
+    Its forwards are packed, compared with the padded ones on the first batch of training and of evaluation, and
+    counted; the loss, the loop and the data are those of `trainer_class`. It has what our trainers have beside:
+    `trainer.padding`, `perf/tokens_per_second` and `padfix/pad_fraction` in the log, checkpoints that are whole.
+
+    Args:
+        trainer_class (`type`):
+            [`~transformers.Trainer`], one of TRL's trainers, or a class of your own.
+        task_class (`type`, *optional*, defaults to [`Task`]):
+            What its batches are. The default one reads `input_ids` and `attention_mask`; of batches with other names
+            what the model is called with is checked and counted.
+        **settings:
+            `prefix_sharing`, `parity_check`, `stop_on_nonfinite`, `pool_last_token`, `attn_implementation` and
+            `padding_free` (here `True` by default), as in [`DPOConfig`]. They hold whatever the configuration says;
+            those that are not given are read from the configuration, where it has them.
+
+    Returns:
+        `type`: a subclass of `trainer_class`, with its signature.
+
+    Raises:
+        TypeError: For another setting.
+
+    Example:
+
+    ```python
+    >>> from transformers import Trainer
+    >>> from trl_padfix import padding_free_trainer
+
+    >>> PaddingFreeTrainer = padding_free_trainer(Trainer, prefix_sharing=True)
+    >>> PaddingFreeTrainer.__name__, issubclass(PaddingFreeTrainer, Trainer)
+    ('PaddingFreeTrainer', True)
+
+    ```
+    """
+    if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
+        raise TypeError(
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. What concerns the rows "
+            "of a trainer needs a trainer of this package."
+        )
+    if issubclass(trainer_class, PaddingFreeMixin):
+        raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")
+    own = {
+        "__doc__": f"[`{trainer_class.__name__}`] without padding, made by [`padding_free_trainer`].",
+        "__module__": trainer_class.__module__,
+        "task_class": task_class,
+        "fixed_settings": {"padding_free": True, **settings},
+    }
+    return type(f"PaddingFree{trainer_class.__name__}", (PaddingFreeMixin, trainer_class), own)  # type: ignore[return-value]

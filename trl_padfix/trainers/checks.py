@@ -16,12 +16,13 @@ from ..core.mixers.mixers import WHOLE
 from .data.collators import check_padding_side
 from .data.columns import first_misplaced_image, list_lengths
 from .data.vision_collators import misplaced, misplaced_images
-from .field_types import check_prefix_sharing
+from .field_types import check_field_types, check_prefix_sharing, check_processing_class
+from .parts import Settings
 
 
 __all__ = [
+    "check_arguments",
     "check_model",
-    "check_settings",
     "check_tokenizer",
     "check_vision",
     "check_vocabulary",
@@ -38,33 +39,38 @@ __all__ = [
 ]
 
 
-def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> None:
+def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str, Any]) -> None:
     """
-    Check our fields of a configuration, also where they were set after it was made.
+    Check what a trainer is given, and our fields of its configuration, also where they were set after it was made.
 
     Args:
         config ([`DPOConfig`] or another, *optional*):
             Configuration given to a trainer.
-        collator (`Callable`, *optional*):
-            Collator given to it.
-        collators (`dict[type, type]`):
-            TRL's collators and those that honour the padding side.
+        settings ([`Settings`]):
+            Our fields of it.
+        task ([`Task`]):
+            The task of the trainer.
+        given (`dict`):
+            Its arguments by name.
 
     Raises:
+        TypeError: For a flag that is none, and for a processing class or a model that is of another kind.
         ValueError: For another `padding_side`, one that the user's own collator would not see, and for
-            `prefix_sharing` without `padding_free`.
-        ValueError: For Liger's kernels on a CPU.
-        PaddingRemovalError: For NEFTune with `prefix_sharing`.
+            `prefix_sharing` without `padding_free`; for Liger's kernels on a CPU; for a tokenizer that cannot pad; for
+            an empty train dataset.
+        PaddingRemovalError: For NEFTune with `prefix_sharing`, an encoder-decoder, and images where none are taken.
     """
-    side = getattr(config, "padding_side", None)
+    check_field_types(config)
+    check_processing_class(given.get("processing_class"))
+    side, collator = settings.padding_side, given.get("data_collator")
     check_padding_side(side, optional=True)
-    if side is not None and collator is not None and type(collator) not in {*collators, *collators.values()}:
+    if side is not None and collator is not None and type(collator) not in {*task.collators, *task.collators.values()}:
         raise ValueError(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
-    check_prefix_sharing(config)
-    if getattr(config, "prefix_sharing", False) is True and getattr(config, "neftune_noise_alpha", None):
+    check_prefix_sharing(settings)
+    if settings.prefix_sharing is True and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
             "there is no prefix to share. Set `prefix_sharing=False`: `padding_free` alone keeps the noise of the "
@@ -75,6 +81,11 @@ def check_settings(config: Any, collator: Any, collators: dict[type, type]) -> N
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
+    check_model(given.get("model"), settings.padding_free)
+    check_tokenizer(given.get("processing_class"))
+    require_rows(given.get("train_dataset"), "train")
+    if settings.padding_free and not task.takes_images:
+        refuse_images(given.get("train_dataset"))
 
 
 def runs_triton(config: Any) -> bool:

@@ -10,17 +10,13 @@ import trl.trainer.dpo_trainer as trl_dpo
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from .attention_choice import AttentionChoiceMixin
-from .base import PaddingRemovalMixin
-from .checks import check_vocabulary, require_columns, require_eos, require_rows
+from .base import PaddingFreeMixin
+from .checks import require_eos
 from .data.collators import DataCollatorForPreference, empty_completion
 from .data.columns import count_equal, empty_lists
-from .data.row_checks import sound_rows
 from .data.vision_collators import DataCollatorForVisionPreference
-from .generation.evaluation import GeneratingMixin
-from .steps.budget import BudgetMixin
 from .steps.measures import PairMeasure
-from .watch.exact_means import ExactEvalMixin
+from .task import PairTask
 
 
 __all__ = ["DPOTrainer"]
@@ -28,9 +24,39 @@ __all__ = ["DPOTrainer"]
 logger = get_logger(__name__)
 
 
-class DPOTrainer(
-    AttentionChoiceMixin, GeneratingMixin, BudgetMixin, ExactEvalMixin, PaddingRemovalMixin, trl.DPOTrainer
-):
+class DPOTask(PairTask):
+    """Pairs of completions."""
+
+    columns = [{"chosen", "rejected"}]
+    needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    takes_layouts = True
+    collators = {
+        trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
+        trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
+    }
+    measure = PairMeasure
+
+    def check_dataset(self, dataset: Any, processing_class: Any = None, *args: Any, **more: Any) -> Any:
+        dataset = super().check_dataset(dataset, processing_class, *args, **more)
+        require_eos(dataset, processing_class)
+        return dataset
+
+    def check_prepared(
+        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> None:
+        _report_pairs(prepared, given, args.max_length, dataset_name)
+
+    def compares_rows(self) -> bool:
+        # These sort the rows of a forward, or weigh them by their tokens.
+        return super().compares_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.trainer.loss_types))
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+        both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
+        return both | {"logits/chosen": chosen, "logits/rejected": rejected}
+
+
+class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
@@ -68,44 +94,7 @@ class DPOTrainer(
     ```
     """
 
-    _takes_layouts = True
-    _collators = {
-        trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
-        trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
-    }
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        require_rows(dataset, dataset_name)
-        require_columns(
-            dataset,
-            dataset_name,
-            [{"chosen", "rejected"}],
-            "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
-        )
-        check_vocabulary(processing_class)
-        dataset = sound_rows(dataset, dataset_name, ("prompt", "chosen", "rejected"))
-        require_eos(dataset, processing_class)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if isinstance(prepared, Dataset):
-            _report_pairs(prepared, len(dataset), args.max_length, dataset_name)
-        return prepared
-
-    _rows_per_item = 2
-
-    def _compares_rows(self) -> bool:
-        # These sort the rows of a forward, or weigh them by their tokens.
-        return super()._compares_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.loss_types))
-
-    def _row_measure(self) -> type[PairMeasure]:
-        return PairMeasure
-
-    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor:
-        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
-
-    def _metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
-        both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
-        return both | {"logits/chosen": chosen, "logits/rejected": rejected}
+    task_class = DPOTask
 
 
 def _report_pairs(prepared: Dataset, given: int, max_length: int | None, name: str) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import trl
 
-from .online import OnlineMixin
+from .online import OnlineTask, OnlineTrainer
 
 
 __all__ = ["GRPOTrainer"]
 
 
-class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
+class GRPOTask(OnlineTask):
+    """Groups of completions."""
+
+    def sums_over_rows(self) -> bool:
+        trainer = self.trainer
+        bonus = getattr(trainer, "_entropy_bonus_enabled", False)  # TRL 1.0 had none
+        return trainer.loss_type != "bnpo" and not bonus and trainer.top_entropy_quantile == 1.0
+
+
+class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] without padding.
 
@@ -51,6 +60,4 @@ class GRPOTrainer(OnlineMixin, trl.GRPOTrainer):
     ```
     """
 
-    def _sums_over_rows(self) -> bool:
-        bonus = getattr(self, "_entropy_bonus_enabled", False)  # TRL 1.0 had none
-        return self.loss_type != "bnpo" and not bonus and self.top_entropy_quantile == 1.0
+    task_class = GRPOTask

@@ -10,15 +10,12 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
 
-from .attention_choice import AttentionChoiceMixin
-from .base import PaddingRemovalMixin
-from .checks import check_vocabulary, require_columns, require_rows
+from .base import PaddingFreeMixin
 from .data.collators import EMPTY, SidedCollator
 from .data.columns import empty_lists
-from .data.row_checks import sound_rows
 from .data.vision_collators import on_side_with_kl
-from .steps.budget import BudgetMixin
 from .steps.measures import UnpairedMeasure
+from .task import Task
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -80,7 +77,43 @@ def _empty(where: str) -> str:
     )
 
 
-class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTOTrainer):
+class KTOTask(Task):
+    """Completions with a verdict, and those of other prompts for the KL term."""
+
+    columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
+    needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
+    texts = ("prompt", "completion", "chosen", "rejected")
+    takes_layouts = True
+    takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
+    collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
+    if takes_images:
+        from .data.vision_unpaired import DataCollatorForVisionUnpairedPreference
+
+        collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
+    measure = UnpairedMeasure
+
+    def check_prepared(
+        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> None:
+        if len(rows := empty_lists(prepared, "completion_ids")):
+            raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))
+
+    def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        batches = super().padded_batches(inputs)
+        if self.trainer.calculate_KL:
+            batches.append({name: inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask")})
+        return batches
+
+    def compares_rows(self) -> bool:
+        return True  # with the KL term, a mean over all of them
+
+    def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if batch["input_ids"] is not inputs.get("KL_input_ids"):
+            return inputs
+        return inputs | {k.removeprefix("KL_"): v for k, v in inputs.items() if k.startswith("KL_")}
+
+
+class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     """
     TRL's [`~trl.KTOTrainer`] without padding.
 
@@ -112,43 +145,4 @@ class KTOTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.KTO
     ```
     """
 
-    _takes_layouts = True
-    _takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
-    _collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
-    if _takes_images:
-        from .data.vision_unpaired import DataCollatorForVisionUnpairedPreference
-
-        _collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        require_rows(dataset, dataset_name)
-        require_columns(
-            dataset,
-            dataset_name,
-            [{"prompt", "completion", "label"}, {"chosen", "rejected"}],
-            "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`",
-        )
-        check_vocabulary(processing_class)
-        dataset = sound_rows(dataset, dataset_name, ("prompt", "completion", "chosen", "rejected"))
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if isinstance(prepared, Dataset) and len(rows := empty_lists(prepared, "completion_ids")):
-            raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))
-        return prepared
-
-    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        batches = super()._padded_batches(inputs)
-        if self.calculate_KL:
-            batches.append({name: inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask")})
-        return batches
-
-    def _compares_rows(self) -> bool:
-        return True  # with the KL term, a mean over all of them
-
-    def _row_measure(self) -> type[UnpairedMeasure]:
-        return UnpairedMeasure
-
-    def _parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        mismatched: dict[str, Any] = {}
-        if batch["input_ids"] is inputs.get("KL_input_ids"):
-            mismatched = {k.removeprefix("KL_"): v for k, v in inputs.items() if k.startswith("KL_")}
-        return super()._parity_inputs(inputs | mismatched, batch)
+    task_class = KTOTask

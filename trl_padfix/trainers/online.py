@@ -18,36 +18,38 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..core.call.layout_of import LayoutKey
 from ..core.call.step import BatchFacts, Known, knowing
-from .attention_choice import AttentionChoiceMixin
-from .base import PaddingRemovalMixin
+from .attention_choice import AttentionChoice
+from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns
-from .data.batch_layouts import with_layout_of_rows, without_layouts
+from .compilation import Compilation
+from .data.batch_layouts import with_layout_of_rows
 from .data.columns import blank_texts
+from .data.layouts import Layouts
 from .data.row_checks import sound_rows
-from .steps.budget import SplittingMixin
-from .steps.config import check_token_budget
+from .packing import Packing, datasets_of
+from .parts import Step, entered
+from .saving.whole_checkpoints import WholeCheckpoints
+from .steps.budget import Splitting
+from .task import Task
+from .watch.finite import FiniteValues
+from .watch.parity import Parity
+from .watch.token_counts import TokenCounts
 
 
-__all__ = ["OnlineMixin"]
+__all__ = ["OnlineTask", "OnlineTrainer"]
 
 logger = get_logger(__name__)
 
 
-class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
-    """Padding removal for a TRL trainer that generates its completions; stands in front of TRL's class."""
+class OnlineTask(Task):
+    """Rows are prompts with a completion each, in groups with one prompt."""
 
-    _takes_layouts = False  # the data loader has prompts; see `_with_layouts`
+    takes_layouts = False  # the data loader has prompts; see `OnlineLayouts`
 
-    _has_sound_prompts = False
-
-    _of_step: BatchFacts | None = None
-    """What is known of the rows of the step that is running."""
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
-        check_token_budget(config)
+    def check(self, config: Any, given: dict[str, Any]) -> None:
         scores = "_get_per_token_logps_and_entropies"
-        if getattr(config, "max_tokens_per_batch", None) is not None and not hasattr(super(), scores):
+        splits = self.trainer.padding.settings.max_tokens_per_batch is not None
+        if splits and not hasattr(super(OnlineTrainer, self.trainer), scores):
             raise ValueError(
                 f"`max_tokens_per_batch` splits the forwards of `{scores}`, and TRL {trl.__version__} has no such "
                 "method. Update TRL, or leave the budget out."
@@ -56,13 +58,11 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
         if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
             require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
 
-    def _set_up_padding(self) -> None:
-        super()._set_up_padding()
-        if not self._has_sound_prompts:
-            self._has_sound_prompts = True
-            check_vocabulary(self.processing_class)
-            self.train_dataset = sound_rows(self.train_dataset, "train", ("prompt",))
-        for name, dataset in self._datasets().items():
+    def attached(self) -> None:
+        trainer = self.trainer
+        check_vocabulary(trainer.processing_class)
+        trainer.train_dataset = sound_rows(trainer.train_dataset, "train", ("prompt",))
+        for name, dataset in datasets_of(trainer).items():
             if name != "train":
                 sound_rows(dataset, name, ("prompt",))
             self._check_prompts_of(dataset, name)
@@ -79,7 +79,7 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
         empty = [
             int(row)
             for row, text in zip(rows, texts, strict=True)
-            if not self.processing_class(text=text)["input_ids"]
+            if not self.trainer.processing_class(text=text)["input_ids"]
         ]
         if empty:
             raise ValueError(
@@ -87,6 +87,80 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
                 "their completions would be sampled and scored from padding. Drop them, or give every prompt at least "
                 "a BOS token."
             )
+
+    def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return [{"input_ids": ids, "attention_mask": mask}]
+
+    def compares_rows(self) -> bool:
+        return True  # by the advantages of a generation; a step is one batch, whose forwards are split
+
+    def sums_over_rows(self) -> bool:
+        """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
+        return True
+
+    def may_group(self) -> bool:
+        """
+        Whether rows may change places between the micro-batches of one optimizer step.
+
+        TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. An
+        optimizer step is the same whichever of its micro-batches a row is in, as long as its loss is a sum over rows
+        with weights that do not depend on their micro-batch, and the micro-batches of a generation fill whole steps.
+        """
+        trainer = self.trainer
+        steps, accumulated = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+        whole = steps % accumulated == 0 or accumulated % steps == 0
+        sharing = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
+        balanced = getattr(trainer, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
+        return bool(sharing and whole and self.sums_over_rows() and not balanced)
+
+
+class OnlineLayouts(Layouts):
+    """Layouts of rows that are generated: the host looks once for all micro-batches of a generation."""
+
+    _of_step: BatchFacts | None = None
+    """What is known of the rows of the step that is running."""
+
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        unwritten = step.laid is not None and step.laid.are_unwritten(step.inputs, *names)
+        self._of_step = step.laid.facts[""] if unwritten else None
+        try:
+            with super().step(step):
+                yield
+        finally:
+            self._of_step = None
+
+    @contextlib.contextmanager
+    def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """What the running step came with is known of these rows: TRL joins prompts and completions anew."""
+        facts = self._of_step
+        key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
+        if facts is None or key is None or tuple(ids.shape) != facts.layout.batch_shape:
+            yield
+            return
+        with knowing(Known.of(key, facts)):
+            yield
+
+    def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Micro-batches of a generation with their layouts: the host looks once, and in none of their steps."""
+        padding = self.trainer.padding
+        if not padding.handles or self.settings.max_tokens_per_batch is not None:
+            return batches  # the budget computes them in pieces
+        rows = [(*padding.task.padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
+        return with_layout_of_rows(batches, rows, self.shares_by_ids())
+
+
+class OnlineTrainer(PaddingFreeMixin):
+    """[`PaddingFreeMixin`] for a TRL trainer that generates its completions; stands in front of TRL's class."""
+
+    task_class = OnlineTask
+    part_classes = (
+        AttentionChoice, Packing, Compilation, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
+        WholeCheckpoints,
+    )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         tokenized = super()._tokenize_prompts(prompts)
@@ -99,86 +173,33 @@ class OnlineMixin(AttentionChoiceMixin, SplittingMixin, PaddingRemovalMixin):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # Cached calls would pass through; this leaves generation without a cache and paged generation alone too.
-        with contextlib.ExitStack() as stack:
-            for handle in self._handles:
-                stack.enter_context(handle.disabled())
+        with entered(handle.disabled() for handle in self.padding.handles):
             return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if getattr(self.args, "max_tokens_per_batch", None) is not None:
+        splitting = self.padding.part(Splitting)
+        if splitting.budget is not None:
             batch_size = len(input_ids)  # the budget says how many rows are computed at once
-        with self._splitting(), self._knowing_the_layout(input_ids, attention_mask):
+        with splitting.splitting(), self.padding.part(OnlineLayouts).rows(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
 
-    @contextlib.contextmanager
-    def _knowing_the_layout(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
-        """What the running step came with is known of these rows: TRL joins prompts and completions anew."""
-        facts = self._of_step
-        key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self._shares_by_ids())
-        if facts is None or key is None or tuple(ids.shape) != facts.layout.batch_shape:
-            yield
-            return
-        with knowing(Known.of(key, facts)):
-            yield
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        plain, laid = without_layouts(inputs)
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        self._of_step = laid.facts[""] if laid is not None and laid.are_unwritten(inputs, *names) else None
-        try:
-            return super().compute_loss(model, plain, *args, **kwargs)
-        finally:
-            self._of_step = None
-
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._token_counters["train" if self.model.training else "eval"].start()
+        self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
+        task, layouts = self.padding.task, self.padding.part(OnlineLayouts)
         before = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         if self._buffered_inputs is before:
-            return inputs if self.model.training else self._with_layouts([inputs])[0]
-        if self._may_group():
+            return inputs if self.model.training else layouts.with_layouts([inputs])[0]
+        if task.may_group():
             window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
             self._buffered_inputs = group_prompts(self._buffered_inputs, window)
-        self._buffered_inputs = self._with_layouts(self._buffered_inputs)
+        self._buffered_inputs = layouts.with_layouts(self._buffered_inputs)
         return self._buffered_inputs[self._step % len(self._buffered_inputs)]
-
-    def _with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Micro-batches of a generation with their layouts: the host looks once, and in none of their steps."""
-        if not self._handles or getattr(self.args, "max_tokens_per_batch", None) is not None:
-            return batches  # the budget computes them in pieces
-        rows = [(*self._padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
-        return with_layout_of_rows(batches, rows, self._shares_by_ids())
-
-    def _may_group(self) -> bool:
-        """
-        Whether rows may change places between the micro-batches of one optimizer step.
-
-        TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. An
-        optimizer step is the same whichever of its micro-batches a row is in, as long as its loss is a sum over rows
-        with weights that do not depend on their micro-batch, and the micro-batches of a generation fill whole steps.
-        """
-        steps, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        whole = steps % accumulated == 0 or accumulated % steps == 0
-        sharing = self._removes_padding and getattr(self.args, "prefix_sharing", False)
-        balanced = getattr(self, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
-        return bool(sharing and whole and self._sums_over_rows() and not balanced)
-
-    def _compares_rows(self) -> bool:
-        return True  # by the advantages of a generation; a step is one batch, whose forwards are split
-
-    def _sums_over_rows(self) -> bool:
-        """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
-        raise NotImplementedError
-
-    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        return [{"input_ids": ids, "attention_mask": mask}]
 
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,22 +9,78 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
+from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
-from .attention_choice import AttentionChoiceMixin
-from .base import PaddingRemovalMixin
-from .checks import check_vocabulary, require_columns, require_rows
-from .data.batch_layouts import LayoutCollator
+from .base import PaddingFreeMixin
 from .data.collators import DataCollatorForReward, empty_sequence
 from .data.columns import empty_lists, rows_of_only
-from .data.row_checks import sound_rows
-from .steps.budget import BudgetMixin
+from .packing import datasets_of
 from .steps.measures import RewardMeasure
+from .task import PairTask
 
 
 __all__ = ["RewardTrainer"]
 
 
-class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.RewardTrainer):
+class RewardTask(PairTask):
+    """Pairs of sequences, of which each is scored."""
+
+    columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
+    needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    takes_images = False
+    takes_layouts = True
+    collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
+    measure = RewardMeasure
+    extremes = {"min_reward": torch.min, "max_reward": torch.max}
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        model = given.get("model")
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        if head is not None:
+            raise ValueError(
+                f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
+                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
+            )
+
+    def check_prepared(
+        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> None:
+        if len(prepared) == 0:
+            raise ValueError(
+                f"No pair of the {dataset_name} dataset is left: all have a sequence of more than "
+                f"`max_length={args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
+            )
+        for side in ("chosen", "rejected"):
+            if len(rows := empty_lists(prepared, f"{side}_ids")):
+                raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))
+
+    def attached(self) -> None:
+        handle = self.trainer.padding.handle
+        side = getattr(self.trainer.data_collator, "padding_side", "right")
+        if side == "right" or handle is None or handle.pool_last_token:
+            return
+        for name, dataset in datasets_of(self.trainer).items():
+            for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
+                rows = rows_of_only(dataset, column, self._pad_token_id())
+                if len(rows):
+                    raise ValueError(
+                        f"`{column}` of pair {rows[0]} of the {name} dataset is nothing but pad tokens: padded "
+                        "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
+                        "its own, set `pool_last_token=True`, or pad right."
+                    )
+
+    def pools_by(self, handle: PaddingRemoval) -> int | None:
+        return None if handle.pool_last_token else self._pad_token_id()
+
+    def _pad_token_id(self) -> int:
+        return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
+
+    def model_for_loss(self, model: Any) -> Any:
+        # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
+        return lambda margin=None, **inputs: model(**inputs)
+
+
+class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
     """
     TRL's [`~trl.RewardTrainer`] without padding.
 
@@ -57,80 +112,4 @@ class RewardTrainer(AttentionChoiceMixin, BudgetMixin, PaddingRemovalMixin, trl.
     ```
     """
 
-    _takes_layouts = True
-    _collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
-    _takes_images = False
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
-        model = given.get("model")
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is not None:
-            raise ValueError(
-                f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
-                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
-            )
-
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        require_rows(dataset, dataset_name)
-        require_columns(
-            dataset,
-            dataset_name,
-            [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}],
-            "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)",
-        )
-        check_vocabulary(processing_class)
-        dataset = sound_rows(dataset, dataset_name, ("prompt", "chosen", "rejected"))
-        prepared = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        if isinstance(prepared, Dataset):
-            if len(prepared) == 0:
-                raise ValueError(
-                    f"No pair of the {dataset_name} dataset is left: all have a sequence of more than "
-                    f"`max_length={args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
-                )
-            for side in ("chosen", "rejected"):
-                if len(rows := empty_lists(prepared, f"{side}_ids")):
-                    raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))
-        return prepared
-
-    def _set_up_padding(self) -> None:
-        super()._set_up_padding()
-        side = getattr(self.data_collator, "padding_side", "right")
-        if side == "right" or not self._handles or self._handles[0].pool_last_token:
-            return
-        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **evaluated}.items():
-            for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
-                rows = rows_of_only(dataset, column, self.model.config.get_text_config().pad_token_id)
-                if len(rows):
-                    raise ValueError(
-                        f"`{column}` of pair {rows[0]} of the {name} dataset is nothing but pad tokens: padded "
-                        "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
-                        "its own, set `pool_last_token=True`, or pad right."
-                    )
-
-    def _packing_options(self) -> dict[str, Any]:
-        wanted = getattr(self.args, "pool_last_token", False)
-        return super()._packing_options() | ({"pool_last_token": True} if wanted else {})
-
-    def _layout_collator(self, dataset: Any, is_training: bool) -> Any:
-        collator = super()._layout_collator(dataset, is_training)
-        if not isinstance(collator, LayoutCollator) or self._handles[0].pool_last_token:
-            return collator
-        return replace(collator, pools_by=find_pretrained(self.model).config.get_text_config().pad_token_id)
-
-    def _wrap_model_for_loss(self, model: Any) -> Any:
-        # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
-        return lambda margin=None, **inputs: model(**inputs)
-
-    _rows_per_item = 2
-    _extremes = {"min_reward": torch.min, "max_reward": torch.max}
-
-    def _row_measure(self) -> type[RewardMeasure]:
-        return RewardMeasure
-
-    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor:
-        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
-
-    def _metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        return {}
+    task_class = RewardTask

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import trl
 
-from .online import OnlineMixin
+from .online import OnlineTrainer
 
 
 __all__ = ["RLOOTrainer"]
 
 
-class RLOOTrainer(OnlineMixin, trl.RLOOTrainer):
+class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] without padding.
 
@@ -45,6 +45,3 @@ class RLOOTrainer(OnlineMixin, trl.RLOOTrainer):
     trainer.train()  # columns of the data: prompt
     ```
     """
-
-    def _sums_over_rows(self) -> bool:
-        return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,21 +12,18 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from ..core.errors import PaddingRemovalError
 from ..core.model.older import packing_with_any_attention
-from ..core.remove import remove_padding
-from .attention_choice import AttentionChoiceMixin
-from .base import PaddingRemovalMixin
+from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
 from .data.turns import check_turn_settings, check_turns, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
-from .generation.evaluation import GeneratingMixin
-from .steps.budget import BudgetMixin
+from .parts import Settings
 from .steps.measures import TextMeasure
-from .watch.exact_means import ExactEvalMixin
+from .steps.sampler import StepOrder
+from .task import Task
 
 
 __all__ = ["SFTTrainer"]
@@ -35,9 +31,84 @@ __all__ = ["SFTTrainer"]
 logger = get_logger(__name__)
 
 
-class SFTTrainer(
-    AttentionChoiceMixin, GeneratingMixin, BudgetMixin, ExactEvalMixin, PaddingRemovalMixin, trl.SFTTrainer
-):
+class SFTTask(Task):
+    """Texts, or prompts and completions."""
+
+    takes_layouts = True
+    collators = {
+        trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
+        trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
+    }
+    measure = TextMeasure
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        side = self.trainer.padding.settings.padding_side
+        if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
+            raise ValueError(
+                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one behind "
+                "the other. Leave `padding_side` out, or set `packing=False`."
+            )
+
+    def check_dataset(
+        self, dataset: Any, processing_class: Any = None, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> Any:
+        require_rows(dataset, dataset_name)
+        if more.get("formatting_func") is None:
+            dataset = _checked_rows(dataset, processing_class, args, dataset_name)
+        if self.trainer.padding.settings.expand_turns:
+            check_turns(dataset, processing_class, dataset_name)
+        return dataset
+
+    def check_prepared(
+        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> None:
+        _report_rows(prepared, given, more["packing"], args.max_length, dataset_name)
+
+    def packs_rows(self) -> bool:
+        collator, args = self.trainer.data_collator, self.trainer.args
+        return getattr(collator, "padding_free", False) or getattr(args, "eval_packing", False)
+
+    def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        names = ("input_ids", "attention_mask")
+        if "attention_mask" not in inputs:
+            names = ("input_ids", "position_ids", "cu_seq_lens_q")
+        return [{name: inputs[name] for name in names if name in inputs}]
+
+    def reason_not_to_split(self) -> str | None:
+        trainer = self.trainer
+        several = trainer.accelerator.num_processes > 1
+        if several and not trainer.args.average_tokens_across_devices:
+            return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
+        if self.averages_tokens() and (several or trainer.padding.part(StepOrder).plan().accumulated > 1):
+            return (
+                f"The loss of {type(trainer.model).__name__} is a mean over the tokens of a forward, and a step has "
+                "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"
+            )
+        return None
+
+    def averages_tokens(self) -> bool:
+        return not self.trainer.model_accepts_loss_kwargs and self.trainer.compute_loss_func is None
+
+    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        return (self.scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None
+
+    @property
+    def _labels_begin_rows(self) -> bool:
+        """Whether left-padded batches still have the labels of first tokens, which TRL counts but never scores."""
+        collator = self.trainer.data_collator
+        return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
+
+    def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return drop_first_labels(inputs) if self._labels_begin_rows and "attention_mask" in inputs else inputs
+
+    def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # transformers counts the labels of right-padded rows, for most models without the first column.
+        if not self._labels_begin_rows:
+            return batches
+        return [pad_right(batch) if "attention_mask" in batch else batch for batch in batches]
+
+
+class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     """
     TRL's [`~trl.SFTTrainer`] without padding.
 
@@ -79,110 +150,19 @@ class SFTTrainer(
     ```
     """
 
-    _takes_layouts = True
-    _collators = {
-        trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
-        trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
-    }
+    task_class = SFTTask
 
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             bound = inspect.signature(type(self)).bind(*args, **kwargs)
-            if getattr(bound.arguments.get("args"), "expand_turns", False):
+            if Settings.of(bound.arguments.get("args")).expand_turns:
                 check_turn_settings(bound.arguments["args"])
                 for name in ("train", "eval"):
                     given = bound.arguments.get(f"{name}_dataset")
                     bound.arguments[f"{name}_dataset"] = expand_datasets(given, name)
             with packing_with_any_attention():
                 super().__init__(*bound.args, **bound.kwargs)
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
-        side = getattr(config, "padding_side", None)
-        if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
-            raise ValueError(
-                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one behind "
-                "the other. Leave `padding_side` out, or set `packing=False`."
-            )
-
-    def _prepare_dataset(
-        self,
-        dataset: Any,
-        processing_class: Any,
-        args: Any,
-        packing: bool,
-        formatting_func: Callable | None,
-        dataset_name: str,
-    ) -> Any:
-        require_rows(dataset, dataset_name)
-        if formatting_func is None:
-            dataset = _checked_rows(dataset, processing_class, args, dataset_name)
-        if getattr(args, "expand_turns", False):
-            check_turns(dataset, processing_class, dataset_name)
-        prepared = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if isinstance(prepared, Dataset):
-            _report_rows(prepared, len(dataset), packing, args.max_length, dataset_name)
-        return prepared
-
-    def _set_up_padding(self) -> None:
-        super()._set_up_padding()
-        packs = getattr(self.data_collator, "padding_free", False) or getattr(self.args, "eval_packing", False)
-        if not packs or self._handles or self.args.torch_compile:  # a compiled model stays TRL's
-            return
-        try:
-            self._check_launch()
-            handle = remove_padding(self.model)
-        except PaddingRemovalError as error:
-            logger.warning(f"Packed rows are left to the model's own attention. {error}")
-            return
-        handle.packs_padded, handle.is_trainers = False, True
-        self._handles = [handle]
-
-    def _padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        names = ("input_ids", "attention_mask")
-        if "attention_mask" not in inputs:
-            names = ("input_ids", "position_ids", "cu_seq_lens_q")
-        return [{name: inputs[name] for name in names if name in inputs}]
-
-    def _reason_not_to_split(self) -> str | None:
-        if self.accelerator.num_processes > 1 and not self.args.average_tokens_across_devices:
-            return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        if self._averages_tokens() and (self._step_plan().accumulated > 1 or self.accelerator.num_processes > 1):
-            return (
-                f"The loss of {type(self.model).__name__} is a mean over the tokens of a forward, and a step has "
-                "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"
-            )
-        return super()._reason_not_to_split()
-
-    def _averages_tokens(self) -> bool:
-        return not self.model_accepts_loss_kwargs and self.compute_loss_func is None
-
-    def _row_measure(self) -> type[TextMeasure]:
-        return TextMeasure
-
-    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        return (self._scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None
-
-    @property
-    def _labels_begin_rows(self) -> bool:
-        """Whether left-padded batches still have the labels of first tokens, which TRL counts but never scores."""
-        collator = self.data_collator
-        return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
-
-    def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch as the loss is to see it."""
-        return drop_first_labels(batch) if self._labels_begin_rows and "attention_mask" in batch else batch
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, self._scored(inputs), *args, **kwargs)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        # transformers counts the labels of right-padded rows, for most models without the first column.
-        if self._labels_begin_rows:
-            batches = self._counted_batches(batch_samples)
-            batch_samples = [pad_right(m) if "attention_mask" in m else m for m in batches]
-        return super()._get_num_items_in_batch(batch_samples, device)
 
 
 def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> Any:

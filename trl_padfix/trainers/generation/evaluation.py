@@ -1,5 +1,5 @@
 """
-The mixin that lets a trainer generate during evaluation.
+The part of a trainer that generates during evaluation.
 
 After the loss of an evaluation set it continues the prompts of that set, hands predictions and references to
 `compute_metrics`, and writes and shows the texts. The loss is computed as before, and keeps no logits.
@@ -8,9 +8,9 @@ After the loss of an evaluation set it continues the prompts of that set, hands 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,64 +18,52 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import EvalPrediction, ProcessorMixin
-from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
+from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
 from ..checks import splitting_parallelism
+from ..parts import Evaluation, Part
 from .config import check_generation_settings
 from .prompts import Prompt, prompt_of, require_prompts
 from .samples import Sample, show, write
 
 
-__all__ = ["GeneratingMixin"]
+__all__ = ["Generation"]
 
 
-class GeneratingMixin:
-    """Generation in the evaluation of a TRL trainer; stands in front of [`PaddingRemovalMixin`]."""
+class Generation(Part):
+    """`predict_with_generate`: continues the prompts of an evaluation set after its loss."""
 
-    _evaluated: Any = None
-    """The dataset of the evaluation that is running."""
+    evaluated: Any = None
+    """The dataset whose data loader was made last, which is that of the evaluation that is running."""
 
-    if not TYPE_CHECKING:
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            try:
-                if self._generates:
-                    self._check_prompts()
-            except BaseException:
-                self.restore_padding()
-                raise
-
-    @property
-    def _generates(self) -> bool:
-        return getattr(self.args, "predict_with_generate", False)
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
-        if getattr(config, "predict_with_generate", False):
-            check_generation_settings(config)
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        if self.settings.predict_with_generate:
+            check_generation_settings(self.settings)
             _check_datasets(given.get("eval_dataset"))
             _check_incompatible(config, given)
 
-    def _check_prompts(self) -> None:
+    def ready(self) -> None:
         """Raise what is wrong with the prompts before the first step, not at the first evaluation."""
-        size = splitting_parallelism(self.accelerator, "tp_size", "cp_size", "sp_size")
+        if not self.settings.predict_with_generate:
+            return
+        trainer = self.trainer
+        size = splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size")
         if size is not None:
             raise NotImplementedError(
                 f"`predict_with_generate=True` gives every process prompts of its own, and `{size}` lets several "
                 "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
             )
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"evaluation": self.eval_dataset}
-        for name, dataset in datasets.items():
+        evaluated = trainer.eval_dataset
+        for name, dataset in (evaluated if isinstance(evaluated, dict) else {"evaluation": evaluated}).items():
             require_prompts(dataset, name)
             lengths = [
                 int(batch["attention_mask"].sum(1).max())
                 for _, batch in self._batches(dataset, range(self._count(dataset)))
             ]
-            check_budget(self.accelerator.unwrap_model(self.model), max(lengths), **self._generation_settings())
-            if getattr(self.args, "generation_kwargs", None) and not (
-                self.is_fsdp_enabled or self.is_deepspeed_enabled  # the model is sharded later, and may be empty yet
+            check_budget(self._generator, max(lengths), **self._generation_settings())
+            if self.settings.generation_kwargs and not (
+                trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # the model is sharded later, and may be empty
             ):
                 self._try_generation_kwargs(dataset)
 
@@ -92,65 +80,55 @@ class GeneratingMixin:
                 generate(model, batch, **self._generation_settings() | {"max_new_tokens": 1})
         except Exception as error:
             raise ValueError(
-                f"`generation_kwargs={self.args.generation_kwargs!r}` cannot be generated with: {error} Correct them; "
-                "the run would stop at its first evaluation."
+                f"`generation_kwargs={self.settings.generation_kwargs!r}` cannot be generated with: {error} Correct "
+                "them; the run would stop at its first evaluation."
             ) from error
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        found = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._evaluated = self.eval_dataset[found] if isinstance(found, str) else found
-        return super().get_eval_dataloader(eval_dataset)
+    def loading(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
+        if not is_training:
+            self.evaluated = dataset
+        return nullcontext()
 
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        self._evaluated = test_dataset
-        return super().get_test_dataloader(test_dataset)
+    def evaluating(self) -> AbstractContextManager[Any]:
+        return evaluating(self.trainer.model) if self.settings.predict_with_generate else nullcontext()
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with evaluating(self.model) if self._generates else nullcontext():
-            return super().evaluate(*args, **kwargs)
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        loop = super().evaluation_loop
-        if not self._generates:
-            return loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        dataset = self._evaluated
-        require_prompts(dataset, metric_key_prefix)
-        # `compute_metrics` is given what is generated, so the loss needs no logits.
-        output = loop(dataloader, description, True, ignore_keys, metric_key_prefix)
-        self._token_counters["eval"].pause()
+    @contextmanager
+    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+        if not self.settings.predict_with_generate:
+            yield
+            return
+        prefix, trainer, dataset = evaluation.prefix, self.trainer, self.evaluated
+        require_prompts(dataset, prefix)
+        evaluation.loss_only = True  # `compute_metrics` is given what is generated, so the loss needs no logits
+        yield
         samples, predicted = self._generate_from(dataset)
-        if self.compute_metrics is not None:
-            for name, value in denumpify_detensorize(self.compute_metrics(predicted)).items():
-                prefixed = name.startswith(f"{metric_key_prefix}_")
-                output.metrics[name if prefixed else f"{metric_key_prefix}_{name}"] = value
-        if self.is_world_process_zero():
-            step = self.state.global_step
-            name = metric_key_prefix.removeprefix("eval").strip("_").replace("/", "_")  # of a set among several
+        if trainer.compute_metrics is not None:
+            for name, value in denumpify_detensorize(trainer.compute_metrics(predicted)).items():
+                prefixed = name.startswith(f"{prefix}_")
+                evaluation.output.metrics[name if prefixed else f"{prefix}_{name}"] = value
+        if trainer.is_world_process_zero():
+            step = trainer.state.global_step
+            name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # of a set among several
             file = f"step_{step:05d}_{name}".strip("_") + ".jsonl"
-            write(samples, Path(self.args.output_dir) / "generations" / file)
-            shown = samples[: self.args.generation_rows_shown]
-            show(shown, f"{metric_key_prefix}/generations", step, self.callback_handler.callbacks)
-        return output._replace(predictions=predicted.predictions, label_ids=predicted.label_ids)
+            write(samples, Path(trainer.args.output_dir) / "generations" / file)
+            shown = samples[: self.settings.generation_rows_shown]
+            show(shown, f"{prefix}/generations", step, trainer.callback_handler.callbacks)
+        evaluation.output = evaluation.output._replace(
+            predictions=predicted.predictions, label_ids=predicted.label_ids
+        )
 
     def _generate_from(self, dataset: Any) -> tuple[list[Sample], EvalPrediction]:
         """Continue the prompts of a dataset, each process its share of them; all processes are given all."""
         count = self._count(dataset)
-        share = -(-count // self.accelerator.num_processes)
-        first = share * self.accelerator.process_index
+        share = -(-count // self.trainer.accelerator.num_processes)
+        first = share * self.trainer.accelerator.process_index
         # Sharded models run in step, so every process has as many prompts: the end of the set may be there twice.
         indices = [min(i, count - 1) for i in range(first, first + share)]
         places, found, tokenizer = iter(indices), [], self._generation_tokenizer
         with self._generating():
             for prompts, batch in self._batches(dataset, indices):
                 columns = batch["input_ids"].shape[1]
-                rows = generate(self._generator, self._prepare_inputs(batch), **self._generation_settings())
+                rows = generate(self._generator, self.trainer._prepare_inputs(batch), **self._generation_settings())
                 for i, prompt in enumerate(prompts):
                     ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
                     reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
@@ -158,7 +136,7 @@ class GeneratingMixin:
         gathered = dict(gather_object(found))
         texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
-        wanted = "inputs" in (getattr(self.args, "include_for_metrics", None) or [])
+        wanted = "inputs" in (getattr(self.trainer.args, "include_for_metrics", None) or [])
         return [Sample(*sample) for sample in zip(texts, *decoded, strict=True)], EvalPrediction(
             predictions=_padded(predictions, tokenizer.pad_token_id),
             label_ids=_padded(references, -100),
@@ -166,13 +144,13 @@ class GeneratingMixin:
         )
 
     def _count(self, dataset: Any) -> int:
-        wanted = self.args.eval_generation_samples
+        wanted = self.settings.eval_generation_samples
         return len(dataset) if wanted is None else min(wanted, len(dataset))
 
     def _batches(self, dataset: Any, indices: Sequence[int]) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
         """Prompts of the rows at `indices` and their tokens (and images), in evaluation batches."""
-        processing, size = self.processing_class, self.args.per_device_eval_batch_size
-        template = getattr(self, "chat_template", None)
+        processing, size = self.trainer.processing_class, self.trainer.args.per_device_eval_batch_size
+        template = getattr(self.trainer, "chat_template", None)
         for start in range(0, len(indices), size):
             prompts = [prompt_of(dataset[i], processing, template) for i in indices[start : start + size]]
             images = [prompt.images for prompt in prompts]
@@ -181,7 +159,7 @@ class GeneratingMixin:
                 padding=True,
                 return_tensors="pt",
                 # As TRL tokenizes them: a chat template has added them, and for images the text is taken as it is.
-                add_special_tokens=not (prompts[0].is_chat or self._is_vision_dataset),
+                add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
                 **({"images": images} if any(images) else {}),
             )
             if not isinstance(processing, ProcessorMixin):
@@ -190,33 +168,39 @@ class GeneratingMixin:
 
     @property
     def _generation_tokenizer(self) -> Any:
-        processing = self.processing_class
+        processing = self.trainer.processing_class
         return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
     @property
     def _generator(self) -> Any:
-        return self.accelerator.unwrap_model(self.model)
+        return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
     def _generation_settings(self) -> dict[str, Any]:
         """Keyword arguments of `generate`: any of the tokens that end a text ends it."""
         tokenizer, ends = self._generation_tokenizer, self._generator.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         return {
-            "max_new_tokens": self.args.generation_max_new_tokens,
+            "max_new_tokens": self.settings.generation_max_new_tokens,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": sorted(ends) or None,
-        } | (self.args.generation_kwargs or {})
+        } | (self.settings.generation_kwargs or {})
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Random numbers of its own, the same at every evaluation, and the weights that FSDP keeps at its root."""
-        devices = {p.device for p in self.model.parameters() if p.device.type == self.args.device.type != "cpu"}
-        sharded = isinstance(self.model, FullyShardedDataParallel)
+        devices = {
+            p.device
+            for p in self.trainer.model.parameters()
+            if p.device.type == self.trainer.args.device.type != "cpu"
+        }
+        sharded = isinstance(self.trainer.model, FullyShardedDataParallel)
         with (
-            torch.random.fork_rng(list(devices), device_type=self.args.device.type if devices else "cuda"),
-            FullyShardedDataParallel.summon_full_params(self.model, recurse=False) if sharded else nullcontext(),
+            torch.random.fork_rng(list(devices), device_type=self.trainer.args.device.type if devices else "cuda"),
+            FullyShardedDataParallel.summon_full_params(self.trainer.model, recurse=False)
+            if sharded
+            else nullcontext(),
         ):
-            torch.manual_seed(self.args.seed + self.accelerator.process_index)
+            torch.manual_seed(self.trainer.args.seed + self.trainer.accelerator.process_index)
             yield
 
 

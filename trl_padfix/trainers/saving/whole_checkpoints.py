@@ -1,5 +1,5 @@
 """
-The mixin by which checkpoints appear whole or not at all.
+The part of a trainer by which checkpoints appear whole or not at all.
 
 Trainer writes a checkpoint file by file into its place, and whatever ends the process meanwhile leaves half of one
 there. Here it writes into a folder beside, from all processes; when all have written, the folder is renamed.
@@ -7,9 +7,10 @@ there. Here it writes into a folder beside, from all processes; when all have wr
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from ..parts import Part
 from .checkpoints import checkpoint_to_resume, checkpoints_of, saying_what_is_safe
 
 
-__all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpointsMixin"]
+__all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpoints"]
 
 
 logger = get_logger(__name__)
@@ -29,80 +31,84 @@ BESIDE = "_being_written"
 """Folder in the output directory; Trainer does not upload names that begin with an underscore."""
 
 
-class WholeCheckpointsMixin:
-    """Whole checkpoints, and resuming from the newest of them, for a TRL trainer; a part of `PaddingRemovalMixin`."""
+class WholeCheckpoints(Part):
+    """Whole checkpoints, and resuming from the newest of them."""
 
-    _is_saving = False
-    _is_to_push = False
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.is_saving = self.is_to_push = False
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        output_dir = self.args.output_dir
+    @contextlib.contextmanager
+    def training(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
+        """Around `train`: the checkpoint to resume from."""
+        output_dir = self.trainer.args.output_dir
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, output_dir)
         self._remove_half_written(Path(output_dir))
         callbacks = (SamplerEpochs(), StreamSteps())
         for callback in callbacks:
-            self.add_callback(callback)
+            self.trainer.add_callback(callback)
         try:
             with saying_what_is_safe(output_dir):
-                return super().train(checkpoint, *args, **kwargs)
+                yield checkpoint
         finally:
             for callback in callbacks:
-                self.remove_callback(callback)
+                self.trainer.remove_callback(callback)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        run_dir = super()._get_output_dir(trial)
-        return os.path.join(run_dir, BESIDE) if self._is_saving else run_dir
+    def output_dir(self, run_dir: str) -> str:
+        """Where Trainer writes now, instead of `run_dir`."""
+        return os.path.join(run_dir, BESIDE) if self.is_saving else run_dir
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        # It uploads in the background: the folder has to be in its place before.
-        if self._is_saving:
-            self._is_to_push = True
-        else:
-            super()._push_from_checkpoint(checkpoint_folder)
+    def postpones_push(self) -> bool:
+        """Whether a checkpoint is to be uploaded later: that runs beside, and the folder has to be in its place."""
+        self.is_to_push = self.is_to_push or self.is_saving
+        return self.is_saving
 
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        run_dir = Path(self._get_output_dir(trial))
-        checkpoint = run_dir / f"checkpoint-{self.state.global_step}"
+    @contextlib.contextmanager
+    def saving(self, run_dir: Path) -> Iterator[None]:
+        """Around Trainer's writing of a checkpoint of a run: it goes beside, and is put in its place at the end."""
+        trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        checkpoint = run_dir / f"checkpoint-{state.global_step}"
         beside = run_dir / BESIDE / checkpoint.name
         self._remove_half_written(run_dir)
         try:
-            self._is_saving = True
-            super()._save_checkpoint(model, trial, *args, **kwargs)
+            self.is_saving = True
+            yield
             self._name_the_best(run_dir, beside)
         except BaseException:
             shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
             raise
         finally:
-            self._is_saving = False
-        self.accelerator.wait_for_everyone()
-        if self.args.process_index == 0:
+            self.is_saving = False
+        trainer.accelerator.wait_for_everyone()
+        if args.process_index == 0:
             _put_in_place(beside, checkpoint)
-        self.accelerator.wait_for_everyone()
-        if self.args.process_index != 0 and self.args.local_process_index == 0:
+        trainer.accelerator.wait_for_everyone()
+        if args.process_index != 0 and args.local_process_index == 0:
             _put_in_place(beside, checkpoint)  # of a node with a disk of its own
-        if self.args.should_save and self.args.save_total_limit:
-            _rotate(run_dir, checkpoint, self.state.best_model_checkpoint, self.args.save_total_limit)
-        if self._is_to_push:
-            self._is_to_push = False
-            self._push_from_checkpoint(str(checkpoint))
+        if args.should_save and args.save_total_limit:
+            _rotate(run_dir, checkpoint, state.best_model_checkpoint, args.save_total_limit)
+        if self.is_to_push:
+            self.is_to_push = False
+            trainer._push_from_checkpoint(str(checkpoint))
 
     def _name_the_best(self, run_dir: Path, beside: Path) -> None:
         """The best checkpoint by the path that it has in the end, in the state that was written, too."""
-        best = getattr(self.state, "best_global_step", None)
+        state = self.trainer.state
+        best = getattr(state, "best_global_step", None)
         if best is None:
             return
-        named, place = self.state.best_model_checkpoint, run_dir / f"checkpoint-{best}"
+        named, place = state.best_model_checkpoint, run_dir / f"checkpoint-{best}"
         if place.name == beside.name or place.exists():
-            self.state.best_model_checkpoint = str(place)
-        if named != self.state.best_model_checkpoint and self.args.should_save:
-            self.state.save_to_json(str(beside / "trainer_state.json"))
+            state.best_model_checkpoint = str(place)
+        if named != state.best_model_checkpoint and self.trainer.args.should_save:
+            state.save_to_json(str(beside / "trainer_state.json"))
 
     def _remove_half_written(self, run_dir: Path) -> None:
         """What a process that was killed left beside."""
-        if self.args.local_process_index == 0 and (run_dir / BESIDE).exists():
+        if self.trainer.args.local_process_index == 0 and (run_dir / BESIDE).exists():
             logger.info(f"Removing {run_dir / BESIDE}, a checkpoint that was never finished.")
             shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        self.trainer.accelerator.wait_for_everyone()
 
 
 def _put_in_place(beside: Path, checkpoint: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,18 +28,20 @@ from datasets import Dataset
 
 from ...core.model.patching import Attachment
 from ..checks import column_names, length_dependent_rope, splitting_parallelism
-from ..data.batch_layouts import images_in, scored, without_layouts
+from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
 from ..field_types import field_set
+from ..packing import datasets_of, models_of
+from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
 from .config import check_token_budget
 from .dealing import StepPlan, split
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
-from .sampler import StepMixin, StepRows
+from .sampler import StepOrder, StepRows
 from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
 
 
-__all__ = ["BudgetCollator", "BudgetMixin", "SplittingMixin"]
+__all__ = ["Budget", "BudgetCollator", "Splitting", "pieces_of"]
 
 MICRO_BATCHES, WEIGHTS = "micro_batches", "weights"
 """Keys of a batch that is a list of micro-batches, and of their weights in the loss of the step."""
@@ -93,91 +95,94 @@ class BudgetCollator:
         return {MICRO_BATCHES: batches, WEIGHTS: [float(weights[rows].sum()) for rows in parts]}
 
 
-class SplittingMixin:
-    """Forwards that are split by `max_tokens_per_batch`; stands in front of `PaddingRemovalMixin`."""
+class Splitting(Part):
+    """Forwards that are split by `max_tokens_per_batch`."""
 
-    _attachments: list[Attachment]
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._attached: list[Attachment] = []
 
-    def _set_up_padding(self) -> None:
-        attached = bool(self._handles)
-        super()._set_up_padding()
-        if getattr(self.args, "max_tokens_per_batch", None) is None:
+    @property
+    def budget(self) -> int | None:
+        """
+        Most tokens of a forward.
+
+        Where `auto_find_batch_size` has lowered the batch size after a forward that did not fit into memory, it is
+        lowered as much: what a forward needs goes by its tokens, and a step keeps its rows.
+        """
+        budget, args = self.settings.max_tokens_per_batch, self.trainer.args
+        return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        check_token_budget(config)
+
+    def attach(self) -> None:
+        if self.settings.max_tokens_per_batch is None:
             return
-        if reason := self._reason_not_to_split():
+        if reason := self.reason_not_to_split():
             raise ValueError(
                 f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        if not attached:
-            models = (m for m in (self.model, getattr(self, "ref_model", None)) if m is not None)
-            self._attachments += map(attach_splitting, models)
+        self._attached = [attach_splitting(model) for model in models_of(self.trainer)]
 
-    def _reason_not_to_split(self) -> str | None:
+    def restore(self) -> None:
+        for attachment in self._attached:
+            attachment.remove()
+
+    def reason_not_to_split(self) -> str | None:
         """Why the loss of a batch depends on which rows are in one forward, if it does."""
-        if self._has_images() and self._compares_rows():
+        trainer, task = self.trainer, self.trainer.padding.task
+        if reason := task.reason_not_to_split():
+            return reason
+        if self.has_images() and task.compares_rows():
             return (
                 "The loss compares rows, whose forwards are cut by rows, and which of the images in a batch belong to "
                 "which row is not known there"
             )
-        if getattr(self, "aux_loss_enabled", False) and not joins_balancing_losses():
+        if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
             return (
                 f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
                 "model's own loss, over a whole forward"
             )
-        if splitting_parallelism(self.accelerator, "tp_size"):
+        if splitting_parallelism(trainer.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
-        if kind := length_dependent_rope(self.model, getattr(self.args, "max_length", None)):
+        if kind := length_dependent_rope(trainer.model, getattr(trainer.args, "max_length", None)):
             return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
-    def _compares_rows(self) -> bool:
-        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return getattr(self, "aux_loss_enabled", False)
+    def has_images(self) -> bool:
+        return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(self.trainer).values())
 
-    def _has_images(self) -> bool:
-        return any(column_names(dataset) & {"image", "images"} for dataset in self._datasets().values())
-
-    def _splitting(self) -> contextlib.AbstractContextManager[None]:
+    def splitting(self) -> contextlib.AbstractContextManager[None]:
         """A block whose forwards are split by the budget, if there is one; those of rows with images are not."""
-        budget = getattr(self.args, "max_tokens_per_batch", None)
-        if budget is None or self._has_images():
+        if self.budget is None or self.has_images():
             return contextlib.nullcontext()
-        sharing = bool(self._handles and self._handles[0].prefix_sharing)
+        handle = self.trainer.padding.handle
         # Sharded models meet in every forward, the others at the end of the step.
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        return splitting(Splits(budget, sharing, self._most_over_processes if sharded else None))
+        sharded = self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+        sharing = bool(handle and handle.prefix_sharing)
+        return splitting(Splits(self.budget, sharing, self.most_over_processes if sharded else None))
 
-    def _most_over_processes(self, count: int) -> int:
-        if self.accelerator.num_processes == 1:
+    def most_over_processes(self, count: int) -> int:
+        if self.trainer.accelerator.num_processes == 1:
             return count
-        counts = torch.tensor([count], device=self.args.device)
+        counts = torch.tensor([count], device=self.trainer.args.device)
         return int(accelerate_gather(counts).max())
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        self._set_up_padding()
-        with self._splitting():
-            return super()._precompute_ref_logps(*args, **kwargs)
+    def precomputing(self) -> contextlib.AbstractContextManager[None]:
+        return self.splitting()
 
 
-class BudgetMixin(SplittingMixin, StepMixin):
-    """Micro-batches of `max_tokens_per_batch` for a TRL trainer; stands in front of `PaddingRemovalMixin`."""
+class Budget(Splitting):
+    """Micro-batches of `max_tokens_per_batch`, in the steps of a [`StepOrder`]."""
 
-    _weight: float | None = None
+    weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
 
-    _rows_per_item = 1
-    """Rows of a batch that belong together, as in [`ExactEvalMixin`]."""
-
-    _images: ImageMeasure | None = None
-    """Token counts of the rows of a train dataset with images."""
-
-    _extremes: dict[str, Callable] = {}
-    """Metrics of TRL that are no means but the least or the most over rows, and what takes it."""
-
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
-        check_token_budget(config)
-        if getattr(config, "max_tokens_per_batch", None) is None:
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        super().check(config, given)
+        if self.settings.max_tokens_per_batch is None:
             return
         if config.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -202,96 +207,93 @@ class BudgetMixin(SplittingMixin, StepMixin):
                 "`Dataset.from_generator`), or leave the budget out."
             )
 
-    def _reason_not_to_split(self) -> str | None:
-        if self._compares_rows() and self.is_deepspeed_enabled:
+    def reason_not_to_split(self) -> str | None:
+        if self.trainer.padding.task.compares_rows() and self.trainer.is_deepspeed_enabled:
             return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
-        return super()._reason_not_to_split()
+        return super().reason_not_to_split()
 
-    def _averages_tokens(self) -> bool:
-        """Whether the loss of a forward is a mean over its tokens, whatever else is in the step."""
-        return False
-
-    def get_train_dataloader(self) -> Any:
-        budget = getattr(self.args, "max_tokens_per_batch", None)
-        if budget is None:
-            return super().get_train_dataloader()
-        self._plan = self._step_plan()
-        rows = self._remove_unused_columns(self.train_dataset, description="training")
-        self._images = self._measured_images(rows) if self._has_images() else None
-        collator = self._layout_collator(self.train_dataset, is_training=True)
-        how = {"whole": self._compares_rows(), "by_tokens": self._averages_tokens()}
-        collator = BudgetCollator(collator, self._measure(), budget, self._plan, **how)
+    @contextlib.contextmanager
+    def loading(self, dataset: Any, is_training: bool) -> Iterator[None]:
+        if not is_training or self.budget is None:
+            yield
+            return
+        trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
+        order.steps = order.plan()
+        rows = trainer._remove_unused_columns(dataset, description="training")
+        order.images = self._measured_images(rows) if self.has_images() else None
+        how = {"whole": task.compares_rows(), "by_tokens": task.averages_tokens()}
+        collator = BudgetCollator(trainer.data_collator, order.measure(), self.budget, order.steps, **how)
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
-        fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
+        fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
-                stack.enter_context(field_set(self, name, value))
-            stack.enter_context(field_set(self.args, "dataloader_drop_last", False))
-            return super().get_train_dataloader()
+                stack.enter_context(field_set(trainer, name, value))
+            stack.enter_context(field_set(trainer.args, "dataloader_drop_last", False))
+            yield
 
     def _measured_images(self, rows: Dataset) -> ImageMeasure:
+        trainer, collator = self.trainer, self.trainer.data_collator
         measure = measure_images(
             rows,
-            self.data_collator,
-            sharing=bool(getattr(self.args, "prefix_sharing", False)),
-            processes=(self.accelerator.process_index, self.accelerator.num_processes),
-            workers=getattr(self.args, "dataset_num_proc", None),
+            collator.collator if isinstance(collator, LayoutCollator) else collator,
+            sharing=bool(self.settings.prefix_sharing),
+            processes=(trainer.accelerator.process_index, trainer.accelerator.num_processes),
+            workers=getattr(trainer.args, "dataset_num_proc", None),
         )
-        if self.accelerator.num_processes > 1:
+        if trainer.accelerator.num_processes > 1:
             check_images_of_processes(measure)
         return measure
 
-    def _measure(self) -> RowMeasure:
-        return self._images or super()._measure()
+    def training_step(self, train: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """
+        Run TRL's `training_step` on each micro-batch of an optimizer step.
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        return super()._get_num_items_in_batch(self._counted_batches(batch_samples), device)
-
-    def _counted_batches(self, batch_samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The micro-batches of batches of the data loader."""
-        return [m for batch in batch_samples for m in _pieces(batch)]
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        return sum(super(BudgetMixin, self).floating_point_ops(m) for m in _pieces(inputs))
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        for micro_batch in _pieces(inputs):
-            super()._track_num_input_tokens(micro_batch)
-
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        if MICRO_BATCHES not in inputs:
-            return super().training_step(model, inputs, num_items_in_batch)
+        Args:
+            train (`Callable`):
+                TRL's.
+            model (`torch.nn.Module`):
+                The model.
+            inputs (`dict`):
+                The micro-batches and their weights, as [`BudgetCollator`] makes them.
+            *args, **kwargs:
+                What `training_step` is given beside these: the number of items in the batch.
+        """
         pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
-        if self._compares_rows():
-            return super().training_step(model, pieces[0][0], num_items_in_batch)
-        pieces = _halved(pieces, self._most_over_processes(len(pieces)), self._rows_per_item)
-        loss = torch.zeros((), device=self.args.device)
-        with self._metrics_of_step(pieces, num_items_in_batch is not None):
+        task = self.trainer.padding.task
+        if task.compares_rows():
+            return train(model, pieces[0][0], *args, **kwargs)
+        counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
+        pieces = _halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
+        loss = torch.zeros((), device=self.trainer.args.device)
+        with self._metrics_of_step(pieces, counts_tokens):
             for i, (batch, weight) in enumerate(pieces):
                 # A piece without a weight only keeps step with the other processes.
-                self._weight = weight if num_items_in_batch is None or weight == 0 else None
+                self.weight = None if counts_tokens and weight else weight
                 with self._gradients_synchronised(model, i == len(pieces) - 1):
-                    loss = loss + super().training_step(model, batch, num_items_in_batch)
+                    loss = loss + train(model, batch, *args, **kwargs)
         return loss
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        split = not self.model.training or self._compares_rows()
-        with self._splitting() if split else contextlib.nullcontext():
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss if self._weight is None else loss * self._weight
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        split = step.mode == "eval" or self.trainer.padding.task.compares_rows()
+        with self.splitting() if split else contextlib.nullcontext():
+            yield
+        if self.weight is not None:
+            step.result = step.result * self.weight
 
     @contextlib.contextmanager
     def _gradients_synchronised(self, model: Any, last: bool) -> Iterator[None]:
         """Whether the backward in this block ends the step, for those that reduce gradients over processes."""
-        state = self.accelerator.gradient_state
+        accelerator = self.trainer.accelerator
+        state = accelerator.gradient_state
         saved = state.sync_gradients
         state._set_sync_gradients(saved and last)
         try:
             each = state.plugin_kwargs.get("sync_each_batch", False)
-            if last or each or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            if last or each or accelerator.distributed_type == DistributedType.DEEPSPEED:
                 yield
             else:
-                with self.accelerator.no_sync(model):
+                with accelerator.no_sync(model):
                     yield
         finally:
             state._set_sync_gradients(saved)
@@ -305,41 +307,45 @@ class BudgetMixin(SplittingMixin, StepMixin):
         own, and one reduction at the end of the step adds them up: means over rows by the weights of the rows, means
         over tokens by the numbers of tokens.
         """
-        metrics, tokens = self._metrics["train"], self._total_train_tokens
+        trainer, task = self.trainer, self.trainer.padding.task
+        accelerator = trainer.accelerator
+        metrics, tokens = trainer._metrics["train"], trainer._total_train_tokens
         try:
-            self._metrics["train"] = collected = defaultdict(list)
-            with without_gathering(self.accelerator):
+            trainer._metrics["train"] = collected = defaultdict(list)
+            with without_gathering(accelerator):
                 yield
         finally:
-            self._metrics["train"], self._weight = metrics, None
+            trainer._metrics["train"], self.weight = metrics, None
         sizes: dict[str, list[Any]] = defaultdict(list)
         for batch, weight in pieces:
-            rest = self._loss_items(batch) if counts_tokens else weight
-            for name, size in {"": rest, **self._metric_items(batch)}.items():
+            rest = task.loss_items(batch) if counts_tokens else weight
+            for name, size in {"": rest, **task.metric_items(batch)}.items():
                 sizes[name].append(size if weight else 0)
         collected.pop("num_tokens", None)
         names = sorted(name for name, values in collected.items() if len(values) == len(pieces))
-        device = self.args.device
+        device = trainer.args.device
         items = [[float(size) for size in sizes[n if n in sizes else ""]] for n in names]
-        weighted_by = torch.tensor(items, dtype=torch.float64, device=device)
-        values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device)
-        extremes = {n: take(values[names.index(n)]) for n, take in self._extremes.items() if n in names}
+        shape = len(names), len(pieces)  # also where a loss of the user's own logs nothing
+        weighted_by = torch.tensor(items, dtype=torch.float64, device=device).view(shape)
+        values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device).view(shape)
+        extremes = {n: take(values[names.index(n)]) for n, take in task.extremes.items() if n in names}
         again = sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight)
-        seen = values.new_tensor([self._total_train_tokens - tokens - again])
+        seen = values.new_tensor([trainer._total_train_tokens - tokens - again])
         totals = torch.cat([(values * weighted_by).sum(1), weighted_by.sum(1), seen])
-        if self.accelerator.num_processes > 1:
-            totals = self.accelerator.reduce(totals)
+        if accelerator.num_processes > 1:
+            totals = accelerator.reduce(totals)
         *totals, seen = totals.tolist()
         for name, total, weight in zip(names, totals, totals[len(names) :], strict=False):
             metrics[name].append(total / weight if weight else 0.0)
         for name, extreme in extremes.items():
-            metrics[name][-1] = float(self._extremes[name](self.accelerator.gather(extreme)))
-        self._total_train_tokens = tokens + int(seen)
-        metrics["num_tokens"] = [self._total_train_tokens]
+            metrics[name][-1] = float(task.extremes[name](accelerator.gather(extreme)))
+        trainer._total_train_tokens = tokens + int(seen)
+        metrics["num_tokens"] = [trainer._total_train_tokens]
 
 
-def _pieces(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    return batch.get(MICRO_BATCHES, [batch])
+def pieces_of(batch: Any) -> list[Any]:
+    """The micro-batches of a batch of the data loader; the batch itself where it is not split."""
+    return batch[MICRO_BATCHES] if isinstance(batch, Mapping) and MICRO_BATCHES in batch else [batch]
 
 
 def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:

@@ -8,6 +8,7 @@ the data alone, so that all processes and a resumed run have one order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -19,14 +20,16 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from ..field_types import field_set
+from ..parts import Part
 from .config import check_grouping
 from .costs import RowCosts
 from .dealing import StepPlan
 from .grouping import group_rows
+from .image_measures import ImageMeasure
 from .measures import RowMeasure
 
 
-__all__ = ["GroupedStream", "StepMixin", "StepRows", "StepSampler"]
+__all__ = ["GroupedStream", "StepOrder", "StepRows", "StepSampler"]
 
 logger = get_logger(__name__)
 
@@ -139,73 +142,111 @@ class GroupedStream(IterableDataset):
             yield from (rows[i] for i in plan.in_micro_batches(group_rows(range(len(rows)), costs, size), costs))
 
 
-class StepMixin:
-    """`group_by_prefix` for a TRL trainer; stands in front of `PaddingRemovalMixin`."""
+class StepOrder(Part):
+    """Which rows meet in an optimizer step, for `group_by_prefix` and `max_tokens_per_batch`."""
 
-    _plan: StepPlan | None = None
-    """The steps of the epochs that are running."""
+    images: ImageMeasure | None = None
+    """Token counts of the rows of a train dataset with images, under a budget."""
 
-    def _check_before(self, config: Any, given: dict[str, Any]) -> None:
-        super()._check_before(config, given)
+    steps: StepPlan | None = None
+    """The optimizer steps of the epochs that are running, under a budget."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.settings.group_by_prefix or self.settings.max_tokens_per_batch is not None
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
         check_grouping(config)
-        if not getattr(config, "group_by_prefix", False):
+        if not self.settings.group_by_prefix:
             return
-        data, buffer = given.get("train_dataset"), config.group_by_prefix_buffer
-        if data is not None and not isinstance(data, Dataset) and buffer is None:
+        data = given.get("train_dataset")
+        if data is not None and not isinstance(data, Dataset) and self.settings.group_by_prefix_buffer is None:
             raise ValueError(
                 f"`group_by_prefix=True` looks for rows that begin alike, and the training dataset is a "
                 f"`{type(data).__name__}`, which does not show all its rows. Say among how many of them it is to look "
                 "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
             )
 
-    def _set_up_padding(self) -> None:
-        super()._set_up_padding()
-        if getattr(self.args, "group_by_prefix", False) and getattr(self, "_is_vision_dataset", False):
+    def attach(self) -> None:
+        if self.settings.group_by_prefix and getattr(self.trainer, "_is_vision_dataset", False):
             raise ValueError(
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."
             )
 
-    def _row_measure(self) -> type[RowMeasure]:
-        """What measures the rows of this trainer's data."""
-        raise NotImplementedError
+    def loading(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[Any]:
+        buffer = self.settings.group_by_prefix_buffer
+        if not is_training or buffer is None or isinstance(dataset, Dataset):
+            return contextlib.nullcontext()
+        return field_set(self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer))
 
-    def _measure(self) -> RowMeasure:
-        """Token costs of the rows of this trainer's data."""
-        mode = getattr(self.args, "truncation_mode", None) or "keep_start"
-        sharing = bool(getattr(self.args, "prefix_sharing", False))
-        return self._row_measure()(getattr(self.args, "max_length", None), mode, sharing)
+    def measure(self) -> RowMeasure:
+        """Token costs of the rows of the trainer's data."""
+        if self.images is not None:
+            return self.images
+        args, measure = self.trainer.args, self.trainer.padding.task.measure
+        if measure is None:
+            raise NotImplementedError(
+                f"`max_tokens_per_batch` and `group_by_prefix` need to know what rows of a "
+                f"{type(self.trainer).__name__} cost. Leave them out, or give its task a `measure`."
+            )
+        mode = getattr(args, "truncation_mode", None) or "keep_start"
+        return measure(getattr(args, "max_length", None), mode, bool(self.settings.prefix_sharing))
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = train_dataset if train_dataset is not None else self.train_dataset
-        dataset = dataset.rows if isinstance(dataset, StepRows) else dataset
-        sampler = super()._get_train_sampler(dataset)
-        budget, grouped = (getattr(self.args, n, None) for n in ("max_tokens_per_batch", "group_by_prefix"))
-        if sampler is None or (budget is None and not grouped):
+    def plan(self) -> StepPlan:
+        """The optimizer steps of an epoch."""
+        args, data = self.trainer.args, self.trainer.train_dataset
+        split_batches = args.accelerator_config.split_batches
+        rows = len(data) if isinstance(data, Dataset) else 0
+        processes = 1 if split_batches else self.trainer.accelerator.num_processes
+        micro_batch, accumulated = self.trainer._train_batch_size, args.gradient_accumulation_steps
+        if self.settings.max_tokens_per_batch is not None:
+            # The rows of a step stay, also where `auto_find_batch_size` has lowered the batch size after all.
+            micro_batch = args._rows_per_micro_batch
+            accumulated = args.per_device_train_batch_size // micro_batch
+        return StepPlan(rows, micro_batch, accumulated, processes, args.dataloader_drop_last)
+
+    def sampler(self, sampler: Any, dataset: Any) -> Any:
+        """
+        The sampler of the train dataset, in the order of steps.
+
+        Raises:
+            ValueError: If it rearranges rows itself, or a row has more tokens than the budget.
+        """
+        if sampler is None:
             return sampler
+        budget = self.settings.max_tokens_per_batch
         if not isinstance(sampler, RandomSampler | SequentialSampler):
             raise ValueError(
                 f"`{'max_tokens_per_batch' if budget is not None else 'group_by_prefix'}` rearranges rows by their "
                 f"tokens, and the configuration asks for a `{type(sampler).__name__}`, which does the same in another "
                 "way. Leave `train_sampling_strategy` (or `group_by_length`) out."
             )
+        trainer = self.trainer
         if isinstance(sampler, RandomSampler):
             # What accelerate makes of it: all processes draw alike, each epoch from its own seed. Without `data_seed`
             # that is torch's, which is `seed` unless the script has set another since the trainer was made.
-            sampler = SeedableRandomSampler(dataset, data_seed=self.args.data_seed)
-        costs, plan = self._measure().dataset(dataset), self._plan or self._step_plan()
+            sampler = SeedableRandomSampler(dataset, data_seed=trainer.args.data_seed)
+        costs = self.measure().dataset(dataset)
         if budget is not None:
             self._check_rows(costs, dataset, budget)
-        epoch = lambda: int(self.state.epoch or 0)  # noqa: E731
-        shares, equal = budget is not None, self._compares_rows()
-        return StepSampler(sampler, costs, plan, epoch, grouped=bool(grouped), shares=shares, equal=equal)
+        epoch = lambda: int(trainer.state.epoch or 0)  # noqa: E731
+        return StepSampler(
+            sampler,
+            costs,
+            self.steps or self.plan(),
+            epoch,
+            grouped=bool(self.settings.group_by_prefix),
+            shares=budget is not None,
+            equal=trainer.padding.task.compares_rows(),
+        )
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:
         """
         Raises:
             ValueError: If a sequence has more tokens than the budget.
         """
-        longest = self._measure().longest(dataset)
+        longest = self.measure().longest(dataset)
         if (longest > budget).any():
             raise ValueError(
                 f"{(longest > budget).sum()} rows of the train dataset have a sequence of more tokens than "
@@ -219,20 +260,3 @@ class StepMixin:
                 f"`max_tokens_per_batch={budget}`, the longest {costs.each.max()}: each is a micro-batch of its own, "
                 "and needs the memory of its size. Raise the budget, or lower `max_length`."
             )
-
-    def _step_plan(self) -> StepPlan:
-        split_batches = self.args.accelerator_config.split_batches
-        rows = len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else 0
-        processes = 1 if split_batches else self.accelerator.num_processes
-        budget = getattr(self.args, "max_tokens_per_batch", None) is not None
-        micro_batch = self.args._rows_per_micro_batch if budget else self._train_batch_size
-        accumulated = self._train_batch_size // micro_batch if budget else self.args.gradient_accumulation_steps
-        return StepPlan(rows, micro_batch, accumulated, processes, self.args.dataloader_drop_last)
-
-    def get_train_dataloader(self) -> Any:
-        buffer = getattr(self.args, "group_by_prefix_buffer", None)
-        if buffer is None or isinstance(self.train_dataset, Dataset):
-            return super().get_train_dataloader()
-        stream = GroupedStream(self.train_dataset, self._measure(), self._step_plan(), buffer)
-        with field_set(self, "train_dataset", stream):
-            return super().get_train_dataloader()

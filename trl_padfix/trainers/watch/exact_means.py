@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.batch_layouts import without_layouts
+from ..parts import Evaluation, Part, Step
 
 
-__all__ = ["EvalMeans", "ExactEvalMixin", "without_gathering", "without_repeated_rows"]
+__all__ = ["EvalMeans", "ExactMeans", "without_gathering", "without_repeated_rows"]
 
 
 class EvalMeans:
@@ -54,71 +54,50 @@ class EvalMeans:
         return {name: self._sums[name][0] / self._sums[name][1] for name in names if self._sums.get(name, [0, 0])[1]}
 
 
-class ExactEvalMixin:
+class ExactMeans(Part):
     """
-    `exact_eval_means` for a TRL trainer; stands in front of `PaddingRemovalMixin`.
+    `exact_eval_means`: evaluation means over all pairs or tokens.
 
     TRL averages loss and metrics over the batches of an evaluation, so a last batch with few rows weighs as much as a
-    full one. With the field set they are means over all pairs or tokens.
+    full one.
     """
 
-    if not TYPE_CHECKING:
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._means = EvalMeans()
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._eval_means = EvalMeans()
-            super().__init__(*args, **kwargs)
-
-    _rows_per_item = 1
-    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
-
-    def _loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """Number of items (pairs, tokens) that the loss of a batch is a mean over, if that is known."""
-        raise NotImplementedError
-
-    def _metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Number of items that single metrics are means over, where it is not the number of the loss."""
-        return {}
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        exact = getattr(self.args, "exact_eval_means", False) and not self.model.training
-        if not exact or self._loss_items(inputs) is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
-        own, has_own = inputs, True
-        if not returns_outputs:
-            own, has_own = without_repeated_rows(self.accelerator, inputs, self._rows_per_item)
-        items = {"loss": self._loss_items(own), **self._metric_items(own)}
-        metrics = self._metrics["eval"]
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        task, accelerator = self.trainer.padding.task, self.trainer.accelerator
+        if not self.settings.exact_eval_means or step.mode == "train" or task.loss_items(step.inputs) is None:
+            yield
+            return
+        has_own = True
+        if not step.returns_outputs:
+            own, has_own = without_repeated_rows(accelerator, step.inputs, task.rows_per_item)
+            if own is not step.inputs:
+                step.inputs = own
+        items = {"loss": task.loss_items(step.inputs), **task.metric_items(step.inputs)}
+        metrics = self.trainer._metrics["eval"]
         logged = {name: len(values) for name, values in metrics.items()}
-        with without_gathering(self.accelerator):
-            result = super().compute_loss(model, own, *args, **kwargs)
+        with without_gathering(accelerator):
+            yield
         new = {name: values[-1] for name, values in metrics.items() if len(values) > logged.get(name, 0)}
-        loss = result[0] if returns_outputs else result
-        self._eval_means.add(self.accelerator, {name: has_own * n for name, n in items.items()}, loss, new)
-        return result
+        self._means.add(accelerator, {name: has_own * n for name, n in items.items()}, step.loss, new)
 
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        self._eval_means = EvalMeans()
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
-        )
-        for mean in self._eval_means.of("loss").values():
-            output.metrics[f"{metric_key_prefix}_loss"] = mean
-        return output
+    @contextlib.contextmanager
+    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+        self._means = EvalMeans()
+        yield
+        for mean in self._means.of("loss").values():
+            evaluation.output.metrics[f"{evaluation.prefix}_loss"] = mean
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if not self.model.training:
+    def log(self, logs: dict[str, float], mode: str) -> None:
+        if self.settings.exact_eval_means and mode == "eval":
             # TRL logs the means of these lists.
-            means = self._eval_means.of(*(name for name in self._metrics["eval"] if name != "num_tokens"))
-            self._metrics["eval"].update({name: [mean] for name, mean in means.items()})
-        super().log(logs, *args, **kwargs)
+            metrics = self.trainer._metrics["eval"]
+            means = self._means.of(*(name for name in metrics if name != "num_tokens"))
+            metrics.update({name: [mean] for name, mean in means.items()})
 
 
 @contextlib.contextmanager

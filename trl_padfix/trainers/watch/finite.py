@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from ..parts import Part, Step
 
-__all__ = ["FiniteMixin", "check_weights"]
+
+__all__ = ["FiniteValues", "check_weights"]
 
 logger = get_logger(__name__)
 
@@ -66,60 +69,65 @@ class Seen:
         return bool(self.value.isfinite()) if isinstance(self.value, torch.Tensor) else math.isfinite(self.value)
 
 
-class FiniteMixin:
+class FiniteValues(Part):
     """
-    Reports losses and gradients that are not finite, for a TRL trainer; a part of `PaddingRemovalMixin`.
+    Reports losses and gradients that are not finite.
 
     With `stop_on_nonfinite` each is looked at before the optimizer's step. By default they are looked at when TRL
     logs, so that a step does not wait for the device.
     """
 
-    _seen: list[Seen] = []
-    _step_batches: list[Batch] = []
-    _nonfinite_count = 0
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._seen: list[Seen] = []
+        self._step_batches: list[Batch] = []
+        self._count = 0
 
-    def _see_loss(self, result: Any, batches: Iterable[Batch]) -> None:
-        """Remember the loss of a forward, and its rows."""
-        loss = result[0] if isinstance(result, tuple) else result
-        if not isinstance(loss, torch.Tensor):
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        yield
+        if not isinstance(step.loss, torch.Tensor):
             return
-        batches = list(batches)
-        mode = "training" if self.model.training else "evaluation"
-        if self.model.training:
-            self._step_batches = [*self._step_batches[-PENDING:], *batches]
-        self._see(Seen(f"loss of {mode}", self.state.global_step + self.model.training, loss.detach(), batches))
+        if step.mode == "train":
+            self._step_batches = [*self._step_batches[-PENDING:], *step.batches]
+        what = "loss of training" if step.mode == "train" else "loss of evaluation"
+        self._see(Seen(what, step.number, step.loss.detach(), step.batches))
 
-    def _get_grad_norm(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(model, *args, **kwargs)
+    def see_gradient(self, norm: torch.Tensor | float | None, number: int) -> None:
+        """Remember the norm of the gradient of an optimizer step."""
         batches, self._step_batches = self._step_batches, []
         if norm is not None:
-            self._see(Seen("norm of the gradient", self.state.global_step + 1, norm, batches))
-        return norm
+            self._see(Seen("norm of the gradient", number, norm, batches))
 
     def _see(self, seen: Seen) -> None:
-        self._seen = [*self._seen, seen]
-        if getattr(self.args, "stop_on_nonfinite", False) or len(self._seen) >= PENDING:
-            self._look_at_seen()
+        self._seen.append(seen)
+        if self.settings.stop_on_nonfinite or len(self._seen) >= PENDING:
+            self.look()
 
-    def _look_at_seen(self) -> None:
+    def log(self, logs: dict[str, float], mode: str) -> None:
+        self.look()
+
+    def look(self) -> None:
         """
+        Look at the values that were not looked at yet.
+
         Raises:
-            FloatingPointError: With `stop_on_nonfinite`, if one of the values is not finite.
+            FloatingPointError: With `stop_on_nonfinite`, if one of them is not finite.
         """
         seen, self._seen = self._seen, []
         for one in seen:
             if one.is_finite():
                 continue
-            self._nonfinite_count += 1
+            self._count += 1
             text = (
                 f"The {one.what} in step {one.step} is {float(one.value)}{self._rows_of(one.batches)}. Look for rows "
                 "that are broken, a learning rate that is too high, and float16 where bfloat16 is needed."
             )
-            if getattr(self.args, "stop_on_nonfinite", False):
+            if self.settings.stop_on_nonfinite:
                 raise FloatingPointError(
                     f"{text} The run stops before the weights are changed by it, as `stop_on_nonfinite=True` asks."
                 )
-            count = self._nonfinite_count
+            count = self._count
             if len(str(count - 1)) < len(str(count)) or count == 1:
                 so_far = f" So far {count} losses and gradients were not finite." if count > 1 else ""
                 logger.warning(
@@ -130,21 +138,16 @@ class FiniteMixin:
 
     def _rows_of(self, batches: list[Batch]) -> str:
         """The first rows of batches, by the beginning of their texts."""
-        tokenizer = getattr(self, "_tokenizer", self.processing_class)
+        tokenizer = getattr(self.trainer, "_tokenizer", self.trainer.processing_class)
         shown, count = [], 0
         for batch in batches:
-            ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-            if ids is None:
-                continue
+            ids, mask = batch["input_ids"], batch.get("attention_mask")
             count += len(ids)
             for i in range(min(len(ids), SHOWN_ROWS - len(shown))):
                 row = ids[i] if mask is None else ids[i][mask[i].bool()]
-                shown.append(repr(tokenizer.decode(row[:SHOWN_TOKENS])))
+                first = row[:SHOWN_TOKENS]
+                shown.append(repr(first.tolist() if tokenizer is None else tokenizer.decode(first)))
         if not shown:
             return ""
         more = f" and {count - len(shown)} more" if count > len(shown) else ""
         return f", over the rows that begin with {', '.join(shown)}{more}"
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self._look_at_seen()
-        super().log(logs, *args, **kwargs)

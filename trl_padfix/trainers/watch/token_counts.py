@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 
-from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import on_device
+from ..parts import Evaluation, Part, Step
 
 
-__all__ = ["TokenCounter", "TokenCountsMixin"]
+__all__ = ["TokenCounter", "TokenCounts"]
 
 
 class TokenCounter:
@@ -67,58 +67,60 @@ class TokenCounter:
         return metrics
 
 
-class TokenCountsMixin:
-    """Tokens a second, and the share of them that padding removal saves, in the log of a TRL trainer."""
+class TokenCounts(Part):
+    """Tokens a second, and the share of them that padding removal saves, in the log of a trainer."""
 
-    _handles: list[PaddingRemoval]
-    _token_counters: dict[str, TokenCounter]
-    _removes_padding: bool
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
 
     @contextlib.contextmanager
-    def _counting(self, mode: str, batches: list[dict[str, torch.Tensor]]) -> Iterator[None]:
-        """Count the tokens of the forwards within the block, which are those of a step on `batches`."""
-        self._token_counters[mode].start()
-        before, chosen = self._forward_counts(), self._choices()
+    def step(self, step: Step) -> Iterator[None]:
+        counter = self.counters[step.mode]
+        counter.start()
+        before = self._forward_counts()
         yield
         counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
-        chose = [after - b for after, b in zip(self._choices(), chosen, strict=True)]
-        self._token_counters[mode].add(self._summed_over_processes(_step_counts(batches, counted, chose)))
+        counter.add(self._summed_over_processes(_step_counts(step.batches, counted[:3], counted[3:])))
 
-    def _forward_counts(self) -> tuple[int, int, int]:
-        """Padded, real and packed tokens of all packed forwards of the policy so far."""
-        if not self._handles:
-            return 0, 0, 0
-        stats = self._handles[0].stats
-        return stats.padded_tokens, stats.real_tokens, stats.packed_tokens
-
-    def _choices(self) -> tuple[int, int]:
-        """With `prefix_sharing="auto"`: forwards of the policy that shared prefixes so far, and all of them."""
-        if not self._handles or self._handles[0].prefix_sharing != "auto":
-            return 0, 0
-        stats = self._handles[0].stats
-        return stats.shared_forwards, stats.forwards
+    def _forward_counts(self) -> list[int]:
+        """
+        Padded, real and packed tokens of all packed forwards of the policy so far; with `prefix_sharing="auto"` also
+        how many of them shared prefixes, and how many there were.
+        """
+        handle = self.trainer.padding.handle
+        if handle is None:
+            return [0] * 5
+        stats, chooses = handle.stats, handle.prefix_sharing == "auto"
+        choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
+        return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
 
     def _summed_over_processes(self, counts: list[int] | torch.Tensor) -> list[int] | torch.Tensor:
-        if self.accelerator.num_processes == 1:
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
             return counts
-        replicas = getattr(self, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+        replicas = getattr(self.trainer, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
         if isinstance(counts, list):
-            counts = on_device(torch.tensor(counts), self.accelerator.device)
-        return self.accelerator.reduce(counts) // replicas
+            counts = on_device(torch.tensor(counts), accelerator.device)
+        return accelerator.reduce(counts) // replicas
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._token_counters["train"].pause()
-        self._token_counters["eval"] = TokenCounter()
-        return super().evaluate(*args, **kwargs)
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.counters["train"].pause()
+        self.counters["eval"] = TokenCounter()
+        yield
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        mode = "train" if self.model.training else "eval"
+    @contextlib.contextmanager
+    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+        yield
+        self.counters["eval"].pause()  # what is generated then is not counted
+
+    def log(self, logs: dict[str, float], mode: str) -> None:
         prefix = "eval_" if mode == "eval" else ""
-        metrics = self._token_counters[mode].report(self._removes_padding)
+        metrics = self.counters[mode].report(self.trainer.padding.is_removed)
         if mode == "train":
-            _show_in_progress_bar(self.callback_handler.callbacks, metrics)
+            _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update({prefix + name: value for name, value in metrics.items()})
-        super().log(logs, *args, **kwargs)
 
 
 def _step_counts(
@@ -129,8 +131,10 @@ def _step_counts(
 
     `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
     switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
-    the masks say how many tokens are real; nobody waits for them.
+    the masks say how many tokens are real; nobody waits for them. Without batches the forwards alone are counted.
     """
+    if not batches:
+        return [*counted, *chose]
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if counted[0]:
         return [padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..core.handle import PaddingRemoval
-from ..core.version import __version__
+from ...core.handle import PaddingRemoval
+from ...core.version import __version__
 
 
 __all__ = ["card_tags", "describe_in_card"]

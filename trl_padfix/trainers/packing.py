@@ -1,0 +1,291 @@
+"""Padding removed from the models of a trainer: what is attached to them, and what its users see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+
+from ..core.errors import PaddingRemovalError
+from ..core.handle import PaddingRemoval, PaddingStats
+from ..core.layout.layout import Layout
+from ..core.model.find import find_decoder, find_multimodal, find_pretrained
+from ..core.model.patching import Attachment
+from ..core.parity import ParityReport
+from ..core.remove import attachments_of, number_padded_rows, remove_padding
+from .checks import check_vision, column_names, is_zero_3, refuse_whole_rows, splitting_parallelism
+from .data.row_checks import check_ids, image_token_ids
+from .field_types import field_set
+from .parts import Part, Settings
+from .task import Task
+from .watch.finite import check_weights
+
+
+__all__ = ["Packing", "Padding", "datasets_of", "models_of"]
+
+logger = get_logger(__name__)
+
+P = TypeVar("P", bound=Part)
+
+
+class Padding:
+    """
+    What removes the padding of a trainer, as `trainer.padding`.
+
+    Attributes:
+        settings ([`Settings`]):
+            Our fields of its configuration.
+        handles (`list[PaddingRemoval]`):
+            What is attached to the policy, and to the reference if there is one; empty without `padding_free`.
+        layouts (`dict[str, Layout]`):
+            Layouts that came with the batch of the last step, by the prefix of the names of their ids and masks (`""`,
+            and `"KL_"` in KTO); empty where they are built by the forwards.
+        parity (`dict[str, list[ParityReport]]`):
+            What the parity check has found, on the first batch of `"train"` and of `"eval"`, of each model.
+        task ([`Task`]):
+            What the rows of the trainer are, and what its loss makes of them.
+        parts (`tuple[Part, ...]`):
+            What the trainer does beside TRL's, in order.
+
+    Example:
+
+    ```python
+    trainer = DPOTrainer(model, args=DPOConfig("runs/dpo", padding_free=True), train_dataset=pairs)
+    trainer.train()
+    trainer.padding.stats.pad_fraction  # share of the padded batches that was never computed
+    trainer.padding.parity["train"]  # packed against padded, on the first batch
+    trainer.padding.restore()
+    ```
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.handles: list[PaddingRemoval] = []
+        self.layouts: dict[str, Layout] = {}
+        self.parity: dict[str, list[ParityReport]] = {}
+        self.task: Task
+        self.parts: tuple[Part, ...] = ()
+        self.is_attached = self.is_observing = False
+
+    @property
+    def handle(self) -> PaddingRemoval | None:
+        """What is attached to the policy."""
+        return self.handles[0] if self.handles else None
+
+    @property
+    def ref_handle(self) -> PaddingRemoval | None:
+        """What is attached to the reference, if it is a model of its own."""
+        return self.handles[1] if len(self.handles) > 1 else None
+
+    @property
+    def stats(self) -> PaddingStats | None:
+        """Token counts of the packed forwards of the policy."""
+        return self.handles[0].stats if self.handles else None
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether padded batches are packed now."""
+        return self.settings.padding_free and bool(self.handles)
+
+    def part(self, kind: type[P]) -> P:
+        """The part of that class."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    def restore(self) -> None:
+        """
+        Detach from the models and from the callbacks: they are as they were before the trainer was made.
+
+        After training they stay attached, until this is called or another trainer of this package takes them over.
+        """
+        for part in self.parts:
+            part.restore()
+
+
+class Packing(Part):
+    """Attaches to the models, and sets the collator's side; looks at weights, ids and images before the first step."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._numberings: list[Attachment] = []
+        self._undo = contextlib.ExitStack()
+
+    def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
+        # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
+        return field_set(config, "padding_free", False)
+
+    def attach(self) -> None:
+        self._set_up_collator()
+        # A trainer before this one may have left its own on the models, as training in stages does.
+        for attachment in (a for model in models_of(self.trainer) for a in attachments_of(model) if a.is_trainers):
+            attachment.remove()
+        if self.settings.padding_free:
+            self._attach_all()
+        else:
+            self._attach_to_rows()
+        self._check_values()
+
+    def _attach_all(self) -> None:
+        self._check_launch()
+        for model in models_of(self.trainer):
+            handle = remove_padding(model, **self._options())
+            handle.is_trainers = True
+            self.trainer.padding.handles.append(handle)
+            if self.trainer.is_fsdp_enabled or is_zero_3(self.trainer.accelerator):
+                refuse_whole_rows(handle)
+
+    def _attach_to_rows(self) -> None:
+        """Without `padding_free`: left-padded rows count their positions, and packed ones are kept apart."""
+        trainer, task = self.trainer, self.trainer.padding.task
+        is_ours = type(trainer.data_collator) in task.collators.values()
+        if is_ours and trainer.data_collator.padding_side == "left":
+            self._numberings = [n for n in map(number_padded_rows, models_of(trainer)) if n is not None]
+            for numbering in self._numberings:
+                numbering.is_trainers = True
+        if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
+            return
+        try:
+            self._check_launch()
+            handle = remove_padding(trainer.model)
+        except PaddingRemovalError as error:
+            logger.warning(f"Packed rows are left to the model's own attention. {error}")
+            return
+        handle.packs_padded, handle.is_trainers = False, True
+        trainer.padding.handles.append(handle)
+
+    def _options(self) -> dict[str, Any]:
+        """Keyword arguments of `remove_padding`."""
+        sharing, pools = self.settings.prefix_sharing, self.settings.pool_last_token
+        if sharing == "auto" and getattr(self.trainer.args, "neftune_noise_alpha", None):
+            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+            sharing = False
+        return {"prefix_sharing": sharing} | ({"pool_last_token": True} if pools else {})
+
+    def _set_up_collator(self) -> None:
+        """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
+        trainer, collators = self.trainer, self.trainer.padding.task.collators
+        collator, ours = trainer.data_collator, collators.get(type(trainer.data_collator))
+        if ours is not None:
+            tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
+            side = self.settings.padding_side or tokenizer.padding_side
+            given = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            trainer.data_collator = ours(**given, padding_side=side, for_trainer=True, **self._known_ids())
+        elif type(collator) in collators.values() and is_dataclass(collator):
+            trainer.data_collator = replace(collator, for_trainer=True, **self._known_ids())
+
+    def _known_ids(self) -> dict[str, Any]:
+        """Id limits for rows that are not there before the first step, checked in the collator."""
+        with_images = getattr(self.trainer, "_is_vision_dataset", False)  # they are tokenized batch by batch
+        if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
+            return {}
+        stand_ins = image_token_ids(find_pretrained(self.trainer.model).config) if with_images else frozenset()
+        return {"vocabulary": self._vocabulary(), "stand_ins": stand_ins}
+
+    def _vocabulary(self) -> int | None:
+        """How many token ids the model has embeddings for, if it says."""
+        pretrained = find_pretrained(self.trainer.model)
+        embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
+        return getattr(embeddings, "num_embeddings", None)
+
+    def _check_values(self) -> None:
+        """Before the first step, refuse weights that are not finite, and token ids that the model does not have."""
+        trainer = self.trainer
+        ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
+        if not (trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index):  # weights come later
+            for which, model in zip(("model", "reference model"), models_of(trainer), strict=False):
+                check_weights(model, which)
+        size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
+        if size is not None:
+            for name, dataset in datasets_of(trainer).items():
+                check_ids(dataset, name, size)
+
+    def _check_launch(self) -> None:
+        """
+        Raises:
+            PaddingRemovalError: If the model is copied, or rows are split over processes.
+        """
+        if self.trainer.args.n_gpu > 1:
+            raise PaddingRemovalError(
+                f"`nn.DataParallel` on {self.trainer.args.n_gpu} GPUs runs copies of the model that share one "
+                "decoder. Launch with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
+            )
+        size = splitting_parallelism(self.trainer.accelerator, "cp_size", "sp_size")
+        if size is not None:
+            raise PaddingRemovalError(
+                f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
+                "`padding_free=False`, or train without context and sequence parallelism."
+            )
+
+    def ready(self) -> None:
+        for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
+            self._check_images(name, dataset)
+        self._keep_padding_side()
+
+    def _check_images(self, name: str, dataset: Any) -> None:
+        """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
+        images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
+        if not images:
+            return
+        if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
+            raise ValueError(
+                f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
+                "text alone. Give both the column (an empty list where there is no image), or drop it."
+            )
+        pretrained = find_pretrained(self.trainer.model)
+        if find_multimodal(pretrained, find_decoder(pretrained)) is None:
+            raise ValueError(
+                f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
+                "a vision-language model, or drop the column to train on the text."
+            )
+        check_vision(dataset, self.trainer.processing_class, name)
+
+    def _keep_padding_side(self) -> None:
+        """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
+        handler = self.trainer.callback_handler
+        call_event = handler.call_event
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _kept_padding_side(self.trainer.processing_class):
+                return call_event(*args, **kwargs)
+
+        if "call_event" in vars(handler):
+            self._undo.callback(setattr, handler, "call_event", call_event)
+        else:
+            self._undo.callback(vars(handler).pop, "call_event", None)
+        handler.call_event = call
+
+    def restore(self) -> None:
+        for attachment in (*self.trainer.padding.handles, *self._numberings):
+            attachment.remove()
+        self._undo.close()
+        self.trainer.padding.handles, self._numberings = [], []
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """The policy, and the reference if it is a model of its own."""
+    return [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+
+
+def datasets_of(trainer: Any) -> dict[str, Any]:
+    """The datasets of a trainer by name, as far as there are any."""
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
+
+
+@contextlib.contextmanager
+def _kept_padding_side(processing_class: Any) -> Iterator[None]:
+    """`padding_side` of a tokenizer, or of a processor and its tokenizer, is the same when the block ends."""
+    holders = [h for h in (processing_class, getattr(processing_class, "tokenizer", None)) if hasattr(h, "__dict__")]
+    saved = [vars(holder).get("padding_side") for holder in holders]
+    try:
+        yield
+    finally:
+        for holder, side in zip(holders, saved, strict=True):
+            if side is None:
+                vars(holder).pop("padding_side", None)
+            else:
+                holder.padding_side = side

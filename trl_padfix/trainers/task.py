@@ -1,0 +1,163 @@
+"""What the trainers differ in: a task says what the rows of a trainer are, and what its loss makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+
+from ..core.handle import PaddingRemoval
+from .checks import check_vocabulary, require_columns, require_rows
+from .data.row_checks import sound_rows
+from .steps.measures import RowMeasure
+
+
+__all__ = ["PairTask", "Task"]
+
+
+class Task:
+    """
+    The task of a trainer that nobody here has heard of; a subclass fills in what differs.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            Its trainer. Its attributes are there once its `__init__` has set them.
+    """
+
+    # What a dataset must have
+
+    columns: ClassVar[list[set[str]]] = []
+    """Columns that a dataset must have: all of one of these sets. Without any it is not looked at."""
+
+    needs = ""
+    """What needs the columns, as the beginning of a sentence."""
+
+    texts: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
+    """Columns with text or messages, none of which may be missing in a row."""
+
+    takes_images = True
+    """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
+
+    # What a batch is
+
+    collators: ClassVar[dict[type, type]] = {}
+    """TRL's collators, and those of this package that replace them, so that the padding side is honoured."""
+
+    takes_layouts: bool | None = None
+    """
+    Whether batches come from their collator with the layouts of their forwards: `True` if every forward of a step, and
+    of an evaluation, is within `compute_loss`; `None` for those of training only, and where `padded_batches` is the
+    one below.
+    """
+
+    rows_per_item = 1
+    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
+
+    measure: type[RowMeasure] | None = None
+    """Measures the rows of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
+
+    # What TRL logs
+
+    extremes: ClassVar[dict[str, Callable]] = {}
+    """Metrics that are no means but the least or the most over rows, and what takes it."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        """Errors that are better raised before a model is loaded. `given`: the arguments of `__init__` by name."""
+
+    def check_dataset(
+        self, dataset: Any, processing_class: Any = None, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> Any:
+        """
+        The dataset that TRL is to prepare, where it has sound rows.
+
+        Args:
+            dataset (`Any`):
+                The dataset as it is given to the trainer.
+            processing_class, args, dataset_name, **more:
+                The other arguments of TRL's `_prepare_dataset`.
+
+        Raises:
+            ValueError: For what is wrong with its columns and rows.
+        """
+        if not self.columns:
+            return dataset
+        require_rows(dataset, dataset_name)
+        require_columns(dataset, dataset_name, self.columns, self.needs)
+        check_vocabulary(processing_class)
+        return sound_rows(dataset, dataset_name, self.texts)
+
+    def check_prepared(
+        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
+    ) -> None:
+        """Errors and warnings about what TRL has made of `given` rows. Streams do not come here."""
+
+    def attached(self) -> None:
+        """Errors that need both the data as TRL has prepared them and the models with padding removed."""
+
+    def packing_options(self) -> dict[str, Any]:
+        """More keyword arguments of `remove_padding`."""
+        return {}
+
+    def packs_rows(self) -> bool:
+        """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""
+        return False
+
+    def pools_by(self, handle: PaddingRemoval) -> int | None:
+        """The pad token by which a sequence classifier looks for the token that it scores."""
+        return None
+
+    def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+        """Ids and mask of each forward of the policy that a step on `inputs` takes; none where they are not known."""
+        if not isinstance(inputs.get("input_ids"), torch.Tensor):
+            return []
+        return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
+
+    def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The batch whose images and token types the parity check gives the model with one of `padded_batches`."""
+        return inputs
+
+    def model_for_loss(self, model: Any) -> Any:
+        """The model that TRL's loss is given, where it would hand it something that it must not see."""
+        return model
+
+    def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch as the loss is to see it."""
+        return inputs
+
+    def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The batches as transformers is to count their labels."""
+        return batches
+
+    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Number of items (pairs, tokens) that the loss of a batch is a mean over, if that is known."""
+        return None
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Number of items that single metrics are means over, where it is not the number of the loss."""
+        return {}
+
+    def compares_rows(self) -> bool:
+        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
+        return getattr(self.trainer, "aux_loss_enabled", False)
+
+    def averages_tokens(self) -> bool:
+        """Whether the loss of a forward is a mean over its tokens, whatever else is in the step."""
+        return False
+
+    def reason_not_to_split(self) -> str | None:
+        """Why a budget cannot split the steps of this trainer, if that is so."""
+        return None
+
+
+class PairTask(Task):
+    """Rows are the chosen completions of a batch, and then its rejected ones."""
+
+    rows_per_item = 2
+
+    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

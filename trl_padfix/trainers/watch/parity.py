@@ -1,0 +1,94 @@
+"""The part of a trainer that compares packed with padded on the first batch of training and of evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ...core.model.find import find_pretrained
+from ...core.parity import check_parity
+from ..parts import Part, Step
+
+
+__all__ = ["Parity"]
+
+logger = get_logger(__name__)
+
+
+class Parity(Part):
+    """
+    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded.
+
+    Where the names of a batch do not say what is computed, the check runs on what the model was first called with in
+    the step, after its forwards and before the weights are changed.
+    """
+
+    @contextlib.contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        padding = self.trainer.padding
+        if step.mode in padding.parity or not (padding.handles and self.settings.parity_check):
+            yield
+            return
+        for batch in step.batches:
+            if padding.handle.layout_of(batch) is not None:
+                images = padding.task.parity_inputs(step.inputs, batch)
+                self.check(step, batch | _multimodal(padding.handle.multimodal, images))
+        if step.batches:
+            yield
+            return
+        with _first_call(step.model) as call:
+            yield
+        if call and padding.handle.layout_of(call) is not None:
+            self.check(step, call)
+
+    def check(self, step: Step, inputs: dict[str, Any]) -> None:
+        """
+        Raises:
+            ParityError: If packed and padded differ.
+        """
+        trainer = self.trainer
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+        reports = trainer.padding.parity.setdefault(step.mode, [])
+        for model in (step.model, getattr(trainer, "ref_model", None)):
+            if model is None:
+                continue
+            report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
+            reports.append(report)
+            report.raise_if_failed()
+            if report.compared:
+                trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
+            else:
+                logger.warning(str(report))
+
+
+def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""
+    if multimodal is None:
+        return {}
+    known = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
+    return {name: value for name, value in inputs.items() if name in known}
+
+
+@contextlib.contextmanager
+def _first_call(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """The tensors, beside labels, that the model in `model` is first called with by name within the block."""
+    call: dict[str, Any] = {}
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if not call:
+            names = inspect.signature(module.forward).parameters
+            given = dict(zip(names, args, strict=False)) | kwargs
+            tensors = {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor) and k != "labels"}
+            call.update(tensors)
+
+    hook = find_pretrained(model).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield call
+    finally:
+        hook.remove()
