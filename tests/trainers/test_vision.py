@@ -141,7 +141,7 @@ def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
 @pytest.mark.parametrize("kind", DATA)
 def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode, monkeypatch, tmp_path):
     config = break_mode(monkeypatch, mode)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)
+    monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trajectory(trainer), trls(kind, "llava"), atol=1e-5)

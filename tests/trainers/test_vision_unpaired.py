@@ -101,7 +101,7 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
 @pytest.mark.parametrize("kind", ["KTO", "GRPO"])
 def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monkeypatch, tmp_path):
     config = break_mode(monkeypatch, "prefix sharing")
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.token_keys", lambda call, shape: None)
+    monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
     more = {} if kind == "KTO" else SCATTERED
     with pytest.raises(ParityError):
         build_trainer(trl_padfix, kind, "llava", tmp_path, **config, **more).train()

@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..core.call.layout_of import KEYS_PER_TOKEN
+from ..core.layout.layout import KEYS_PER_TOKEN
 from ..core.layout.trie import merge_prefixes
 from ..trainers.steps.grouping import group_rows
 from ..trainers.steps.measures import PairMeasure, TextMeasure

@@ -12,9 +12,10 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, pack, unpack
 from ..model.positions import Numbering, packed_positions
 from .calls import ModelCall
+from .images import visual_mask
 
 
-__all__ = ["bind", "pack_arguments", "unpack_output", "visual_mask"]
+__all__ = ["bind", "pack_arguments", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -87,12 +88,6 @@ def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.
         f"the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding cannot be "
         "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`."
     )
-
-
-def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
-    masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
-    return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
 
 
 def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None) -> Any:

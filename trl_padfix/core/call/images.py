@@ -12,11 +12,28 @@ import torch
 
 from ..layout.flat_maps import on_device
 from ..model.older import own_masks
-from .arguments import visual_mask
 from .prepared_masks import PreparedMasks
 
 
-__all__ = ["plain_mask", "tensors_in", "token_keys"]
+__all__ = ["content_keys", "plain_mask", "tensors_in", "token_keys", "visual_mask"]
+
+
+def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
+    masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
+    return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
+
+
+def content_keys(
+    call: dict[str, Any], ids: Any, mask: torch.Tensor | None, prepared: PreparedMasks | None
+) -> torch.Tensor | None:
+    """What identifies a token beside its id: positions, embeddings, features ([`token_keys`]), and what it sees."""
+    keys = token_keys(call, ids.shape)
+    if prepared is None:
+        return keys
+    given = [] if keys is None else [*keys]
+    mask = torch.ones_like(ids) if mask is None else mask
+    return torch.cat([*(key[None] for key in given), prepared.keys(mask, [ids, *given])])
 
 
 def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:

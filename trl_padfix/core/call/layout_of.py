@@ -18,46 +18,15 @@ from ..errors import PaddingRemovalError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
 from .calls import LAYOUT, ModelCall
-from .images import token_keys
+from .images import content_keys
 from .prepared_masks import PreparedMasks
 from .step import BatchFacts, Known
 
 
-__all__ = ["LayoutKey", "PrefixSharing", "layout_of", "sharing_pays"]
+__all__ = ["LayoutKey", "PrefixSharing", "layout_of"]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
-
-KEYS_PER_TOKEN = 64
-"""Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
-
-
-def sharing_pays(layout: Layout) -> bool:
-    """
-    Whether the tokens that a layout saves cost more than the keys that it gathers for it.
-
-    Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is not
-    computed, but it is done for whole rows, however short the prefix is that they share.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from trl_padfix import prefix_sharing_layout
-    >>> from trl_padfix.core.call.layout_of import sharing_pays
-
-    >>> ids = torch.arange(400).view(2, 200)
-    >>> ids[1, 0] = ids[0, 0]  # one token of 200 in common
-    >>> sharing_pays(prefix_sharing_layout(ids, torch.ones_like(ids)))
-    False
-    >>> ids[1, :50] = ids[0, :50]
-    >>> sharing_pays(prefix_sharing_layout(ids, torch.ones_like(ids)))
-    True
-
-    ```
-    """
-    return (layout.real_tokens - layout.packed_tokens) * KEYS_PER_TOKEN >= layout.gathered_keys
-
 
 _ALIKE = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
 """Values for each token that tell no two tokens apart whose ids and positions are the same."""
@@ -153,12 +122,12 @@ class LayoutKey:
                 positions = torch.arange(ids.shape[1], device=ids.device)
             positions = positions.expand(ids.shape[:2])
             shared = packed_layout(positions, cu_seqlens=bounds, input_ids=ids) if self.shares else None
-            if shared is not None and sharing_pays(shared):
+            if shared is not None and shared.sharing_pays:
                 return shared
             return packed_layout(positions, cu_seqlens=bounds)
         mask = torch.ones_like(ids) if mask is None else mask
         shared = prefix_sharing_layout(ids, mask, positions) if self.shares else None
-        return shared if shared is not None and sharing_pays(shared) else padding_free_layout(mask)
+        return shared if shared is not None and shared.sharing_pays else padding_free_layout(mask)
 
     def misfits(self, layout: Layout) -> torch.Tensor:
         """
@@ -207,7 +176,7 @@ def layout_of(
             Masks that the decoder was given, if they let tokens see more than its own would.
         prefix_sharing, **how:
             As [`LayoutKey.read`] takes them. A batch in which sharing would cost more than it saves is computed
-            without ([`sharing_pays`]).
+            without ([`Layout.sharing_pays`]).
 
     Returns:
         [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
@@ -230,7 +199,7 @@ def layout_of(
     if key is None:
         return None
     if around and key.shares and not key.is_packed:  # by what only this forward has: no step can know it
-        return replace(key, positions=_content_keys(call, key, prepared)).build()
+        return replace(key, positions=content_keys(call, key.ids, key.mask, prepared)).build()
     step = context().step
     layout = step.layout(key) if step is not None else None
     if layout is None:
@@ -239,17 +208,6 @@ def layout_of(
         if step is not None:
             step.known.append(Known.of(key, BatchFacts(layout)))
     return None if key.is_packed and layout.is_trivial else layout
-
-
-def _content_keys(call: dict[str, Any], key: LayoutKey, prepared: PreparedMasks | None) -> torch.Tensor | None:
-    """What identifies a token beside its id: positions, embeddings, features, and what it sees."""
-    ids, mask, *_ = key.tensors
-    keys = token_keys(call, ids.shape)
-    if prepared is None:
-        return keys
-    given = [] if keys is None else [*keys]
-    mask = torch.ones_like(ids) if mask is None else mask
-    return torch.cat([*(key[None] for key in given), prepared.keys(mask, [ids, *given])])
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:

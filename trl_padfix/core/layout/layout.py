@@ -26,6 +26,10 @@ from .flat_maps import FlatMaps
 __all__ = ["Layout", "pack", "unpack"]
 
 
+KEYS_PER_TOKEN = 64
+"""Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """
@@ -108,6 +112,16 @@ class Layout:
     def is_trivial(self) -> bool:
         """Whether there is nothing to remove and to share: the padded computation is the packed one."""
         return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
+
+    @property
+    def sharing_pays(self) -> bool:
+        """
+        Whether the tokens that are saved cost more than the keys that are gathered for it.
+
+        Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is
+        not computed, but it is done for whole rows, however short the prefix is that they share.
+        """
+        return (self.real_tokens - self.packed_tokens) * KEYS_PER_TOKEN >= self.gathered_keys
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
