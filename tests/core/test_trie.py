@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.models import drawn_batches
+from kit.packed_rows import sum_order
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.core.layout.flat_maps import sum_order
 from trl_padfix.core.layout.trie import merge_prefixes, places_by_token, shared_paths
 
 
