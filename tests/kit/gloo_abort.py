@@ -4,7 +4,8 @@ A process that gloo aborts after its interpreter has ended, for a report to PyTo
 With `end` the interpreter ends while a thread of gloo still has a collective with a Python callback, which wants the
 GIL: Python ends that thread, and the C++ around it calls `std::terminate` ("terminate called without an active
 exception", `<no Python frame>`, SIGABRT; torch 2.13, Python 3.11, every time). With `wait` the collective is waited
-for; with `leave` the process ends at once, as in `processes.leave`. Both return 0. See pytorch/pytorch#179291 and #190489.
+for; with `leave` the process ends at once, as in `processes.leave`. Both return 0. See pytorch/pytorch#179291,
+#190489.
 
 Here the other process is late on purpose. Trainings end with the same message now and then, though their collectives
 were waited for; what the thread still held there is not known. Nor is the cause of a SIGSEGV seen once within a
