@@ -20,6 +20,7 @@ from .context import context, within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
+from .model.sharded import gathered_head
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]
@@ -40,6 +41,10 @@ class LMHeadPatch(ForwardPatch):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.word = Word()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        with gathered_head(self.module, self.attachment.decoder):
+            return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
