@@ -46,8 +46,11 @@ def change_of_earlier_states(decoder: Any) -> float:
         ids = (rows // 2 + torch.arange(TOKENS, device=device).repeat(2, 1)) % rows
         ids[1, -1] = (ids[0, -1] + 1) % rows
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+        parameters = inspect.signature(decoder.forward).parameters
         if not takes_any_argument(decoder):
-            given = {k: v for k, v in given.items() if k in inspect.signature(decoder.forward).parameters}
+            given = {k: v for k, v in given.items() if k in parameters}
+        if "is_decoder" in parameters:  # BLIP's, whose model says so in every call
+            given["is_decoder"] = decoder.config.is_decoder
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), evaluating(decoder), torch.random.fork_rng(devices):
             states = decoder(**given)[0]

@@ -116,6 +116,23 @@ class Mixers:
         """Most tokens that a scan of a forked mixer computes at once; 0 if there is none."""
         return max((chunk_of(mixer.module) for mixer in self.that_are(FORKED)), default=0)
 
+    @property
+    def caveat(self) -> str:
+        """Why transformers itself gives a token other numbers in other batches; empty if it does not."""
+        for mixer in self.mixers:
+            parts = list(mixer.module.modules())
+            if any(hasattr(part, "indexer") for part in parts):
+                what = "among keys with equal scores its indexer selects others where a row has other padding"
+            elif any(hasattr(part, "chunkwise_kernel_fn") and hasattr(part, "sequence_kernel_fn") for part in parts):
+                what = "one kernel computes the whole chunks of a row, and another, not quite the same, what is left"
+            else:
+                continue
+            return (
+                f"In transformers itself the numbers of `{mixer.name}` ({type(mixer.module).__name__}) depend on the "
+                f"batch: {what} (docs/families.md)"
+            )
+        return ""
+
     def patches(self, handle: Any) -> Iterator[ForwardPatch]:
         """What makes each mixer run in its way."""
         if self.that_are(WHOLE):
