@@ -59,9 +59,9 @@ knows, but for cross-attention to images.
 Two kinds of modules give a token other numbers in other batches **in transformers itself**, so no packed forward
 equals both the padded batch and the rows alone:
 
-- Indexers that select keys (DeepSeek V3.2 and V4, GLM's `glm_moe_dsa`, `axk2`, `hy_v4`, ...), where scores are equal to
-  the bit: torch leaves open which of them `topk` takes, and it takes others where a row has other padding. Scores of
-  tiny random models are often equal, namely zero; here `topk` takes the first.
+- Indexers that select keys (DeepSeek V3.2 and V4, GLM's `glm_moe_dsa`, `axk2`, `hy_v4`, ...), where scores are equal
+  to the bit: torch leaves open which of them `topk` takes, and it takes others where a row has other padding. Tiny
+  random models often score zero; here `topk` takes the first.
 - `xlstm`: one kernel computes the whole chunks of a row (`chunk_size`, 64), and another the tokens that are left, and
   the two differ. What a token comes out as depends on the length of its row: with rows that are prefixes of others
   log-probabilities differ by 4e-5 and gradients by up to 8e-3 (relative), between padded rows and rows alone by 8e-4.

@@ -28,15 +28,15 @@ from .mixers.dry_run import DryRun
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
 from .model.patching import ForwardPatch
-from .model.positions import Numbering, length_dependent_rope
+from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
-from .model.views import attends_otherwise
+from .model.views import attention_override
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
 
 
-_TOLD = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+ROW_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
 """Arguments of a decoder by which it knows its rows, or goes on with rows that it knows."""
 
 
@@ -75,12 +75,12 @@ class DecoderPatch(ForwardPatch):
         self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
         self.takes_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
-        self.depends_on_length = bool(length_dependent_rope(module))
+        self.depends_on_length = bool(length_dependent_ropes(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if attends_otherwise():
+        if attention_override():
             call = bind(self.wrapped, args, kwargs)
-            if attends_otherwise() == "eager":  # masks were made for the attention of the config
+            if attention_override() == "eager":  # masks were made for the attention of the config
                 dtype = next(self.module.parameters()).dtype
                 call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
             return self.on_view()(**call)
@@ -95,7 +95,7 @@ class DecoderPatch(ForwardPatch):
         try:
             if asked is not None and asked.arguments:
                 call, asked.prepared = plain_mask(call, asked.arguments, self.module, self.is_causal)
-            elif asked is not None and all(call.get(k) is None for k in _TOLD):
+            elif asked is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
                 # Mamba does not hand positions to its decoder, RWKV not even the mask.
                 call |= {k: v for k, v in asked.given.items() if k not in call or call[k] is None}
             if asked is not None and asked.given and asked.given.get("use_cache") is None:

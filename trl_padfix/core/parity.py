@@ -115,16 +115,13 @@ class ParityReport:
 
     def __str__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
+        yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
         return (
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
-            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){self._yardstick}; "
+            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){yardstick}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens"
         )
-
-    @property
-    def _yardstick(self) -> str:
-        return "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
 
     def raise_if_failed(self) -> None:
         """

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 
-__all__ = ["PACKED_ATTENTION", "attends_otherwise", "bound_to_view", "other_attention", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "other_attention", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
@@ -37,7 +37,7 @@ def other_attention(name: str | None) -> Iterator[None]:
         _attention.reset(token)
 
 
-def attends_otherwise() -> str | None:
+def attention_override() -> str | None:
     """The attention that padded forwards are to compute with, if it is another than their config names."""
     name = _attention.get()
     return None if name == PACKED_ATTENTION else name
