@@ -58,7 +58,10 @@ def options() -> str:
         "| metric | |\n|---|---|\n"
         "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
-        "| `perf/tokens_per_second` | real tokens per second of the training step |\n"
+        "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
+        "Under `max_tokens_per_batch` TRL's metrics that are means over tokens (`entropy`, `mean_token_accuracy`, "
+        "`logits/chosen`, `logits/rejected`) are means over all tokens of an optimizer step. TRL's are means over the "
+        "means of its micro-batches, in which the tokens of short micro-batches weigh more.\n"
     )
     return page
 

@@ -13,8 +13,8 @@ from trl_padfix.core.attention import varlen as kernels
 from trl_padfix.core.attention.backends import (
     Machine,
     Workload,
-    choose,
-    judge,
+    assess,
+    best_backend,
     list_backends,
     model_class,
     require_usable,
@@ -96,7 +96,7 @@ def test_every_backend_is_listed_with_a_reason_and_what_is_missing_with_a_comman
 )
 def test_flash_attention_runs_where_its_authors_say(machine, dtype, usable, obstacle, installed):
     installed(**EVERYTHING)
-    found = [judge(name, Workload(machine, dtype)) for name in FLASH]
+    found = [assess(name, Workload(machine, dtype)) for name in FLASH]
     assert [b.name for b in found if b.usable] == usable
     reasons = [b.reason for b in found if not b.usable]
     assert obstacle in reasons[0] if reasons else obstacle is None
@@ -117,14 +117,14 @@ def test_flash_attention_runs_where_its_authors_say(machine, dtype, usable, obst
 )
 def test_auto_is_the_fastest_that_needs_no_network(machine, packages, chosen, installed, no_network):
     installed(**packages)
-    backend = choose(half(machine))
+    backend = best_backend(half(machine))
     assert backend.name == chosen
     assert backend.usable
     assert backend.note
 
 
 def test_auto_says_why_it_is_not_a_faster_one(installed):
-    note = choose(half(H100)).note
+    note = best_backend(half(H100)).note
     assert "packed batches on torch's own variable-length FlashAttention" in note
     assert "not flash_attention_3 (flash-attn-3 is not installed)" in note
     assert "not flash_attention_2 (flash-attn is not installed)" in note
@@ -137,7 +137,7 @@ def test_a_package_that_cannot_be_imported_is_not_usable(installed, monkeypatch)
     installed(flash_attn="2.8.3")
     monkeypatch.setattr("importlib.import_module", fail)
     monkeypatch.setattr(backends, "_broken", _broken.__wrapped__)
-    backend = judge("flash_attention_2", half(H100))
+    backend = assess("flash_attention_2", half(H100))
     assert "cannot be imported (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14So" in backend.reason
     assert backend.install.startswith("pip install flash-attn --no-build-isolation --force-reinstall")
 
@@ -159,9 +159,9 @@ def test_a_missing_package_is_an_import_error_and_the_rest_a_value_error(install
 
 def test_a_hub_kernel_needs_the_kernels_package_that_this_transformers_takes(installed):
     wanted = str(backends._KERNELS)
-    assert "kernels is not installed" in judge("kernels-community/flash-attn2", half(H100)).reason
+    assert "kernels is not installed" in assess("kernels-community/flash-attn2", half(H100)).reason
     installed(kernels="0.1.0")
-    backend = judge("kernels-community/flash-attn2", half(H100))
+    backend = assess("kernels-community/flash-attn2", half(H100))
     assert f"transformers takes {wanted}, and 0.1.0 is installed" in backend.reason
     assert Requirement(backend.install.split("'")[1]) == backends._KERNELS
 
@@ -170,17 +170,17 @@ def test_a_hub_kernel_is_looked_for_in_the_cache_only(installed, no_network, mon
     installed(**EVERYTHING)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
     name = "kernels-community/flash-attn2@v3"
-    assert judge(name, half(H100)).note == "a Hub kernel, downloaded when it is first loaded"
+    assert assess(name, half(H100)).note == "a Hub kernel, downloaded when it is first loaded"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "not in the local cache, and the Hub is switched off" in judge(name, half(H100)).reason
+    assert "not in the local cache, and the Hub is switched off" in assess(name, half(H100)).reason
     (tmp_path / "models--kernels-community--flash-attn2" / "snapshots").mkdir(parents=True)
-    assert judge(name, half(H100)).usable
-    assert judge(name, half(H100)).note == "a Hub kernel"
+    assert assess(name, half(H100)).usable
+    assert assess(name, half(H100)).note == "a Hub kernel"
 
 
 def test_transformers_stands_a_hub_kernel_in_for_a_missing_package(installed):
     installed(kernels="0.18.2")
-    backend = judge("flash_attention_2", half(H100))
+    backend = assess("flash_attention_2", half(H100))
     assert (backend.usable, backend.asks_hub) == (True, True)
     assert backend.note == "a Hub kernel, because flash-attn is not installed"
 
@@ -200,8 +200,8 @@ def test_transformers_stands_a_hub_kernel_in_for_a_missing_package(installed):
 )
 def test_what_a_model_cannot_do_is_an_obstacle(name, config, obstacle, installed):
     installed(**EVERYTHING)
-    assert obstacle in judge(name, half(H100, config=config)).reason
-    assert judge(name, half(H100, config=Qwen2Config())).usable
+    assert obstacle in assess(name, half(H100, config=config)).reason
+    assert assess(name, half(H100, config=Qwen2Config())).usable
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -211,23 +211,23 @@ def test_what_is_usable_can_be_built(name):
         if backend.usable:
             model = AutoModelForCausalLM.from_config(config, attn_implementation=backend.name)
             assert model.config._attn_implementation == backend.name
-    assert choose(Workload(config=config)).name == ("eager" if name in ("gemma2", "gpt_oss") else "sdpa")
+    assert best_backend(Workload(config=config)).name == ("eager" if name in ("gemma2", "gpt_oss") else "sdpa")
 
 
 def test_without_padding_what_cannot_pack_is_refused(installed):
-    assert judge("flex_attention", half(H100)).usable
-    assert "padding cannot be removed with it" in judge("flex_attention", half(H100, padding_free=True)).reason
+    assert assess("flex_attention", half(H100)).usable
+    assert "padding cannot be removed with it" in assess("flex_attention", half(H100, padding_free=True)).reason
 
 
 def test_an_unknown_name_is_refused():
-    assert "knows no attention implementation" in judge("telepathy", Workload()).reason
+    assert "knows no attention implementation" in assess("telepathy", Workload()).reason
 
 
 def test_a_registered_function_is_usable(monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "mine", lambda *args: None)
-    assert judge("mine", Workload()).usable
+    assert assess("mine", Workload()).usable
 
 
 def test_the_class_of_a_model_is_what_its_config_names():
@@ -266,4 +266,4 @@ def test_torchs_varlen_attention_starts_with_ampere(capability, runs, monkeypatc
 def test_this_machine_is_looked_at_without_a_network(no_network):
     machine = Machine.of()
     assert machine.device == ("cuda" if torch.cuda.is_available() else machine.device)
-    assert choose(Workload(machine)).name == "sdpa"
+    assert best_backend(Workload(machine)).name == "sdpa"

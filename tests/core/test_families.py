@@ -54,8 +54,19 @@ the padded computation is right.
 *Run* says how the modules run that mix tokens: on the *packed* row, *forked* (linear attention, state-space scans and
 short convolutions, whose state forks where prefixes part) or on *rows* of their own; everything else is packed. A
 decoder that is given *whole rows* shares nothing. Each type has every kind of layer that its configuration class
-knows, but for cross-attention to images. `topk` takes the first among equal values here: torch leaves that open, and
-indexers of tiny random models often score zero.
+knows, but for cross-attention to images.
+
+Two kinds of modules give a token other numbers in other batches **in transformers itself**, so no packed forward
+equals both the padded batch and the rows alone:
+
+- Indexers that select keys (DeepSeek V3.2 and V4, GLM's `glm_moe_dsa`, `axk2`, `hy_v4`, ...), where scores are equal
+  to the bit: torch leaves open which of them `topk` takes, and it takes others where a row has other padding. Tiny
+  random models often score zero; here `topk` takes the first.
+- `xlstm`: one kernel computes the whole chunks of a row (`chunk_size`, 64), and another the tokens that are left, and
+  the two differ. What a token comes out as depends on the length of its row: with rows that are prefixes of others
+  log-probabilities differ by 4e-5 and gradients by up to 8e-3 (relative), between padded rows and rows alone by 8e-4.
+
+Where the parity check fails on a model with such a module, its message says so.
 
 Made by `python tests/core/test_families.py --write` from `tests/core/families.json`; do not edit."""
 

@@ -50,7 +50,7 @@ from trl_padfix import (
     remove_padding,
 )
 from trl_padfix.core.attention.attention import counts_columns
-from trl_padfix.core.mixers.forks import Tree
+from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.primitives import primitives_of
 from trl_padfix.core.mixers.row_blocks import BEYOND, RowBlocks, grouped_by_length
 
@@ -146,7 +146,7 @@ def test_blocks_of_rows_put_every_token_back():
 def test_a_node_ends_where_rows_part():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
     layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
-    tree = Tree(layout)
+    tree = NodeTree(layout)
     assert [level.tokens.tolist() for level in tree.levels] == [[0], [1, 5], [4, 2, 3]]
     assert [None if (p := level.parents) is None else p.tolist() for level in tree.levels] == [None, [0, 0], [1, 1]]
     assert [level.cu_seqlens.tolist() for level in tree.levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
@@ -154,7 +154,7 @@ def test_a_node_ends_where_rows_part():
 
 def test_a_segment_is_led_by_the_tokens_before_it_on_its_path():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    index, own = Tree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
+    index, own = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
     assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
     assert own.tolist() == [2, 3, 4, 5, 8]
 
@@ -179,7 +179,7 @@ def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing):
     keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index
     paths = [x[0, path].cumsum(0) for path in keys.split(layout.key_lengths)]
     expected = torch.cat([path[-own:] for path, own in zip(paths, layout.query_lengths, strict=True)])
-    tree = Tree(layout)
+    tree = NodeTree(layout)
     assert torch.allclose(tree.over_blocks(step, [x])[0], expected, atol=1e-5)
     assert torch.allclose(tree.over_levels(step, [x])[0], expected, atol=1e-5)
 
@@ -244,7 +244,7 @@ def test_a_leak_would_be_seen(family, sharing):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
 def test_a_state_that_does_not_fork_would_be_seen(family, monkeypatch):
-    build_tree = Tree.__init__
+    build_tree = NodeTree.__init__
 
     def without_parents(self, layout):
         build_tree(self, layout)
@@ -253,7 +253,7 @@ def test_a_state_that_does_not_fork_would_be_seen(family, monkeypatch):
             for level in self.levels
         ]
 
-    monkeypatch.setattr(Tree, "__init__", without_parents)
+    monkeypatch.setattr(NodeTree, "__init__", without_parents)
     model = build(family)
     with torch.no_grad(), remove_padding(model, prefix_sharing=True):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
@@ -442,6 +442,7 @@ def test_a_state_space_kernel_is_given_places_or_states(sharing, monkeypatch):
     monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", fast)
     model = build("mamba2")
     with remove_padding(model, prefix_sharing=sharing):
+        calls.clear()  # attaching tries on four tokens whether the model is causal
         logps = batched(model, "left")
         assert_exact(logps, gradients_of(model, weighted(logps)), expected)
     assert all(places == (not sharing) for places, _, _ in calls)

@@ -12,7 +12,7 @@ from kit.models import ROWS, batch
 
 import trl_padfix.core.mixers.mixers
 from trl_padfix import check_parity
-from trl_padfix.core.mixers.forks import Tree
+from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.slices import SLICE, short_slices
@@ -122,9 +122,9 @@ def test_rows_that_cross_chunks_pass(family, sharing):
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 @pytest.mark.parametrize("family", SCANS)
 def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
-    over_blocks, chunk = Tree.over_blocks, SCANS[family]
+    over_blocks, chunk = NodeTree.over_blocks, SCANS[family]
 
-    def forgetting(self: Tree, step: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+    def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
         def in_two(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
             if parts[0].shape[1] <= chunk:
                 return step(parts, initial, with_states)
@@ -134,7 +134,7 @@ def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sha
 
         return over_blocks(self, in_two, inputs)
 
-    monkeypatch.setattr(Tree, "over_blocks", forgetting)
+    monkeypatch.setattr(NodeTree, "over_blocks", forgetting)
     model = build_scan(family)
     assert not check_parity(model, LONG, prefix_sharing=sharing).ok
     # Rows of the usual length do not see it.

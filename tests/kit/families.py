@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-__all__ = ["VARIANTS", "NotBuiltError", "build", "families"]
+__all__ = ["VARIANTS", "NotBuiltError", "build", "build_type", "families"]
 
 VOCAB, WINDOW, UNUSED_TOKEN = 64, 4, 60
 
@@ -215,7 +215,13 @@ def build(family: str, attn_implementation: str | None = None) -> PreTrainedMode
     Raises:
         NotBuiltError: If it cannot be built offline; with the reason.
     """
-    model_type, given = VARIANTS.get(family, (family, {}))
+    return build_type(*VARIANTS.get(family, (family, {})), attn_implementation)
+
+
+def build_type(
+    model_type: str, given: dict[str, Any], attn_implementation: str | None = None, auto: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
+    """As [`build`], with fields of the config that are `given`, and as the model that an auto class makes."""
     if model_type in NOT_BUILT:
         raise NotBuiltError(NOT_BUILT[model_type])
     try:
@@ -225,7 +231,7 @@ def build(family: str, attn_implementation: str | None = None) -> PreTrainedMode
             if model_type == "gemma3n":
                 _replace_tower(config)
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+            model = auto.from_config(config, attn_implementation=attn_implementation)
     except Exception as error:
         raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     _redraw(model)

@@ -43,11 +43,11 @@ def write_graphs(folder: Path, calls: list[int]) -> None:
 
 def count_calls() -> list[int]:
     """A list that grows with every call of a compiled layer, by the graphs that there are."""
-    from trl_padfix.core.attention.compiled import LayerPatch
+    from trl_padfix.core.attention.compiled import CompiledLayerPatch
 
-    calls, twin = [], LayerPatch._twin
+    calls, twin = [], CompiledLayerPatch._twin
     counters = torch._dynamo.utils.counters
-    LayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
+    CompiledLayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
     return calls
 
 

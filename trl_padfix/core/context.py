@@ -32,6 +32,7 @@ class Context:
         layer ([`LayerCall`], *optional*): The call of a layer within a packed forward.
         step ([`Step`], *optional*): The step of training or evaluation.
         disabled (`frozenset` of [`Attachment`]): Attachments that are switched off.
+        attention (`str`, *optional*): What padded forwards compute with, if not with what their config names.
     """
 
     model: ModelCall | None = None
@@ -40,6 +41,7 @@ class Context:
     layer: LayerCall | None = None
     step: Step | None = None
     disabled: frozenset[Attachment] = frozenset()
+    attention: str | None = None
 
 
 _NOTHING = Context()

@@ -30,9 +30,9 @@ from .mixers.dry_run import DryRun
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
 from .model.patching import ForwardPatch
-from .model.positions import Numbering, length_dependent_rope
+from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
-from .model.views import attends_otherwise
+from .model.views import attention_override
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
@@ -77,12 +77,12 @@ class DecoderPatch(ForwardPatch):
         self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
-        self.depends_on_length = bool(length_dependent_rope(module))
+        self.depends_on_length = bool(length_dependent_ropes(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if attends_otherwise():
+        if attention_override():
             call = bind(self.wrapped, args, kwargs)
-            if attends_otherwise() == "eager":  # masks were made for the attention of the config
+            if attention_override() == "eager":  # masks were made for the attention of the config
                 dtype = next(self.module.parameters()).dtype
                 call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
             return self.on_view()(**call)

@@ -81,6 +81,7 @@ class ParityReport:
         finite (`bool`): Whether the padded forward itself gives finite scores.
         rounding (`float`, *optional*):
             Mean difference of two padded forwards with different attention functions: the tolerance is a multiple.
+        caveat (`str`): Why transformers itself gives other numbers in other batches; empty if it does not.
 
     Example:
 
@@ -105,6 +106,7 @@ class ParityReport:
     prefix_sharing: bool
     finite: bool = True
     rounding: float | None = None
+    caveat: str = ""
 
     @property
     def ok(self) -> bool:
@@ -113,16 +115,13 @@ class ParityReport:
 
     def __str__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
+        yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
         return (
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
-            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){self._yardstick}; "
+            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){yardstick}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens"
         )
-
-    @property
-    def _yardstick(self) -> str:
-        return "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
 
     def raise_if_failed(self) -> None:
         """
@@ -140,7 +139,9 @@ class ParityReport:
         if not self.ok:
             raise ParityError(
                 f"{self}. The packed forward of this model differs from the padded one, so training on it would not "
-                "be the training you asked for. Use `padding_free=False`"
+                "be the training you asked for. "
+                + (f"{self.caveat}. " if self.caveat else "")
+                + "Use `padding_free=False`"
                 + (", or `prefix_sharing=False` if that alone passes" if self.prefix_sharing else "")
                 + "; `parity_check=False` trains on regardless. Please report the model and these figures."
             )
@@ -256,6 +257,7 @@ def check_parity(
             prefix_sharing=bool(handle.prefix_sharing),
             finite=bool(padded.isfinite().all()),
             rounding=None if other is None else rounding.mean().item(),
+            caveat=handle.mixers.caveat,
         )
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention.attention import refuse_implementation
+from .causality import change_of_earlier_states
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
 from .mixers.row_blocks import needs_whole_rows
@@ -60,24 +61,44 @@ def refusal(
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        if not _is_causal(mixer.module) and not _is_given_masks(model, decoder):
-            return (
-                f"layer `{mixer.name}` ({type(mixer.module).__name__}) attends in both directions or to another "
-                "sequence, and a packed batch is attended causally"
-            )
         if mixer.how != PACKED and _needs_places_in_a_cache(mixer.module):
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have mended that"
             )
-    asks = "is_decoder" in inspect.unwrap(type(decoder).forward).__code__.co_names
-    if asks and not getattr(config, "is_decoder", True):
-        return "`config.is_decoder` is False, so its tokens see later ones, and a packed batch is attended causally"
-    # "vision": image tokens see each other; a call with images brings a mask that says so.
-    asked = getattr(config, "use_bidirectional_attention", None)
-    if asked not in (None, False, "vision") and not _is_given_masks(model, decoder):
-        return "`use_bidirectional_attention` lets tokens see later ones, and a packed batch is attended causally"
+    if not _is_given_masks(model, decoder) and (seen := _why_not_causal(decoder, config, mixers)):
+        return f"{seen}{_setting(decoder, config)}, and a packed batch is attended causally"
     return refuse_implementation(str(config._attn_implementation))
+
+
+def _why_not_causal(decoder: nn.Module, config: Any, mixers: Mixers) -> str | None:
+    """What shows that tokens of a decoder see later ones; `None` if they do not."""
+    for mixer in mixers.mixers:
+        if not _is_causal(mixer.module):
+            what = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
+            return f"{what} attends in both directions or to another sequence"
+    names = inspect.unwrap(type(decoder).forward).__code__.co_names
+    asked = getattr(config, "use_bidirectional_attention", None)
+    # "vision": image tokens see each other; a call with images brings a mask that says so.
+    set_so = asked not in (None, False, "vision") or getattr(config, "causal", True) is False
+    if set_so or ("is_decoder" in names and not getattr(config, "is_decoder", True)):
+        return "its tokens see later ones"
+    if "create_causal_mask" in names and "create_bidirectional_mask" not in names:
+        return None
+    change = change_of_earlier_states(decoder)
+    return (
+        f"its tokens see later ones: another last token moves the states before it by {change:.0e}" if change else None
+    )
+
+
+def _setting(decoder: nn.Module, config: Any) -> str:
+    """The field of a configuration by which a decoder is not causal, if it has one and looks at it."""
+    source = inspect.getsource(inspect.getmodule(type(decoder)) or type(decoder))
+    for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
+        own = getattr(config, name, causal)
+        if own not in (causal, None, "vision") and name in source:
+            return f" (`config.{name}={own!r}`; a causal model has {causal!r} there)"
+    return ""
 
 
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}

@@ -28,7 +28,7 @@ from .mixers.mixers import ROWS, Mixers
 from .mixers.row_blocks import needs_whole_rows
 from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .model.patching import Attachment, ForwardPatch
-from .model.positions import Numbering, length_dependent_rope, position_embeddings, takes_positions
+from .model.positions import Numbering, length_dependent_ropes, position_embeddings, takes_positions
 from .refusals import refusal, refuse_batch, refuse_devices, refuse_sharing
 from .towers import MultimodalPatch, TowerPatch, towers
 
@@ -133,7 +133,7 @@ def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[Forward
     yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=refuse, makes_rows=bool(mixers.that_are(ROWS)))
     yield from mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
-    yield from (RopePatch(m, handle) for m in length_dependent_rope(decoder))
+    yield from (RopePatch(m, handle) for m in length_dependent_ropes(decoder))
     if multimodal is not None:
         yield from (TowerPatch(m, handle) for m in towers(multimodal, decoder))
         yield MultimodalPatch(multimodal, handle)

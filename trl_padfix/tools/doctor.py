@@ -25,8 +25,8 @@ from ..core.attention.backends import (
     Backend,
     Machine,
     Workload,
-    choose,
-    judge,
+    assess,
+    best_backend,
     list_backends,
     model_class,
 )
@@ -194,7 +194,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)
     if attn is not None:
-        asked = choose(workload) if attn == "auto" else judge(attn, workload)
+        asked = best_backend(workload) if attn == "auto" else assess(attn, workload)
         if asked.name not in [backend.name for backend in backends]:
             backends.append(asked)
         if not asked.usable:
@@ -210,7 +210,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         dtypes=dtypes,
         dtype=dtype,
         backends=backends,
-        auto=choose(workload),
+        auto=best_backend(workload),
         model=report,
         problems=problems,
     )

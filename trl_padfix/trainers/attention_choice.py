@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..core.attention.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
+from ..core.attention.backends import Implementation, Machine, Workload, assess, best_backend, require_usable, spread
 from ..core.model.find import find_pretrained
 from .field_types import field_set, parse_implementation
 from .parts import Part, Settings
@@ -186,7 +186,7 @@ def _resolved(asked: Implementation, workload: Workload, field: str) -> Implemen
     """`asked` with every `"auto"` replaced; all of it can run."""
     names = dict(spread(asked, workload.config, field))
     if "auto" in names.values():
-        backend = choose(workload)
+        backend = best_backend(workload)
         logger.info(f"`{field}='auto'` is {backend.name!r}: {backend.note}.")
         names = {part: backend.name if name == "auto" else name for part, name in names.items()}
     found = names if isinstance(asked, dict) else names[""]
@@ -198,4 +198,4 @@ def _default(model: str | nn.Module, workload: Workload) -> str:
     """The implementation that a model runs with if the configuration does not name one."""
     if not isinstance(model, str):
         return str(find_pretrained(model).config._attn_implementation)
-    return "sdpa" if judge("sdpa", workload).usable else "eager"
+    return "sdpa" if assess("sdpa", workload).usable else "eager"

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -35,7 +34,7 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
-from ..model.views import PACKED_ATTENTION, attends_otherwise, viewed_module
+from ..model.views import PACKED_ATTENTION, attention_override, viewed_module
 from .segments import attend_by_segment, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
@@ -145,7 +144,9 @@ def packed_attention(
         PaddingRemovalError: If the module hands over something that the layout does not account for.
     """
     module = viewed_module(module)  # so that the model's own functions find its own implementation
-    call: PackedCall | None = kwargs.pop(LAYOUT, None) or _call_of_layer()
+    call: PackedCall | None = kwargs.pop(LAYOUT, None)
+    if call is None and (frame := layer_call()) is not None:
+        call = frame.call  # the layer does not hand keyword arguments down
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
         raise PaddingRemovalError(
@@ -161,7 +162,7 @@ def packed_attention(
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     masks = _prepared_masks(name, attention_mask, call)
-    _check_arguments(name, module, kwargs, masks is not None)
+    _check_arguments(name, kwargs)
     asked = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
@@ -179,19 +180,7 @@ def packed_attention(
     return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager", masks=masks), None
 
 
-def _call_of_layer() -> PackedCall | None:
-    """The packed forward of the layer that is for layers that do not hand keyword arguments down."""
-    frame = layer_call()
-    return None if frame is None else frame.call
-
-
-def _check_arguments(name: str, module: nn.Module, kwargs: dict[str, Any], prepared: bool) -> None:
-    # A prepared mask says itself what each token sees.
-    if not prepared and (kwargs.get("is_causal") is False or not getattr(module, "is_causal", True)):
-        raise PaddingRemovalError(
-            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
-            "from causal decoders; use `padding_free=False`."
-        )
+def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
     unknown = [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]
     if unknown:
         raise PaddingRemovalError(
@@ -224,7 +213,7 @@ def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kw
             f"{name} attends with a mask of its own making, which a layout does not say how to pack. Padding cannot "
             "be removed from this model; train it with `padding_free=False`."
         )
-    if not asked.causal:
+    if not asked.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
@@ -242,19 +231,11 @@ def _is_flash(implementation: str) -> bool:
 
 
 def _own_function(module: nn.Module, implementation: str) -> Callable:
-    return _eager_function(module) if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
-
-
-def _eager_function(module: nn.Module) -> Callable:
-    """The eager function that `module` falls back to, found where its forward would find it."""
-    code = _forward_code(type(module))
-    name = next((n for n in code.co_names if n.startswith("eager")), "eager_attention_forward")
-    return getattr(sys.modules[_defining_module(type(module))], name)
-
-
-@cache
-def _defining_module(cls: type) -> str:
-    return inspect.unwrap(cls.forward).__module__
+    if implementation != "eager":
+        return ALL_ATTENTION_FUNCTIONS[implementation]
+    # The eager function that `module` falls back to, found where its forward would find it.
+    name = next((n for n in _forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
+    return inspect.unwrap(type(module).forward).__globals__[name]
 
 
 @cache
@@ -271,7 +252,7 @@ class ViewPatch(ForwardPatch):
         # The recomputation of a packed forward is packed, whatever was switched off in between.
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
-            return self.on_view()(*args, **kwargs) if attends_otherwise() else self.wrapped(*args, **kwargs)
+            return self.on_view()(*args, **kwargs) if attention_override() else self.wrapped(*args, **kwargs)
         if packed_call() is call:
             return self.on_view()(*args, **kwargs)
         with within(packed=call):  # a recomputation

@@ -33,8 +33,8 @@ __all__ = [
     "Implementation",
     "Machine",
     "Workload",
-    "choose",
-    "judge",
+    "assess",
+    "best_backend",
     "list_backends",
     "model_class",
     "require_usable",
@@ -192,10 +192,10 @@ def list_backends(workload: Workload) -> list[Backend]:
 
     ```
     """
-    return [judge(name, workload) for name in (*FLASH_PACKAGES, *HUB_KERNELS, "sdpa", "flex_attention", "eager")]
+    return [assess(name, workload) for name in (*FLASH_PACKAGES, *HUB_KERNELS, "sdpa", "flex_attention", "eager")]
 
 
-def judge(name: str, workload: Workload) -> Backend:
+def assess(name: str, workload: Workload) -> Backend:
     """Whether the implementation `name` can be used for a workload."""
     if name in FLASH_PACKAGES:
         backend = _flash_package(name, workload)
@@ -216,7 +216,7 @@ def judge(name: str, workload: Workload) -> Backend:
     return backend
 
 
-def choose(workload: Workload) -> Backend:
+def best_backend(workload: Workload) -> Backend:
     """
     The fastest implementation that is there: what `"auto"` stands for.
 
@@ -231,7 +231,7 @@ def choose(workload: Workload) -> Backend:
         order[:0] = ["flash_attention_3", "flash_attention_4"] if major == 9 else ["flash_attention_4"]
     passed = []
     for name in order:
-        backend = judge(name, workload)
+        backend = assess(name, workload)
         if backend.usable and not backend.asks_hub:
             why = f"not {', not '.join(passed)}" if passed else "the fastest here"
             return replace(backend, note=f"{backend.note}; {why}")
@@ -246,7 +246,7 @@ def require_usable(implementation: Implementation, workload: Workload, field: st
         ValueError: If something else stands against it, or it names parts that the model does not have.
     """
     for part, name in spread(implementation, workload.config, field).items():
-        backend = judge(name, workload)
+        backend = assess(name, workload)
         if backend.usable:
             continue
         usable = ", ".join(repr(b.name) for b in list_backends(workload) if b.usable)

@@ -32,10 +32,10 @@ from ..model.patching import ForwardPatch
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments, gather_keys
 from .segments import in_attention_dtype
-from .varlen import torch_varlen_is_complete
+from .varlen import torch_varlen, torch_varlen_is_complete
 
 
-__all__ = ["LayerPatch", "compile_layers"]
+__all__ = ["CompiledLayerPatch", "compile_layers"]
 
 logger = logging.get_logger(__name__)
 
@@ -94,7 +94,7 @@ def compile_layers(
         kind = type(layer), getattr(layer, "attention_type", None), _window(layer)
         if kind not in functions:
             functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
-        patches.append(LayerPatch(layer, handle, functions[kind]))
+        patches.append(CompiledLayerPatch(layer, handle, functions[kind]))
     handle.attach(patches)
     for reason in dict.fromkeys(left.values()):
         names = [name for name, why in left.items() if why == reason]
@@ -102,7 +102,7 @@ def compile_layers(
     return left
 
 
-class LayerPatch(ForwardPatch):
+class CompiledLayerPatch(ForwardPatch):
     """Runs the compiled twin of a layer in packed forwards."""
 
     serves_recomputation = True
@@ -163,30 +163,11 @@ def attend_compiled(
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
-        output = _varlen(query, key, value, bounds, segments, scale)
+        longest = segments.longest_query, segments.longest_key
+        output = torch_varlen(query, key, value, (*bounds, *longest), scale, segments.window)
     else:
         output = attend_segments(query, key, value, *bounds, scale, -1 if segments.window is None else segments.window)
     return output.unsqueeze(0), None
-
-
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple, segments: Segments, scale: float
-) -> torch.Tensor:
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-
-    grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
-    longest = segments.longest_query, segments.longest_key
-    window = (-1, 0) if segments.window is None else (segments.window - 1, 0)
-    return varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=window, **grouped)
-
-
-@torch.compiler.assume_constant_result
-def _takes_gqa() -> bool:
-    from .varlen import _varlen_parameters
-
-    return "enable_gqa" in _varlen_parameters()
 
 
 def _segments(call: PackedCall, mask: Any) -> Segments | None:

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
+from .segments import BLOCK, sum_places
+
 
 __all__ = ["attend_segments", "gather_keys"]
-
-BLOCK = 1024
-"""Queries per block: bounds the scores of a segment at `heads x BLOCK x keys`."""
 
 
 @torch.library.custom_op("trl_padfix::gather_keys", mutates_args=())
@@ -34,9 +33,8 @@ def _(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: t
 
 @torch.library.custom_op("trl_padfix::sum_by_token", mutates_args=())
 def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The backward of the gather: one sum for each token, in float32, in the order of the places."""
-    flat = rows.reshape(rows.shape[0], -1)
-    return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])
+    """The backward of the gather."""
+    return sum_places(rows, order, offsets)
 
 
 @sum_by_token.register_fake

@@ -17,14 +17,11 @@ import torch.nn.functional as functional
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.utils import logging
 
 from ..layout.layout import Layout
 
 
 __all__ = ["BLOCK", "attend_by_segment", "in_attention_dtype", "sum_by_token"]
-
-logger = logging.get_logger(__name__)
 
 BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
@@ -202,6 +199,10 @@ class _GatherKeys(torch.autograd.Function):
 
 def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
-    order: Any = layout.key_order
+    return sum_places(rows, layout.key_order, layout.key_offsets)
+
+
+def sum_places(rows: torch.Tensor, order: Any, offsets: Any) -> torch.Tensor:
+    """[`sum_by_token`] by the tensors of a layout."""
     flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
-    return functional.embedding_bag(order, flat, layout.key_offsets, mode="sum").view(-1, *rows.shape[1:])
+    return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -20,6 +20,7 @@ from .segments import _gather_keys, in_attention_dtype
 __all__ = [
     "attend_torch_varlen",
     "attend_varlen",
+    "torch_varlen",
     "torch_varlen_applies",
     "torch_varlen_is_complete",
     "torch_varlen_obstacle",
@@ -69,24 +70,38 @@ def attend_varlen(
 def attend_torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """torch's own variable-length FlashAttention, which takes `(T, heads, D)` and any grouping of heads."""
+    """torch's own variable-length FlashAttention over a layout."""
+    # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
+    states = (query, _gather_keys(key, layout), _gather_keys(value, layout))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in states)
+    bounds = layout.cu_seqlens_q, layout.cu_seqlens_k, *layout.longest
+    return torch_varlen(query, key, value, bounds, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
+
+
+def torch_varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """
+    torch's variable-length FlashAttention on `(T, heads, D)` with any grouping of heads.
+
+    Args:
+        bounds (`tuple`):
+            `cu_seqlens` and lengths as torch takes them: of queries and keys, then the longest of each.
+        window (`int`, *optional*):
+            Keys that a query sees at most, its own counted.
+    """
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
-    window, grouped = kwargs.get("sliding_window"), query.shape[1] != key.shape[1]
-    # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
-    output = varlen_attn(
-        query.squeeze(0).transpose(0, 1),
-        _gather_keys(key, layout).squeeze(0).transpose(0, 1),
-        _gather_keys(value, layout).squeeze(0).transpose(0, 1),
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k,
-        *layout.longest,
-        scale=kwargs.get("scaling"),
-        window_size=(-1 if window is None else window - 1, 0),
-        **({"enable_gqa": grouped} if "enable_gqa" in _varlen_parameters() else {}),  # torch 2.11 groups by itself
-    )
-    return output.unsqueeze(0)
+    # torch 2.11 groups heads by itself.
+    grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
+    size = (-1 if window is None else window - 1, 0)
+    return varlen_attn(query, key, value, *bounds, scale=scale, window_size=size, **grouped)
+
+
+@torch.compiler.assume_constant_result
+def _takes_gqa() -> bool:
+    return "enable_gqa" in _varlen_parameters()
 
 
 def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:

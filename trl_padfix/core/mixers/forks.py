@@ -20,7 +20,7 @@ from ..layout.layout import Layout
 from .row_blocks import grouped_by_length
 
 
-__all__ = ["Level", "NodeBlock", "Tree", "tree_of"]
+__all__ = ["Level", "NodeBlock", "NodeTree", "tree_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Level:
     is_last: bool
 
 
-class Tree:
+class NodeTree:
     """
     The nodes of a layout, level by level.
 
@@ -207,9 +207,9 @@ class Tree:
         return torch.cat(outputs, dim=1).index_select(1, self.take_varlen)
 
 
-def tree_of(call: PackedCall) -> Tree:
+def tree_of(call: PackedCall) -> NodeTree:
     """The tree of a packed forward."""
-    return call.once("tree", lambda: Tree(call.layout))
+    return call.once("tree", lambda: NodeTree(call.layout))
 
 
 def with_zero(x: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,23 @@ class Mixers:
         """Most tokens that a scan of a forked mixer computes at once; 0 if there is none."""
         return max((chunk_of(mixer.module) for mixer in self.that_are(FORKED)), default=0)
 
+    @property
+    def caveat(self) -> str:
+        """Why transformers itself gives a token other numbers in other batches; empty if it does not."""
+        for mixer in self.mixers:
+            parts = list(mixer.module.modules())
+            if any(hasattr(part, "indexer") for part in parts):
+                what = "among keys with equal scores its indexer selects others where a row has other padding"
+            elif any(hasattr(part, "chunkwise_kernel_fn") and hasattr(part, "sequence_kernel_fn") for part in parts):
+                what = "one kernel computes the whole chunks of a row, and another, not quite the same, what is left"
+            else:
+                continue
+            return (
+                f"In transformers itself the numbers of `{mixer.name}` ({type(mixer.module).__name__}) depend on the "
+                f"batch: {what} (docs/families.md)"
+            )
+        return ""
+
     def patches(self, handle: Any) -> Iterator[ForwardPatch]:
         """What makes each mixer run in its way."""
         if self.that_are(WHOLE):
@@ -126,13 +143,16 @@ class Mixers:
             if module is not self.decoder and id(module) not in inside and names_attention(module):
                 yield ViewPatch(module, handle)
         yield from (PrimitivesPatch(m.module, handle) for m in self.that_are(FORKED))
-        yield from (RowsPatch(module, handle, _hands_indices_on(module)) for module in on_rows)
+        for module in on_rows:
+            # What takes places in a row from a mixer before it needs all rows in one block.
+            yield RowsPatch(module, handle, any("indices" in name for name in _parameters(module)))
         if not self._needs_layers():
             return
         layers = {id(layer): layer for layer in self.layers.values()}
         yield from (LayerPatch(layer, handle) for layer in layers.values())
-        parts = {id(m): m for layer in layers.values() for m in layer.modules() if _is_checkpointed(m)}
-        yield from (LayerPatch(m, handle, is_layer=False) for m in parts.values() if id(m) not in layers)
+        parts = {id(m): m for layer in layers.values() for m in layer.modules() if id(m) not in layers}
+        checkpointed = (m for m in parts.values() if isinstance(m, GradientCheckpointingLayer))
+        yield from (LayerPatch(m, handle, is_layer=False) for m in checkpointed)
 
     def _needs_layers(self) -> bool:
         """Whether some module cannot be reached by the keyword arguments of its layer."""
@@ -220,12 +240,3 @@ def _against_packing(module: nn.Module) -> str:
 def _has_temperature(attention: nn.Module) -> bool:
     """Whether an attention module that numbers its columns uses the numbers; Llama 4 not where it rotates."""
     return bool(getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False))
-
-
-def _hands_indices_on(module: nn.Module) -> bool:
-    """Whether a mixer takes places in a row from a mixer before it: then all rows must be one block."""
-    return any("indices" in name for name in _parameters(module))
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return isinstance(module, GradientCheckpointingLayer)

@@ -45,9 +45,9 @@ def primitives_of(module: nn.Module) -> set[str]:
     loaded = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
     names = _KNOWN.keys() & loaded & forward.__globals__.keys()
     by_attention = uses_attention_interface(module) or "attention_interface" in forward.__code__.co_varnames
-    by_itself = (_convolves(module) and "causal_conv1d_fn" not in names) or (
-        _recurs(module) and not names & _RECURRENCES
-    )
+    convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+    recurs = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
+    by_itself = (convolves and "causal_conv1d_fn" not in names) or (recurs and not names & _RECURRENCES)
     return set() if by_attention or by_itself else names
 
 
@@ -60,14 +60,6 @@ def chunk_of(module: nn.Module) -> int:
         known = known or (default.default if default is not None else None)
         return known if isinstance(known, int) else CHUNK
     return 0
-
-
-def _convolves(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
-
-
-def _recurs(module: nn.Module) -> bool:
-    return any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
 
 
 class PrimitivesPatch(ForwardPatch):

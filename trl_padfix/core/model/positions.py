@@ -22,7 +22,7 @@ from ..layout.layout import Layout, pack
 
 __all__ = [
     "Numbering",
-    "length_dependent_rope",
+    "length_dependent_ropes",
     "packed_positions",
     "position_embeddings",
     "takes_positions",
@@ -72,7 +72,7 @@ class Numbering:
         return self.by_ids is None and not self.by_mask
 
 
-def length_dependent_rope(decoder: nn.Module) -> list[nn.Module]:
+def length_dependent_ropes(decoder: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of a decoder whose frequencies depend on the largest position of a forward."""
     found = []
     for module in decoder.modules():

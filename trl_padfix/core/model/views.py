@@ -9,38 +9,31 @@ of the module's class with the very same `__dict__`, whose `config` answers with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..context import context, within
 
-__all__ = ["PACKED_ATTENTION", "attends_otherwise", "bound_to_view", "other_attention", "view_of", "viewed_module"]
+
+__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "other_attention", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
 
-_attention: ContextVar[str] = ContextVar("trl_padfix_attention", default=PACKED_ATTENTION)
 
-
-@contextmanager
-def other_attention(name: str | None) -> Iterator[None]:
+def other_attention(name: str | None) -> AbstractContextManager[None]:
     """Padded forwards of attached decoders compute with the attention `name` until the block ends, in this thread."""
-    token = _attention.set(PACKED_ATTENTION if name is None else name)
-    try:
-        yield
-    finally:
-        _attention.reset(token)
+    return within(attention=name)
 
 
-def attends_otherwise() -> str | None:
+def attention_override() -> str | None:
     """The attention that padded forwards are to compute with, if it is another than their config names."""
-    name = _attention.get()
-    return None if name == PACKED_ATTENTION else name
+    return context().attention
 
 
 class ConfigView:
@@ -83,7 +76,7 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 def view_of(module: Any, held: dict[str, Any]) -> Any:
     """`module` with the attributes in `held` of another value; its state is the very same."""
     if hasattr(module, "config"):
-        held = {"config": ConfigView(module.config, _attention.get()), **held}
+        held = {"config": ConfigView(module.config, context().attention or PACKED_ATTENTION), **held}
     cls = _view_class(type(module), tuple(held))
     view = object.__new__(cls)
     for name, value in (("__dict__", module.__dict__), ("padfix_held", held), ("padfix_module", module)):

@@ -1,0 +1,141 @@
+"""
+A model whose tokens see later ones is refused, whichever setting makes it so; with the setting turned it is taken.
+
+Every type of transformers whose config has a causal switch is built in both positions. Whether it is causal is found
+out here in another way than in the package: the first tokens of a row alone are to have the logits that they have in
+the whole row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build, build_type
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core import refusals
+from trl_padfix.core.causality import change_of_earlier_states
+from trl_padfix.core.model.find import find_decoder
+
+
+AUTO = [
+    (AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    (AutoModelForMaskedLM, modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    (AutoModel, modeling_auto.MODEL_MAPPING_NAMES),
+]
+SWITCHES = ("causal", "is_decoder", "use_bidirectional_attention", "attn_type")
+VALUES = {"attn_type": ("bi", "uni")}
+NOT_TRIED = {
+    **dict.fromkeys(("bros", "dpr", "udop"), "it takes more than token ids"),
+    **dict.fromkeys(("longt5", "mt5", "switch_transformers", "t5", "umt5"), "an encoder-decoder, refused as such"),
+    **dict.fromkeys(("esm", "evolla", "reformer"), "no tiny model of it is built"),
+}
+ENCODERS = ["convbert", "deberta", "deberta-v2", "ibert", "layoutlm", "longformer", "luke", "markuplm", "mpnet"]
+ENCODERS += ["nystromformer", "splinter", "squeezebert", "tapas", "visual_bert", "yoso"]
+"""Types without a switch, and with nothing in their attention that says that it is not causal."""
+
+
+def auto_class(model_type: str) -> Any:
+    return next((auto for auto, names in AUTO if model_type in names), None)
+
+
+def switches() -> list[tuple[str, str, Any]]:
+    """Type, field and value of every setting of transformers by which a model is made causal."""
+    found = []
+    for model_type in CONFIG_MAPPING:
+        fields = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
+        for name in SWITCHES:
+            if name not in fields or model_type in NOT_TRIED or auto_class(model_type) is None:
+                continue
+            is_gemma4 = model_type.startswith("gemma4")  # which is told of images too
+            values = ("all", None) if is_gemma4 else VALUES.get(name, (False, True))
+            if name != "attn_type" or fields[name].default in values:  # MPT's says which heads there are
+                found += [(model_type, name, value) for value in values]
+    return found
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    model.config.use_cache = False
+    ids = torch.randint(3, 59, (1, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        whole, first = (model(x)[0] for x in (ids, ids[:, :8]))
+    return torch.allclose(whole[:, :8], first, atol=1e-4)
+
+
+def refused(model: nn.Module) -> str:
+    try:
+        remove_padding(model, prefix_sharing="auto").remove()
+    except PaddingRemovalError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("model_type", "name", "value"), switches())
+def test_a_causal_switch_is_heeded_in_both_positions(model_type, name, value):
+    model = build_type(model_type, {name: value}, auto=auto_class(model_type))
+    reason = refused(model)
+    if is_causal(model):
+        assert "see later ones" not in reason
+    else:
+        assert reason
+
+
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_encoders_without_a_switch_are_refused(model_type, monkeypatch):
+    model = build_type(model_type, {}, auto=auto_class(model_type))
+    assert not is_causal(model)
+    assert "another last token moves the states before it" in refused(model)
+    monkeypatch.setattr(refusals, "change_of_earlier_states", lambda decoder: 0.0)
+    assert not refused(model), "negative control: nothing but the forward tells"
+
+
+@pytest.mark.parametrize("model_type", ["xlm", "flaubert"])
+def test_the_message_names_the_setting(model_type):
+    model = build_type(model_type, {"causal": False}, auto=auto_class(model_type))
+    assert "see later ones (`config.causal=False`; a causal model has True there)" in refused(model)
+    assert not refused(build_type(model_type, {"causal": True}, auto=auto_class(model_type)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trying_leaves_mode_gradients_and_random_state_as_they_are(dtype):
+    model = build_type("xlm", {"causal": False}).to(dtype)
+    model.train()
+    model.transformer.layer_norm_emb.eval()
+    before, modes = torch.get_rng_state(), [m.training for m in model.modules()]
+    assert change_of_earlier_states(find_decoder(model)) > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "mamba", "rwkv", "bloom", "roberta", "mixtral", "dbrx"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_changes_in_causal_decoders(family, dtype):
+    assert change_of_earlier_states(find_decoder(build(family).to(dtype))) == 0
+
+
+def test_what_cannot_be_run_is_not_tried():
+    with torch.device("meta"):
+        assert change_of_earlier_states(XLMWithLMHeadModel(XLMConfig(emb_dim=32, n_layers=1)).transformer) == 0
+    model = build_type("layoutlm", {}, auto=AutoModel)
+    model.forward = lambda *args, **kwargs: 1 / 0
+    assert change_of_earlier_states(model) == 0
+
+
+def test_decoders_that_make_causal_masks_are_not_tried(monkeypatch):
+    monkeypatch.setattr(refusals, "change_of_earlier_states", lambda decoder: pytest.fail("tried"))
+    assert not refused(build("llama"))
