@@ -239,8 +239,8 @@ class PaddingFreeMixin:
             padding.is_observing = False
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # TRL takes the labels of `compute_metrics` from here.
-        return super().prediction_step(model, self.padding.task.scored(inputs), *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        return loss, *self.padding.task.for_metrics(inputs, logits, labels)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)

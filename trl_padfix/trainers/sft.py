@@ -101,6 +101,15 @@ class SFTTask(Task):
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return drop_first_labels(inputs) if self._labels_begin_rows and "attention_mask" in inputs else inputs
 
+    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.
+        if not self._labels_begin_rows or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
+            return logits, labels
+        mask = inputs["attention_mask"].to(logits.device)
+        columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
+        inputs.update(pad_right(inputs))  # with `include_for_metrics` they are handed over, too
+        return logits.take_along_dim(columns[..., None], dim=1), labels.gather(1, columns)
+
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # transformers counts the labels of right-padded rows, for most models without the first column.
         if not self._labels_begin_rows:

@@ -129,6 +129,10 @@ class Task:
         """The batch as the loss is to see it."""
         return inputs
 
+    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        """What `compute_metrics` is given of a batch, of the logits and labels that TRL hands over."""
+        return logits, labels
+
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The batches as transformers is to count their labels."""
         return batches

@@ -122,11 +122,11 @@ def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(mode,
 def test_a_padded_trainer_after_another_one_is_padded(first, make):
     before = make(config=MODES[first] | {"max_steps": 1})
     before.train()
-    seen = [handle.stats.packed_tokens for handle in before._handles]
+    seen = [handle.stats.packed_tokens for handle in before.padding.handles]
     models = {"model": before.model, "ref_model": before.ref_model}
     after = make(config={"max_steps": 1, "padding_side": "right"}, **models)
     after.train()
-    assert [handle.stats.packed_tokens for handle in before._handles] == seen
+    assert [handle.stats.packed_tokens for handle in before.padding.handles] == seen
     assert not any("forward" in vars(part) for part in attended(models))
 
 

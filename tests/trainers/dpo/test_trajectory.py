@@ -71,7 +71,7 @@ def test_no_loss_type_of_trl_is_left_out():
 def test_every_set_up_is_trls(set_up, mode, make, trl_run):
     ours = run(make_case(make, CASES[set_up], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(set_up).trajectory)
-    for handle in ours.trainer._handles:
+    for handle in ours.trainer.padding.handles:
         assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
         assert handle.prefix_sharing == (handle.stats.packed_tokens < handle.stats.real_tokens)
 
@@ -82,7 +82,7 @@ def test_prompt_tuning_is_trls(make):
     tuned = Case(SHORT, given=lambda: {"ref_model": None, "peft_config": PromptTuningConfig(**settings)})
     ours = run(make_case(make, tuned, padding_free=True))
     assert_same(ours.trajectory, run(make_case(make, tuned, trl.DPOTrainer)).trajectory)
-    assert 0 < ours.trainer._handles[0].stats.packed_tokens < ours.trainer._handles[0].stats.padded_tokens
+    assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
 
 
 # A model of absolute positions gives other numbers where it is not told where the rows begin.
