@@ -493,7 +493,7 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert trainer.accelerator.gather == gather
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
-    assert trainer._weight is None
+    assert trainer.padding.part(token_budget.Budget).weight is None
 
 
 def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):

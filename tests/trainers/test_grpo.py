@@ -154,7 +154,7 @@ def test_accumulation_does_not_scatter_a_group(case, make, trl_run):
 )
 def test_rows_stay_where_their_micro_batch_counts(case, make):
     settings, given = CASES[case]
-    assert not make(config=settings | MODES["prefix sharing"], **given())._may_group()
+    assert not make(config=settings | MODES["prefix sharing"], **given()).padding.task.may_group()
 
 
 def test_rows_are_moved_whole():

@@ -27,6 +27,7 @@ OVERRIDDEN = {
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",
     "training_step": "self, args, kwargs",
+    "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
     "get_train_dataloader": "self",
     "floating_point_ops": "self, inputs",
     "_get_train_sampler": "self, train_dataset",

@@ -39,6 +39,7 @@ from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
 from trl_padfix import prefix_sharing_layout as share_prefixes
+from trl_padfix.trainers.compilation import Compilation
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES), fully=["sigmoid"]))
@@ -134,7 +135,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr(trainer.args, "torch_compile", True)
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
-                trainer._compile_layers()
+                trainer.padding.part(Compilation).ready()
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):
