@@ -284,7 +284,8 @@ TRL = [
         "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT",
     ),
     *of_trainers(
-        "_tokenizer", "trainers.packing, trainers.watch.finite", "the tokenizer of a processor, for its padding side", partial(is_set, ""),
+        "_tokenizer", "trainers.packing, trainers.watch.finite", "the tokenizer of a processor",
+        partial(is_set, ""),
         "DPO", "SFT", "KTO", *ONLINE, needs="trl>=1.9.2",
     ),
     *of_trainers(
@@ -292,7 +293,8 @@ TRL = [
         "GRPO", needs="trl>=1.9.2",
     ),
     *of_trainers(
-        "aux_loss_enabled", "trainers.task, trainers.online, trainers.steps.budget", "a loss over the experts of a whole forward",
+        "aux_loss_enabled", "trainers.task, trainers.online, trainers.steps.budget",
+        "a loss over the experts of a whole forward",
         partial(is_set, ""), "DPO", "SFT", *ONLINE, needs="trl>=1.9.2",
     ),
     *of_trainers(

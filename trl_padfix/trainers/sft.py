@@ -49,20 +49,16 @@ class SFTTask(Task):
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
-    def check_dataset(
-        self, dataset: Any, processing_class: Any = None, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> Any:
-        require_rows(dataset, dataset_name)
-        if more.get("formatting_func") is None:
-            dataset = _checked_rows(dataset, processing_class, args, dataset_name)
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
+        require_rows(dataset, given.dataset_name)
+        if given.formatting_func is None:
+            dataset = _checked_rows(dataset, given.processing_class, given.args, given.dataset_name)
         if self.trainer.padding.settings.expand_turns:
-            check_turns(dataset, processing_class, dataset_name)
+            check_turns(dataset, given.processing_class, given.dataset_name)
         return dataset
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
-        _report_rows(prepared, given, more["packing"], args.max_length, dataset_name)
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+        _report_rows(prepared, rows, given.packing, given.args.max_length, given.dataset_name)
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
