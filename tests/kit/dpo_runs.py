@@ -199,7 +199,7 @@ def run(trainer: trl.DPOTrainer, **how) -> Run:
     trainer.data_collator = watch
     layers = getattr(getattr(trainer.ref_model, "model", None), "layers", None)
     hook = layers[0].register_forward_pre_hook(count) if layers else None
-    with patch("trl_padfix.trainers.base.check_parity", check):
+    with patch("trl_padfix.trainers.watch.parity.check_parity", check):
         trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
@@ -231,7 +231,7 @@ def assert_mode_ran(run: Run, mode: str) -> None:
     counts = count_tokens(run.batches)
     assert counts["prefix sharing"] < counts["padding-free"] < counts["padded"]
     assert run.entered == counts[name]
-    for handle in getattr(run.trainer, "_handles", []):
+    for handle in run.trainer.padding.handles if hasattr(run.trainer, "padding") else []:
         stats = handle.stats
         assert (stats.padded_tokens, stats.real_tokens) == (counts["padded"], counts["padding-free"])
         assert stats.packed_tokens == counts[name]

@@ -28,8 +28,11 @@ import trl_padfix.core.call.layout_of
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
+from trl_padfix.trainers.data.layouts import Layouts
+from trl_padfix.trainers.online import OnlineLayouts
 from trl_padfix.trainers.steps.budget import MICRO_BATCHES, _halved
 from trl_padfix.trainers.watch.exact_means import without_repeated_rows
+from trl_padfix.trainers.watch.token_counts import TokenCounts
 
 
 def build_pairs(count: int) -> Dataset:
@@ -138,7 +141,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
     place_models(trainer)
     plain = [on_simulated(batch) for batch in batches]
     gpu.reset()
-    carried = trainer._with_layouts(plain)
+    carried = trainer.padding.part(OnlineLayouts).with_layouts(plain)
     assert len(carried) == 2
     assert list(gpu.ours().values()) == [1]
     first = step(trainer, carried[0])
@@ -263,7 +266,7 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     loading, stream, rows = trainer.accelerator.dataloader_config, trainer.train_dataset, trainer.eval_dataset
 
     def bring_layouts() -> list[bool]:
-        return [isinstance(trainer._layout_collator(data, True), LayoutCollator) for data in (stream, rows)]
+        return [trainer.padding.part(Layouts).brings(data, is_training=True) for data in (stream, rows)]
 
     assert bring_layouts() == [True, True]
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -332,7 +335,7 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     batch = on_simulated(next(iter(trainer.get_train_dataloader())))
     place_models(trainer)
     step(trainer, batch)
-    counter = trainer._token_counters["train"]
+    counter = trainer.padding.part(TokenCounts).counters["train"]
     alone = counter.report(True)
     accelerator = trainer.accelerator
     monkeypatch.setattr(type(accelerator), "num_processes", 2)

@@ -106,7 +106,7 @@ def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     assert any(len({len(batch) for batch in step}) > 1 for step in steps)
     if not config.get("prefix_sharing"):
         assert max(sum(batch) for step in steps for batch in step) <= BUDGET[name]
-        assert trainer._handles[0].stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
+        assert trainer.padding.stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -131,7 +131,7 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, 
     trainer = make(name, tmp_path, ours=True, max_steps=9)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
-    monkeypatch.setattr(trainer, "_metric_items", lambda batch: {})
+    monkeypatch.setattr(trainer.padding.task, "metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -170,9 +170,10 @@ def count_forwards(trainer):
 def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
     name, config = COMPARING[case]
     trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
-    monkeypatch.setattr(trainer, "_compares_rows", lambda: False)
-    monkeypatch.setattr(type(trainer), "_loss_items", lambda self, batch: len(batch["input_ids"]), raising=False)
-    monkeypatch.setattr(type(trainer), "_metric_items", lambda self, batch: {}, raising=False)
+    task = trainer.padding.task
+    monkeypatch.setattr(task, "compares_rows", lambda: False)
+    monkeypatch.setattr(task, "loss_items", lambda batch: len(batch["input_ids"]))
+    monkeypatch.setattr(task, "metric_items", lambda batch: {})
     trainer.train()
     ours, theirs = (
         torch.tensor([log["loss"] for log in history if "loss" in log][:3])
@@ -492,7 +493,7 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert trainer.accelerator.gather == gather
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
-    assert trainer._weight is None
+    assert trainer.padding.part(token_budget.Budget).weight is None
 
 
 def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):

@@ -16,6 +16,7 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from transformers import PrinterCallback, TrainerCallback
 
 import trl_padfix
+from trl_padfix.trainers.packing import Packing
 
 
 KINDS = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
@@ -118,15 +119,15 @@ def test_restore_padding_gives_the_callbacks_back(tmp_path):
 
 def test_an_error_while_the_trainer_is_made_gives_the_callbacks_back(tmp_path, monkeypatch):
     handlers = []
-    set_side = trl_padfix.SFTTrainer._keep_padding_side
+    ready = Packing.ready
 
-    def fail_after(trainer):
-        set_side(trainer)
-        handlers.append(trainer.callback_handler)
+    def fail_after(part):
+        ready(part)
+        handlers.append(part.trainer.callback_handler)
         assert "call_event" in vars(handlers[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trl_padfix.SFTTrainer, "_keep_padding_side", fail_after)
+    monkeypatch.setattr(Packing, "ready", fail_after)
     with pytest.raises(KeyboardInterrupt):
         make_sft(tmp_path)
     assert "call_event" not in vars(handlers[0])

@@ -123,7 +123,7 @@ def test_every_set_up_is_trls(case, mode, make, trl_run):
     if case not in ("checkpointing", "lora", "pairs"):  # layers run twice, or for the reference, or share nothing
         assert_mode_ran(ours, mode)
     if case == "precomputed reference":
-        reference = ours.trainer._handles[1].stats
+        reference = ours.trainer.padding.ref_handle.stats
         assert 0 < reference.packed_tokens < reference.padded_tokens
 
 

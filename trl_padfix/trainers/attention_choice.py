@@ -91,33 +91,10 @@ class AttentionChoice(Part):
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
     """
-    Let a loaded model run with another attention implementation.
-
-    Args:
-        model (`torch.nn.Module`):
-            A [`~transformers.PreTrainedModel`] or a wrapper of one.
-        implementation (`str` or `dict[str, str]`):
-            A name, or a name for each part.
-
-    Returns:
-        `Callable`: undoes it.
+    Let a loaded model run with another attention implementation; what is returned undoes it.
 
     Raises:
         ValueError: If the model cannot be switched once it is loaded.
-
-    Example:
-
-    ```python
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> from trl_padfix.trainers.attention_choice import set_attention
-
-    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    ...                                      num_attention_heads=2, num_key_value_heads=1))
-    >>> undo = set_attention(model, "eager")
-    >>> model.config._attn_implementation
-    'eager'
-
-    ```
     """
     pretrained = find_pretrained(model)
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()

@@ -27,6 +27,7 @@ OVERRIDDEN = {
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",
     "training_step": "self, args, kwargs",
+    "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
     "get_train_dataloader": "self",
     "floating_point_ops": "self, inputs",
     "_get_train_sampler": "self, train_dataset",
@@ -122,11 +123,11 @@ def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(mode,
 def test_a_padded_trainer_after_another_one_is_padded(first, make):
     before = make(config=MODES[first] | {"max_steps": 1})
     before.train()
-    seen = [handle.stats.packed_tokens for handle in before._handles]
+    seen = [handle.stats.packed_tokens for handle in before.padding.handles]
     models = {"model": before.model, "ref_model": before.ref_model}
     after = make(config={"max_steps": 1, "padding_side": "right"}, **models)
     after.train()
-    assert [handle.stats.packed_tokens for handle in before._handles] == seen
+    assert [handle.stats.packed_tokens for handle in before.padding.handles] == seen
     assert not any("forward" in vars(part) for part in attended(models))
 
 

@@ -245,19 +245,7 @@ class Budget(Splitting):
         return measure
 
     def training_step(self, train: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """
-        Run TRL's `training_step` on each micro-batch of an optimizer step.
-
-        Args:
-            train (`Callable`):
-                TRL's.
-            model (`torch.nn.Module`):
-                The model.
-            inputs (`dict`):
-                The micro-batches and their weights, as [`BudgetCollator`] makes them.
-            *args, **kwargs:
-                What `training_step` is given beside these: the number of items in the batch.
-        """
+        """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
         if task.compares_rows():
