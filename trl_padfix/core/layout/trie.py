@@ -151,7 +151,7 @@ def _steps(shared: list[int], lengths: list[int]) -> list[list[tuple[int, int]]]
 
 
 def _big_endian(keys_R: list[torch.Tensor]) -> np.ndarray:
-    """The keys of each token side by side, as big-endian numbers, which sort as their bytes: in 32 bits if they fit."""
+    """The keys of each token side by side, as big-endian numbers, whose bytes sort as they do."""
     keys = np.stack([key.numpy() for key in keys_R], axis=1)
-    # The bits of all numbers together: one pass says whether any is negative or large.
+    # The bits of all numbers together: one pass says whether 32 bits hold them, and none is negative.
     return keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from .columns import INSTEAD_OF_CONTENT, ids_outside, may_lack_text
+from .columns import ids_outside, values
 
 
 __all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "sound_rows"]
@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns with text or messages."""
+
+INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
+"""What a message may have in place of its content."""
 
 
 def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
@@ -42,9 +45,9 @@ def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
     columns = tuple(columns)
     if isinstance(dataset, Dataset):
         for column in columns:
-            if column in dataset.column_names and may_lack_text(dataset, column):
-                for number, row in enumerate(dataset.select_columns([column])):
-                    check_row(row, number, (column,), name)
+            if column in dataset.column_names:
+                for number, value in enumerate(values(dataset, column)):
+                    check_row({column: value}, number, (column,), name)
     elif isinstance(dataset, IterableDataset):
         return dataset.filter(SoundRow(name, columns))
     return dataset
