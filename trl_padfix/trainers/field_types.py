@@ -1,18 +1,23 @@
-"""Fields of a configuration and arguments of a trainer that are of another type than is meant."""
+"""The fields of a configuration: their types, their texts for `--help`, and values of another type than is meant."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers import ProcessorMixin
 from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
+    from ..core.attention.backends import Implementation
+
     Sharing = bool | Literal["auto"]
 else:
 
@@ -29,18 +34,35 @@ __all__ = [
     "check_prefix_sharing",
     "check_processing_class",
     "field_set",
+    "help_from_docstring",
     "parse_implementation",
 ]
 
-
-if TYPE_CHECKING:
-    from ..core.attention.backends import Implementation
-
+Configuration = TypeVar("Configuration", bound=type)
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
 OURS = ("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "predict_with_generate",
         "exact_eval_means", "pool_last_token")  # fmt: skip
+
+
+def help_from_docstring(config: Configuration) -> Configuration:
+    """
+    Class decorator that gives fields without a `help` the texts of the configuration's docstring.
+
+    Args:
+        config (`type`):
+            A dataclass, in whose docstring each field has an entry of its own, of this form.
+
+    Returns:
+        The same class. A field that it inherits is described in all classes that have it.
+    """
+    entries = re.findall(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n)+)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    for field in fields(config):  # type: ignore[arg-type]
+        if field.name in texts and "help" not in field.metadata:
+            field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+    return config
 
 
 def check_field_types(config: Any) -> None:
