@@ -1,9 +1,10 @@
-"""Facts about the columns of a dataset. Columns are read from Arrow, so that images among them are not decoded."""
+"""Facts about the columns of a dataset. Lists and images are read from Arrow, which decodes no image."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,10 +32,10 @@ def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
         yield from (numbers[begin:end] for begin, end in pairwise(bounds.tolist()))
 
 
-def values(dataset: Dataset, column: str) -> Iterator[object]:
-    """The value of each row in `column`, as Python writes it."""
-    for chunk in _chunks(dataset, column):
-        yield from chunk.to_pylist()
+def values(dataset: Dataset, column: str) -> Iterator[Any]:
+    """The value of each row in `column`, decoded."""
+    for batch in dataset.select_columns([column]).with_format(None).iter(1_000):
+        yield from batch[column]
 
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
@@ -47,7 +48,8 @@ def image_counts(dataset: Dataset, column: str) -> np.ndarray:
     """Images of each row, `(n,)`: a column `image` has one or none, and any other a list of them."""
     if column != "image":
         return list_lengths(dataset, column)
-    return np.array([image is not None for image in values(dataset, column)], dtype=np.int64)
+    counts = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in _chunks(dataset, column)]
+    return np.concatenate([np.empty(0, dtype=np.int64), *counts])
 
 
 def empty_lists(dataset: Dataset, column: str) -> np.ndarray:
