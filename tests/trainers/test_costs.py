@@ -46,7 +46,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
     everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
     while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
         everywhere -= 1
-    assert costs.in_all == everywhere
+    assert costs.common_to_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))

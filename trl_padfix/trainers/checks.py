@@ -28,12 +28,12 @@ __all__ = [
     "column_names",
     "explain_missing_flash_attention",
     "is_zero_3",
-    "length_dependent_rope",
     "refuse_images",
     "refuse_whole_rows",
     "require_columns",
     "require_eos",
     "require_rows",
+    "rope_kind_beyond",
     "splitting_parallelism",
 ]
 
@@ -172,7 +172,7 @@ def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
 
 
-def length_dependent_rope(model: torch.nn.Module, max_length: int | None) -> str | None:
+def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:
     """
     The kind of a rotary embedding whose frequencies depend on the longest row of a forward.
 

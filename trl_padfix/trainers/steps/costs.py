@@ -56,12 +56,12 @@ class RowCosts:
         return common
 
     @property
-    def in_all(self) -> int:
-        """Tokens that all rows begin with."""
+    def common_to_all(self) -> int:
+        """How many tokens all rows begin with in common; 0 for a single row."""
         return int(self.common[1:].min(initial=self.each.max(initial=0))) if len(self) > 1 else 0
 
-    def beyond(self, tokens: int) -> RowCosts:
-        """The costs without the first `tokens` of each row, which they have in common."""
+    def without_common(self, tokens: int) -> RowCosts:
+        """The costs without the first `tokens` of each row, which all of them have in common."""
         return RowCosts(self.each - tokens, self.order, np.maximum(self.common - tokens, 0))
 
     @property
@@ -71,7 +71,7 @@ class RowCosts:
 
         What all rows have in common counts for nothing, since it is in every batch.
         """
-        costs = self.beyond(self.in_all)
+        costs = self.without_common(self.common_to_all)
         each, common = costs.each[costs.order], costs.common
         shorter = np.minimum(each, np.roll(each, 1))
         return (common > 0) & (common >= WORTH_JOINING * shorter)
