@@ -124,6 +124,10 @@ def test_balanced_processes_have_each_row_once(costs, processes):
     assert all(parts)
 
 
+def test_rows_that_are_all_alike_are_given_to_all_processes():
+    assert balance(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
+
+
 @pytest.mark.parametrize("processes", [8, 64])
 def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
     draw = np.random.default_rng(0)

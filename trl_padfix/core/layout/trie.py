@@ -78,9 +78,10 @@ def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
 
     Args:
         rows (`list[tuple[int, int, int]]`):
-            In sorted order: where a row begins among the real tokens, what it shares, and its length.
+            In sorted order: where a row begins among the real tokens, how many tokens it shares with the row before
+            it, and its length.
         tokens (`int`):
-            Real tokens.
+            How many real tokens there are.
 
     Returns:
         `torch.Tensor` of shape `(R,)`.

@@ -39,10 +39,10 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
             A folder; or `True`, `"true"` or `"latest"` for the newest whole checkpoint of `output_dir`: those that are
             newer and half-written are named in a warning and left out; or `None`, `False`, `"false"` for none.
         output_dir (`str` or `Path`):
-            Where the training saves its checkpoints.
+            Folder of the training's checkpoints.
 
     Returns:
-        `str`, *optional*: its folder; `None` if the training is to begin anew.
+        `str`, *optional*: its folder; `None` if the training begins anew.
 
     Raises:
         ValueError: If there is no whole checkpoint to resume from, or the one that is named is half-written.

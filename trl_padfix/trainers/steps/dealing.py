@@ -25,16 +25,8 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
     """
     Split rows into micro-batches of at most `budget` tokens: about as few as it takes, and then of even size.
 
-    Rows of one group stay together as far as the budget goes. A row beyond the budget is a micro-batch of its own.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows.
-        budget (`int`):
-            Most tokens of a micro-batch.
-
-    Returns:
-        `list[list[int]]`: rows of each micro-batch, that with the most tokens first.
+    Rows of one group stay together as far as the budget goes. A row of more tokens than that is a micro-batch of its
+    own. Returns the rows of each micro-batch, that with the most tokens first.
 
     Example:
 
@@ -69,19 +61,11 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     """
     Give each process equally many rows, with token sums as even as that allows.
 
-    Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows; their number is a multiple of `processes`.
-        processes (`int`):
-            How many parts.
-
-    Returns:
-        `list[list[int]]`: rows of each process, ascending.
+    Rows of one group go to one process; where no process has room for all of them, to as few as it takes. Returns the
+    rows of each process, ascending.
 
     Raises:
-        ValueError: If the rows cannot be dealt out evenly.
+        ValueError: If the number of rows is no multiple of `processes`.
 
     Example:
 
@@ -117,17 +101,9 @@ def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     """
     Give the processes about equally many tokens, however many rows that is.
 
-    Rows that belong together stay together as far as that goes: groups are cut more and more finely, or all rows along
-    their common beginnings, and that is taken which leaves the process with the most tokens the fewest.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows, at least one row for each process.
-        processes (`int`):
-            How many parts.
-
-    Returns:
-        `list[list[int]]`: rows of each process.
+    Groups are dealt out whole or cut more and more finely, and all rows are cut where they have little in common; of
+    these ways that one is taken in which the fullest process has the fewest tokens. Returns the rows of each process,
+    of which each has at least one.
 
     Example:
 
@@ -145,12 +121,13 @@ def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     dealt = [_evenly(_units(costs, int(even / cuts)), processes) for cuts in (1, 2, 4, 8)]
     found = [[[row for _, rows in part for row in rows] for part in parts] for parts in dealt]
     found.append(_along_beginnings(costs, processes))
-    whole = [parts for parts in found if all(parts)] or [assign(costs, processes)]
-    return min(whole, key=lambda parts: max(map(costs.total, parts)))
+    # Rows that are all alike add no tokens to the first one, so the other ways give them all to one process.
+    found.append([part.tolist() for part in np.array_split(costs.order, processes)])
+    return min(filter(all, found), key=lambda parts: max(map(costs.total, parts)))
 
 
 def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
-    """The rows in the order of what they begin with, cut so that the part with the most tokens has few."""
+    """The sorted rows, cut into parts of neighbours so that the part with the most tokens has few."""
     each, common = costs.each[costs.order].tolist(), costs.common.tolist()
 
     def cuts(most: int) -> list[int]:
@@ -238,17 +215,9 @@ class StepPlan:
         """
         The rows of an epoch, dealt out to the processes.
 
-        Args:
-            order (`Sequence[int]`):
-                Rows in the order of the epoch, shuffled or not; they change places only within their step.
-            costs ([`RowCosts`]):
-                Tokens of all rows.
-            equal (`bool`, *optional*, defaults to `False`):
-                Whether all processes have equally many rows, and not only about equally many tokens.
-
-        Returns:
-            `Iterator[tuple[int, list[int]]]`: the rows of a step (how many) and those of a process, process after
-            process and step after step.
+        Rows change places only within their step of the given `order`. With `equal` all processes have equally many
+        rows, and not only about equally many tokens. Yields how many rows a step has and which of them a process has,
+        process after process and step after step.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
@@ -288,7 +257,7 @@ class StepPlan:
 
 
 def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
-    """The rows of each group that is joined, and their tokens."""
+    """The rows of each group (see [`RowCosts.joined`]), and their tokens in one batch."""
     if not len(costs):
         return []
     first = np.flatnonzero(~costs.joined)
@@ -321,7 +290,7 @@ def _tokens(units: list[Unit]) -> int:
 
 
 def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
-    """The rows of one group, in as many pieces as the budget wants."""
+    """The rows of one group, in pieces of at most `budget` tokens, or of one row."""
     inner = costs[rows]
     piece: list[int] = []
     tokens = 0

@@ -20,11 +20,7 @@ __all__ = ["common_prefixes", "group_rows", "prefix_order"]
 
 def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """
-    Sort rows by their tokens, so that rows that begin alike are neighbours.
-
-    Args:
-        ids (`Sequence[np.ndarray]` of length `n`):
-            Token ids of each row.
+    Sort rows by their token ids, so that rows that begin alike are neighbours.
 
     Returns:
         `tuple[np.ndarray, np.ndarray]`: the rows in that order, and how many tokens each has in common with the row
@@ -47,27 +43,7 @@ def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def common_prefixes(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> np.ndarray:
-    """
-    How many tokens the rows of two lists begin with in common.
-
-    Args:
-        left, right (`Sequence[np.ndarray]` of length `n`):
-            Token ids of each row.
-
-    Returns:
-        `np.ndarray` of shape `(n,)`.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from trl_padfix.trainers.steps.grouping import common_prefixes
-
-    >>> common_prefixes([np.array([1, 2, 3]), np.array([4])], [np.array([1, 2]), np.array([5, 6])]).tolist()
-    [2, 0]
-
-    ```
-    """
+    """How many tokens each row of `left` and its counterpart in `right` begin with in common, `(n,)`."""
     return np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in zip(left, right, strict=True)], dtype=np.int64)
 
 
@@ -130,7 +106,7 @@ def group_rows(order: Sequence[int] | np.ndarray, costs: RowCosts, step: int) ->
 
 
 def _groups(costs: RowCosts, most: int, place: np.ndarray) -> list[np.ndarray]:
-    """Rows that belong together, at most `most`: those of the longest common prefixes first."""
+    """Groups of at most `most` rows, made from the longest common prefixes to shorter ones."""
     gaps = np.flatnonzero(costs.joined)
     # Among prefixes of one length from another row on in each epoch, so that large groups are not always cut alike.
     begin = place[costs.order[0]] if len(place) else 0
