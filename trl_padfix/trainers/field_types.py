@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 else:
 
     class Sharing:
-        """What `--prefix_sharing` stands for on the command line and in YAML: `True`, `False` or `"auto"`."""
+        """Type of `prefix_sharing`, called with its text on the command line or in YAML."""
 
         def __new__(cls, value: str) -> bool | str:
             return "auto" if value.strip().lower() == "auto" else string_to_bool(value)
@@ -67,7 +67,7 @@ def help_from_docstring(config: Configuration) -> Configuration:
 
 def check_field_types(config: Any) -> None:
     """
-    Check fields that Python would take for something else.
+    Refuse values that Python would silently take for something else.
 
     Args:
         config ([`DPOConfig`] or another, *optional*):
@@ -116,7 +116,7 @@ def check_processing_class(processing_class: Any) -> None:
 
 def parse_implementation(value: Any) -> Implementation | None:
     """
-    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+    Parse an attention implementation, given in Python, in YAML or as a flag, where a mapping is a JSON string.
 
     Raises:
         TypeError: If it is neither a name nor a mapping of parts to names.

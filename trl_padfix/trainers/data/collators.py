@@ -36,9 +36,9 @@ class SidedCollator:
     """
     What the collators of this package add to TRL's; a mixin, in front of TRL's class.
 
-    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has looked
-    at its data before the first step, and does not stop for what a stream brings later: with `for_trainer` such rows
-    are counted, warned about, and weigh what they weigh in TRL's trainer.
+    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has checked
+    its dataset before the first step, and does not stop for such a row of a stream: with `for_trainer` these rows are
+    counted, warned about, and weigh what they weigh in TRL's trainer.
     """
 
     padding_side: str = "right"
@@ -71,7 +71,7 @@ class SidedCollator:
         self.refuse_or_count(rows, error(side, f"pair {rows[0]} of the batch") if rows else "", treatment)
 
     def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Examples in which one with token ids that the model has no embedding for is empty, and counted."""
+        """The examples; one with token ids that the model has no embedding for is made empty, and counted."""
         if self.vocabulary is None:
             return examples
         rows = [i for i, example in enumerate(examples) if any(self._unknown(example))]
@@ -102,7 +102,7 @@ class SidedCollator:
                         yield value
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
+        """A right-padded batch; a row of nothing but padding gets one token to attend to, a pad token without a label."""
         empty = batch["attention_mask"].sum(1) == 0
         if not empty.any():
             return batch
@@ -115,7 +115,7 @@ class SidedCollator:
         return batch
 
     def on_side(self, batch: dict[str, Any], every: str, remedy: str = "") -> dict[str, Any]:
-        """A right-padded batch of prompts and completions on the wanted side."""
+        """A right-padded batch of prompts and completions, moved to `padding_side`; `every` names a row in errors."""
         if self.padding_side == "right":
             return batch
         moved = pad_left(batch)
@@ -303,7 +303,7 @@ def empty_sequence(side: str, where: str) -> str:
 
 
 def rows_without_prompt(batch: dict[str, Any]) -> list[int]:
-    """Left-padded rows whose first real token is scored."""
+    """Left-padded rows whose first real token belongs to the completion, so that padding would predict it."""
     first = batch["attention_mask"].argmax(1)
     unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
     return unseen.nonzero().flatten().tolist()

@@ -173,7 +173,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
 
 
 def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of unpaired preferences on the side of its collator, and with it the mismatched completions."""
+    """Pad a batch of unpaired preferences, and the mismatched completions of its KL term, on the collator's side."""
     for prefix in ("", "KL_"):
         # The two batches may have one shape, so each is moved by its own mask.
         names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
@@ -230,7 +230,7 @@ def misplaced(found: tuple[int, int, int], where: str) -> str:
 
 
 def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
-    """Number, images and placeholders of each example that has other images than its text has placeholders for."""
+    """Each example with more or fewer images than placeholders: its number, and how many of both."""
     found = []
     for i, example in enumerate(examples):
         given = len(example["images"])
@@ -252,7 +252,7 @@ def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tup
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """TRL's collators write to the examples; a row without images may hold `None`."""
+    """Copies of the examples, since TRL's collators write to them; `images` is a list in each, perhaps empty."""
     copies = [dict(example) for example in examples]
     for example in copies:
         if "images" in example and example["images"] is None:

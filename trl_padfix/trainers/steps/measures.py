@@ -37,7 +37,7 @@ class RowMeasure:
     sharing: bool = False
 
     begins: ClassVar[str] = ""
-    """Column that rows which have something in common begin with."""
+    """Name of the column with the beginnings of rows, which they may have in common."""
 
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
         return self._costs(lambda name: [np.asarray(example[name], dtype=np.int64) for example in examples])
@@ -70,7 +70,7 @@ class RowMeasure:
         raise NotImplementedError
 
     def _shared(self, each: np.ndarray, begins: list[np.ndarray], rows: np.ndarray) -> RowCosts:
-        """Costs of rows of `rows` tokens that begin with `begins`, and cost `each` by themselves."""
+        """Costs of rows that have `rows` tokens before truncation, begin with `begins`, and alone cost `each`."""
         keys = np.minimum(_lengths(begins), self._limit)
         if self.truncation_mode == "keep_end":
             keys = np.where(rows <= self._limit, keys, 0)
