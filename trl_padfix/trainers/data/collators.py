@@ -102,7 +102,7 @@ class SidedCollator:
                         yield value
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch; a row of nothing but padding gets one token to attend to, a pad token without a label."""
+        """A right-padded batch in which an empty row has one token to attend to: a pad token without a label."""
         empty = batch["attention_mask"].sum(1) == 0
         if not empty.any():
             return batch
