@@ -33,9 +33,9 @@ __all__ = [
     "check_field_types",
     "check_prefix_sharing",
     "check_processing_class",
-    "field_set",
     "help_from_docstring",
     "parse_implementation",
+    "temporarily_set",
 ]
 
 Configuration = TypeVar("Configuration", bound=type)
@@ -151,8 +151,8 @@ def parse_implementation(value: Any) -> Implementation | None:
 
 
 @contextlib.contextmanager
-def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """`config.name` set to `value` until the block ends; nothing where there is no config."""
+def temporarily_set(config: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `config.name` to `value` until the block ends; nothing happens without a config or such a field."""
     if config is None or not hasattr(config, name):
         yield
         return

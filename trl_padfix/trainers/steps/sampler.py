@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from .config import check_grouping
 from .costs import RowCosts
 from .dealing import StepPlan
@@ -221,5 +221,5 @@ class StepMixin:
         if buffer is None or isinstance(self.train_dataset, Dataset):
             return super().get_train_dataloader()
         stream = GroupedStream(self.train_dataset, self._measure(), self._step_plan(), buffer)
-        with field_set(self, "train_dataset", stream):
+        with temporarily_set(self, "train_dataset", stream):
             return super().get_train_dataloader()
