@@ -25,9 +25,13 @@ from trl_padfix.tools.bench.steps import launches_and_waits
 RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
 
 
+def with_peak(cell):
+    return dataclasses.replace(cell, settings=dataclasses.replace(cell.settings, peak_tflops=1000.0))
+
+
 def cells(*trainers: str) -> list:
-    """The first cell of each trainer, at toy size."""
-    plan = plan_of(toy=True, backend=None)
+    """The first cell of each trainer, at toy size, with a peak that does not depend on this machine."""
+    plan = [with_peak(cell) for cell in plan_of(toy=True, backend=None)]
     return [next(cell for cell in plan if cell.settings.trainer == trainer) for trainer in trainers]
 
 
@@ -129,7 +133,9 @@ def test_packages_that_are_missing_are_named(tmp_path):
 
 
 def test_a_step_ends_at_its_deadline():
-    settings = bench.BenchSettings(pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",))
+    settings = bench.BenchSettings(
+        pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",), peak_tflops=1000.0
+    )
     step = bench.prepare(build_pairs(), settings)
     with pytest.raises(TimeoutError, match="No counted step"):
         bench.measure(step, settings, deadline=time.monotonic() - 1)
@@ -154,9 +160,9 @@ def test_a_step_ends_at_its_deadline():
 
 
 def test_nothing_does_more_than_the_device_can():
-    assert Peak("cpu", torch.float32, given=1.0).share(5e11, 1.0, "A step") == 0.5
+    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0, "A step") == 0.5
     with pytest.raises(ImpossibleFigureError, match=r"A step would do 2 TFLOP/s, which is 200% of the 1 that was"):
-        Peak("cpu", torch.float32, given=1.0).share(2e12, 1.0, "A step")
+        Peak("cpu", [torch.float32], given=1.0).share(2e12, 1.0, "A step")
     settings = bench.BenchSettings(
         pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
     )
@@ -164,14 +170,28 @@ def test_nothing_does_more_than_the_device_can():
         bench.run(build_pairs(), settings)
 
 
-def test_the_peak_is_the_best_that_was_seen(monkeypatch):
-    times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 5.0])
-    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(times))
+def clocked(monkeypatch, *seconds: float) -> None:
+    """Let matrix products seem to take so many seconds, one after another."""
+    readings = iter([t for i, passed in enumerate(seconds) for t in (10.0 * i, 10.0 * i + passed)])
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(readings))
     monkeypatch.setattr(peak, "SIZES", {"cpu": (16,)})
-    best = Peak("cpu", torch.float32)
+
+
+def test_the_peak_is_the_best_that_was_seen(monkeypatch):
+    clocked(monkeypatch, 1.0, 0.5, 2.0)
+    best = Peak("cpu", [torch.float32])
     for _ in range(3):
         best.measure()
     assert best.tflops == pytest.approx(2 * 16**3 / 0.5 / 1e12)
+
+
+def test_the_peak_is_that_of_the_fastest_precision(monkeypatch):
+    clocked(monkeypatch, 4.0, 0.5, 0.25)  # bfloat16 without instructions for it, float32, and float32 again
+    best = Peak("cpu", [torch.bfloat16, torch.float32])
+    best.measure()
+    assert best.share(2 * 16**3, 1.0, "A step in float32") == pytest.approx(0.5)
+    best.measure()
+    assert best.tflops == pytest.approx(2 * 16**3 / 0.25 / 1e12)
 
 
 def test_launches_and_waits_are_counted_and_ours_told_apart():
@@ -274,7 +294,7 @@ def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_plan_runs_at_toy_size(tmp_path):
-    plan = plan_of(toy=True, backend="aot_eager")
+    plan = [with_peak(cell) for cell in plan_of(toy=True, backend="aot_eager")]
     found = measure_gpu(tmp_path / "report.json", plan, device="cpu", backend="aot_eager")
     assert found["complete"]
     assert all(check["ok"] for check in found["checks"])

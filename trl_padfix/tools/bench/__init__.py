@@ -107,7 +107,9 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
     plans = {v.name: [[*w] for w in warmup] + _batches(step, v, counted, settings) for v in variants}
     figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
     longest = max(len(plan) for plan in plans.values())
-    peak = Peak(settings.device, computed_dtype(settings.dtype), settings.peak_tflops)
+    # Norms, softmax and loss are computed in float32 whatever the rest is.
+    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
     for i in range(longest):
         if deadline is not None and time.monotonic() > deadline:
