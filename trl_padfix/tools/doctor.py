@@ -70,8 +70,8 @@ class ModelReport:
         refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
         checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
         mixers (`tuple` of [`MixerReport`]): The modules of its decoder that mix tokens, in their order.
-        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, `"packed"`, or
-            why they are refused.
+        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, else `"packed"`,
+            with the attention that it takes where not every one will do.
         rows_share (`float`): Share of the decoder's work, by its weights, that runs on rows and not on packed tokens.
     """
 
@@ -247,7 +247,7 @@ def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
-        return "refused: tokens of an image see each other, and a packed batch is attended causally"
+        return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
 
 
