@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from .bench_report import measure_report, print_table
 from .console import console, device_of, one_of, outputs, write_output, write_text
 from .mistakes import mistakes_of
 
@@ -24,11 +23,11 @@ __all__ = ["bench"]
 
 def bench(
     data: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Local file of preference pairs (sft: also of texts or conversations), Hub id, 'equal', "
             "'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair for each turn. "
-            "[default: Anthropic/hh-rlhf; with --report random lengths]"
+            "[default: Anthropic/hh-rlhf]"
         ),
     ] = None,
     trainer: Annotated[
@@ -68,25 +67,21 @@ def bench(
     shape: Annotated[
         str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
     ] = "small",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: cuda where there is one. With --report, auto is cuda.")
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+        int | None, typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
     ] = None,
     max_tokens_per_batch: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches."),
+        int | None, typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
     ] = None,
     lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; on CPU one more step of each variant.")] = True,
     peak_tflops: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
@@ -95,28 +90,11 @@ def bench(
     ] = False,
     compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
-    report: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="'gpu': check and measure a GPU within --budget, to --json. With --device cpu the same plan at toy "
-            "size, which says nothing about a GPU."
-        ),
-    ] = None,
-    budget: Annotated[float, typer.Option(min=0.01, help="With --report: minutes in all.")] = 24,
-    table: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Print the file of a --report as a table in Markdown, and measure nothing."),
-    ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
-    plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them to this PNG file.")] = None,
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
-    if table is not None:
-        return print_table(table)
-    if report is not None:
-        device = "cuda" if device == "auto" else device
-        return measure_report(report, device, data, budget, json or Path("gpu-report.json"), compile_backend)
     data, device = data or "Anthropic/hh-rlhf", device_of(device)
     from ..core.attention.attention import refuse_implementation
     from ..tools import bench as b
