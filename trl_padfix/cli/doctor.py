@@ -6,7 +6,7 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,18 +22,16 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[Optional[str], typer.Option(help="Path or Hub id: what becomes of it.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[str], typer.Option(help="Attention implementation that is to run.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Path or Hub id: what becomes of it.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention implementation that is to run.")] = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator."),
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
     ] = None,
     json: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Write everything to this file, for a bug report; - prints it."),
+        Path | None, typer.Option(help="Write everything to this file, for a bug report; - prints it.")
     ] = None,
     explain: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:

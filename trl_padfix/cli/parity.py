@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -26,16 +26,16 @@ WIDTH = 80
 
 
 def parity(
-    model: Annotated[Optional[str], typer.Option(help="Model id or path.")] = None,  # noqa: UP045
-    data: Annotated[Optional[str], typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,  # noqa: UP045
-    config: Annotated[Optional[Path], typer.Option(help="YAML of a training: its model, data and max_length.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[list[str]], typer.Option(help="Attention implementation; may be repeated.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Model id or path.")] = None,
+    data: Annotated[str | None, typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML of a training: its model, data and max_length.")] = None,
+    attn: Annotated[list[str] | None, typer.Option(help="Attention implementation; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
-    max_length: Annotated[Optional[int], typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
     import json as json_module

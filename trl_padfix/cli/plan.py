@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -21,13 +21,13 @@ def plan(
     memory: Annotated[float, typer.Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
     method: Annotated[str, typer.Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
-    max_length: Annotated[Optional[int], typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,  # noqa: UP045
-    stats: Annotated[Optional[Path], typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,
+    stats: Annotated[Path | None, typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
     head_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
-    accelerate: Annotated[Optional[Path], typer.Option(help="Write accelerate's configuration to this file.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    accelerate: Annotated[Path | None, typer.Option(help="Write accelerate's configuration to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
 ) -> None:
     """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
     import json as json_module
@@ -45,7 +45,7 @@ def plan(
     with mistakes_of("MODEL"):
         sizes = p.load_sizes(model)
     with mistakes_of("--memory"):
-        found = p.choose(
+        found = p.smallest_fit(
             sizes, gpus=gpus, available=int(memory * 1e9), longest=tokens, lora=lora,
             reference=method in ("dpo", "kto"), head_tokens=head_tokens,
         )  # fmt: skip

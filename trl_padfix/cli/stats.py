@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -24,29 +24,27 @@ def stats(
             "`bench` makes up: 'equal', 'lengths:PROMPT/COMPLETION' or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN'."
         ),
     ],
-    tokenizer: Annotated[Optional[str], typer.Option(help="Id or path of the tokenizer.")] = None,  # noqa: UP045
+    tokenizer: Annotated[str | None, typer.Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text."),
+        int | None, typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
     columns: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Columns of other names: 'question=prompt,answer=completion'."),
+        str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    max_length: Annotated[Optional[int], typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,  # noqa: UP045
-    truncation_mode: Annotated[Optional[str], typer.Option(help="keep_start or keep_end. [keep_start]")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
+    truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
-    batch_size: Annotated[Optional[int], typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,  # noqa: UP045
-    accumulation: Annotated[Optional[int], typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,  # noqa: UP045
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,
     max_tokens_per_batch: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
     trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
-    plot: Annotated[Optional[Path], typer.Option(help="Draw lengths and a batch to this PNG.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
 ) -> None:
     """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation, waiting."""
     import json as json_module
@@ -140,7 +138,7 @@ def stats(
         table.add_row(str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}")
     console.print(table)
     seen = v.sample(rows, loaded, max_length)
-    judged = v.judge(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
+    judged = v.advise(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
     lines = [] if judged is None else v.verdict_lines(judged, data)
     if judged is not None:
         console.print(f"\nVerdict, by the first {judged.rows:,} {unit}:")
@@ -189,7 +187,7 @@ def _made_up(
                 whole = [row["prompt_ids"] + row["chosen_ids"] for row in rows]
                 rows = Dataset.from_dict({"input_ids": whole, "labels": whole})
     seen = v.tokenized(rows)
-    found = v.judge(seen, batch_size=batch_size, budget=budget or 0, seed=seed)
+    found = v.advise(seen, batch_size=batch_size, budget=budget or 0, seed=seed)
     found = replace(found, budget=budget or round(found.tokens))
     lines = v.verdict_lines(found, data)
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

@@ -27,7 +27,7 @@ from .data import checked_rows
 from .stats import token_rows
 
 
-__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+__all__ = ["PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
 
 SAMPLE = 4096
 """Rows that are looked at, the first ones: rows that begin alike often stand together."""
@@ -147,7 +147,7 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
+def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
     """
     Count what the batches of a sample cost in every way.
 
@@ -164,10 +164,10 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
     Example:
 
     ```python
-    >>> from trl_padfix.tools.verdict import judge
+    >>> from trl_padfix.tools.verdict import advise
 
     >>> rows = [{"input_ids": [group] * 90 + [i] * 10, "scored": 10} for i in range(8) for group in (1, 2)]
-    >>> found = judge(rows, batch_size=4, budget=400)
+    >>> found = advise(rows, batch_size=4, budget=400)
     >>> found.real, found.grouped < found.auto < found.real, found.groups
     (400.0, True, True)
 

@@ -33,14 +33,14 @@ from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengt
 from .peak import Peak
 from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, decoder_inputs, step_flops
-from .tree import Tree, parse_tree, tree_pairs, tree_rows
+from .tree import RolloutTree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
-    "Tree",
+    "RolloutTree",
     "Variant",
     "VariantResult",
     "describe",
