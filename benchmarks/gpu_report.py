@@ -31,13 +31,14 @@ from typing import Any
 import torch
 from datasets import Dataset
 from gpu_checks import Check, check_device
+from gpu_counts import count_launches
 from gpu_plan import BUDGET, Cell, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import refuse_output, write_whole
 from trl_padfix.tools.bench import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
-from trl_padfix.tools.bench.settings import ImpossibleFigureError, WrongNumbersError
+from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
 
 
 __all__ = ["main", "measure_gpu"]
@@ -137,7 +138,10 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
     # A cell on a slow device ends early, with fewer steps, rather than take the time of the others.
     deadline = time.monotonic() + min(left, max(2 * cell.seconds, 30.0))
     try:
-        results = measure(prepare(rows, settings), settings, deadline)
+        step = prepare(rows, settings)
+        results = [asdict(result) for result in measure(step, settings, deadline)]
+        if settings.device == "cuda":
+            results = [result | count_launches(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:
         return {"status": OUT_OF_TIME}
     except torch.OutOfMemoryError:
@@ -151,7 +155,7 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
         gc.collect()
         if settings.device == "cuda":
             torch.cuda.empty_cache()
-    return {"status": "measured", "variants": [asdict(result) for result in results]}
+    return {"status": "measured", "variants": results}
 
 
 def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset | None, str]:

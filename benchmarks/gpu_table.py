@@ -65,7 +65,7 @@ def gpu_table(report: dict[str, Any]) -> str:
 
 
 def _figures(variant: dict[str, Any]) -> list[str]:
-    counted = variant["launches"] is not None
+    counted = "launches" in variant
     waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
     return [
         _NAMES.get(variant["name"]) or str(variant["name"]),

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import warnings
 
 import gpu_checks
 import gpu_report
 import pytest
 import torch
 from gpu_checks import Check, check_device
+from gpu_counts import launches_and_waits
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
@@ -15,6 +17,7 @@ from kit.commands import build_pairs
 from kit.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
+from trl_padfix.tools import bench
 from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
 
 
@@ -76,7 +79,7 @@ def test_a_report_is_measured_and_written(tmp_path):
         assert shared["tokens"] < packed["tokens"] < padded["tokens"]
         assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
         assert 0 < padded["mfu"] <= 1
-        assert padded["launches"] is None
+        assert "launches" not in padded  # they are counted on CUDA
     assert saved["checks"] == [dataclasses.asdict(RIGHT) | {"ok": True}]
     assert {"torch", "transformers", "trl", "python"} <= saved["versions"].keys()
     assert saved["command"].startswith("python benchmarks/gpu_report.py")
@@ -126,6 +129,28 @@ def test_packages_that_are_missing_are_named(tmp_path):
     cell = dataclasses.replace(cells("dpo")[0], needs=("no_such_package",))
     found = measure_gpu(tmp_path / "report.json", [cell], device="cpu", checks=no_checks)
     assert found["cells"][0]["status"] == "not measured: no_such_package is not installed"
+
+
+def test_launches_and_waits_are_counted_and_ours_told_apart():
+    def wait(filename: str, text: str = "called a synchronizing CUDA operation"):
+        return warnings.WarningMessage(text, UserWarning, filename, 1)
+
+    events = [
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cuLaunchKernel",
+        "cudaMemcpyAsync",
+        "aten::mm",
+        "ampere_gemm",
+    ]
+    said = [
+        wait(kernels.__file__),
+        wait(bench.__file__),
+        wait(torch.__file__),
+        wait(kernels.__file__, "something else"),
+    ]
+    counted = launches_and_waits(events, said)
+    assert counted == {"launches": 3, "synchronisations": 3, "own_synchronisations": 1}
 
 
 # -- the table

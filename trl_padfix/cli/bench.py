@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,17 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from .console import console, device_of, one_of, outputs, write_output, write_text
+from .console import (
+    JsonOption,
+    console,
+    device_of,
+    figure_table,
+    one_of,
+    outputs,
+    print_as_is,
+    write_json,
+    write_output,
+)
 from .mistakes import mistakes_of
 
 
@@ -90,7 +101,7 @@ def bench(
     ] = False,
     compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
+    json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Draw them to this PNG file.")] = None,
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
@@ -144,9 +155,8 @@ def bench(
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if profile:
         for variant, operations in b.profile(step, settings).items():
-            console.print(f"\n{variant}", operations, sep="\n", markup=False, highlight=False, soft_wrap=True)
-    if json is not None:
-        write_text("--json", json, b.to_json(results, about))
+            print_as_is(f"\n{variant}", operations)
+    write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
         from ..tools.report import plot_bench
 
@@ -167,32 +177,17 @@ def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, st
     if settings.trainer == "grpo":
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
-    if tree := b.parse_tree(data):
-        rows = b.tree_rows if settings.trainer == "sft" else b.tree_pairs
-        return rows(tree, count, settings.seed), data
-    if data == "equal":
-        return b.equal_length_pairs(count), data
-    if lengths := b.parse_lengths(data):
-        return b.pairs_of_lengths(count, *lengths, spread, settings.seed), f"{data}, spread {spread:g}"
+    if (rows := b.made_up(data, settings.trainer, count, spread, settings.seed)) is not None:
+        return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
     if settings.trainer == "sft":
         return b.load_dialogues(data, settings.expand_turns), Path(data).name
     return b.load_pairs(data), Path(data).name
 
 
 def _table(results: list[VariantResult], title: str) -> Table:
-    table = Table(
-        box=SIMPLE,
-        padding=0,
-        title=title,
-        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
-        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the "
-        "graph of a step keeps for its backward",
-    )
-    table.add_column("variant", no_wrap=True)
-    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(
+    columns = ("variant", "s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept")
+    rows = (
+        (
             r.name,
             f"{r.seconds:.2f}",
             f"{r.low:.2f}-{r.high:.2f}",
@@ -204,4 +199,11 @@ def _table(results: list[VariantResult], title: str) -> Table:
             "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
             "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
         )
-    return table
+        for r in results
+    )
+    caption = (
+        "s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the arithmetic "
+        "that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the graph of a "
+        "step keeps for its backward"
+    )
+    return figure_table(columns, rows, box=SIMPLE, padding=0, title=title, caption=caption)

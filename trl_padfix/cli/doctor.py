@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..versions import TESTED
-from .console import one_of, outputs, write_text
+from .console import one_of, outputs, write_json
 
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ def doctor(
     ] = None,
 ) -> None:
     """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
-    from json import dumps
-
     outputs(json=json)
     if explain is not None:
         if model or attn or dtype:
@@ -52,8 +50,7 @@ def doctor(
     if str(json) != "-":
         for line in describe(found):
             typer.echo(line)
-    if json is not None:
-        write_text("--json", json, dumps(found.to_dict(), indent=2))
+    write_json(json, found.to_dict())
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -154,8 +151,6 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def _explain(text: str, json: Path | None) -> int:
     """Print what is known of a text; the exit status."""
-    from json import dumps
-
     from ..tools.known_errors import explain
 
     errors = explain(text)
@@ -166,6 +161,5 @@ def _explain(text: str, json: Path | None) -> int:
             typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
         if not errors:
             typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
-    if json is not None:
-        write_text("--json", json, dumps([asdict(error) for error in errors], indent=2))
+    write_json(json, [asdict(error) for error in errors])
     return 0 if errors else 1

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .console import console, device_of, one_of, outputs, write_text
+from .console import JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
 
 
@@ -35,10 +35,9 @@ def parity(
     rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
     max_length: Annotated[int | None, typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; - prints them.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
-    import json as json_module
     import platform
     from importlib.metadata import version
 
@@ -112,12 +111,13 @@ def parity(
             f"There was no padding to compare: all {len(lengths)} rows have {max(lengths)} tokens. Take more rows "
             "(`--rows`), a larger `--max-length`, or other data."
         )
-    if json is not None:
-        report = {
+    write_json(
+        json,
+        {
             "model": Path(model).name, "device": device, "dtype": dtype, "lengths": lengths, "padded_tokens": padded,
             "versions": versions, "compared": compared, "ok": not failed, "results": found,
-        }  # fmt: skip
-        write_text("--json", json, json_module.dumps(report, indent=2))
+        },
+    )  # fmt: skip
     for line in failed:
         typer.echo(line, err=True)
     if failed:

@@ -11,7 +11,7 @@ counts alone are the estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,11 @@ class Verdict:
         """The speed-up that `trl-padfix bench` is expected to measure on CPU."""
         by_work = self.padded * (1 + SCORING) / (self.tokens + SCORING * self.scored)
         return by_work * self.by_tokens**GROWTH
+
+    def to_dict(self, data: str) -> dict[str, Any]:
+        """For JSON, with what follows from the counts, and the verdict on `data` in words."""
+        derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
+        return asdict(self) | derived | {"lines": verdict_lines(self, data)}
 
 
 @dataclass(frozen=True)
