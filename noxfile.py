@@ -34,7 +34,8 @@ PEFT = {"0.17.0": "peft<0.18"}
 
 TRAINERS = ("Reward", "KTO", "GRPO", "RLOO", "SFT")  # beside DPO, whose tests are among the stacks
 STACKS = (
-    *(f"tests/core/test_{name}.py" for name in ("compat", "stacks", "reward_models")),
+    "tests/test_versions.py",
+    *(f"tests/core/test_{name}.py" for name in ("stacks", "reward_models")),
     "tests/trainers/test_stacks_dpo.py",
 )
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out
@@ -58,7 +59,8 @@ def stacks(session: nox.Session, stack: Stack) -> None:
     session.run("pytest", *CELLS, *STACKS, *session.posargs)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
     if trainers:
-        files = [f"tests/trainers/test_{name.lower()}.py" for name in trainers]
+        tests = [ROOT / "tests" / "trainers" / name.lower() for name in trainers]  # folders, or files of that name
+        files = [str(path if path.is_dir() else path.with_name(f"test_{path.name}.py")) for path in tests]
         session.run("pytest", *CELLS, *files, *session.posargs)
     if stack == TESTED[0]:
         session.run("pytest", "tests/end_to_end/stories", *session.posargs)

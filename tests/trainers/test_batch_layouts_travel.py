@@ -157,12 +157,3 @@ def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
     trainer._parity_pending.clear()
     trainer.train()
     assert 2 <= len(built) <= 3  # by the data loader, which may be one batch ahead, and never by a forward
-
-
-def test_the_parity_check_says_in_one_line_what_it_compared(tmp_path, capsys):
-    trainer = sft(tmp_path, max_steps=2)
-    trainer.train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parity ok")]
-    assert len(lines) == 1
-    assert "(padding-free, sdpa, torch.float32): difference of" in lines[0]
-    assert "(at most 1e-04)" in lines[0]

@@ -1,0 +1,340 @@
+"""An attached model can be called in every way that it could be called before."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from kit.models import COLUMNS, CONFIGS, ROWS, batch, build, padded_positions, real_logps
+from kit.numbers import (
+    DISTINCT,
+    REAL,
+    SHARING,
+    TINY,
+    TOLERANCE,
+    assert_equal_where_real,
+    attached_parts,
+    logits_of,
+    lora,
+    weighted_sum,
+)
+
+from trl_padfix import PaddingRemovalError, remove_padding
+
+
+# -- every way to call the model
+
+
+def without_cache(output: Any) -> Any:
+    """`output`, which holds no keys of packed rows where the caller did not ask for a cache."""
+    assert output.past_key_values is None or output.logits.shape[0] == output.past_key_values.layers[0].keys.shape[0]
+    return output
+
+
+@SHARING
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, ids, mask: model(ids, mask).logits,
+        lambda model, ids, mask: model(ids, attention_mask=mask.bool()).logits,
+        lambda model, ids, mask: model(ids, attention_mask=mask.float()).logits,
+        lambda model, ids, mask: model(ids, mask, return_dict=False)[0],
+        lambda model, ids, mask: model(ids, mask, use_cache=False, return_dict=False)[0],
+        lambda model, ids, mask: model(ids, mask, logits_to_keep=0).logits,
+        lambda model, ids, mask: model.lm_head(model.model(ids, mask).last_hidden_state),
+        lambda model, ids, mask: model.lm_head(model.model(ids, mask, return_dict=False)[0]),
+        lambda model, ids, mask: without_cache(model(ids, mask)).logits,
+    ],
+    ids=[
+        "positional",
+        "bool mask",
+        "float mask",
+        "tuple",
+        "tuple without cache",
+        "logits_to_keep",
+        "decoder",
+        "tuple of the decoder",
+        "cache by default",
+    ],
+)
+def test_a_model_can_be_called_as_before(call, sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    with torch.no_grad():
+        expected = call(model, ids, mask)
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            got = call(model, ids, mask)
+
+    assert got.shape == expected.shape
+    assert_equal_where_real(got, expected, mask)
+    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+
+
+def test_inputs_embeds_are_packed():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+
+    def values_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(inputs_embeds=embeds, attention_mask=mask).logits
+        return logits, torch.autograd.grad(weighted_sum(real_logps(logits, ids, mask)), embeds)[0]
+
+    expected, expected_gradient = values_and_gradient()
+    with remove_padding(model) as handle:
+        got, gradient = values_and_gradient()
+
+    assert_equal_where_real(got, expected, mask)
+    assert_equal_where_real(gradient, expected_gradient, mask)
+    assert (gradient[mask == 0] == 0).all()
+    assert handle.stats.packed_tokens == REAL
+
+
+@SHARING
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("broadcast", [False, True], ids=["a row each", "a row for all"])
+def test_given_positions_are_used(name, broadcast, sharing):
+    ids, mask = batch("right")
+    positions = 2 * padded_positions(mask)[:1] if broadcast else 2 * padded_positions(mask) + torch.arange(7)[:, None]
+    model = build(name)
+    expected = logits_of(model, ids, mask, position_ids=positions)
+    unmoved = logits_of(model, ids, mask)
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        got = logits_of(model, ids, mask, position_ids=positions)
+
+    assert_equal_where_real(got, expected, mask)
+    assert (got - unmoved)[mask.bool()].abs().max() > 0.01
+    assert handle.stats.packed_tokens == (DISTINCT if sharing and broadcast else REAL)
+
+
+@SHARING
+def test_token_types_are_packed_or_refused(sharing):
+    ids, mask = batch("right")
+    types = torch.arange(7)[:, None].expand_as(ids)  # embedded like tokens, and so another input in each row
+    model = build("gpt2")
+    expected = logits_of(model, ids, mask, token_type_ids=types)
+
+    with contextlib.suppress(PaddingRemovalError), remove_padding(model, prefix_sharing=sharing):
+        assert_equal_where_real(logits_of(model, ids, mask, token_type_ids=types), expected, mask)
+
+
+@SHARING
+@pytest.mark.parametrize("model", ["PhimoeForCausalLM", "Qwen2MoeForCausalLM"])
+def test_a_window_that_only_the_mask_knows_is_kept_or_refused(model, sharing):
+    ids, mask = batch("right")
+    experts = {"num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1}
+    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "initializer_range": 0.2}
+    cls = getattr(transformers, model)
+    network = cls(cls.config_class(**TINY | experts | window | {"shared_expert_intermediate_size": 8})).eval()
+    expected = logits_of(network, ids, mask)
+
+    with contextlib.suppress(PaddingRemovalError), remove_padding(network, prefix_sharing=sharing):
+        assert_equal_where_real(logits_of(network, ids, mask), expected, mask)
+
+
+@SHARING
+def test_all_hidden_states_are_laid_out_over_the_batch(sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    with torch.no_grad():
+        expected = model(ids, mask, output_hidden_states=True).hidden_states
+        with remove_padding(model, prefix_sharing=sharing):
+            got = model(ids, mask, output_hidden_states=True).hidden_states
+
+    assert len(got) == len(expected) == 4
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape
+        assert_equal_where_real(one, other, mask)
+        assert (one[mask == 0] == 0).all()
+
+
+@SHARING
+def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing):
+    ids, mask = batch("mixed")
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1::2].masked_fill_(padded_positions(mask)[1::2] == 0, -100)  # nothing stands before them but padding
+    model = build("qwen3_moe")
+    with torch.no_grad():
+        expected = model(ids, mask, labels=labels)
+        with remove_padding(model, prefix_sharing=sharing):
+            got = model(ids, mask, labels=labels)
+
+    torch.testing.assert_close(got.aux_loss, expected.aux_loss)
+    torch.testing.assert_close(got.loss, expected.loss)
+    assert len(got.router_logits) == len(expected.router_logits) == 3
+    for one, other in zip(got.router_logits, expected.router_logits, strict=True):
+        assert one.shape == other.shape == (mask.numel(), 4)
+        assert_equal_where_real(one, other, mask.flatten())
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_reward_heads_pool_the_same_token(side, sharing):
+    ids, mask = batch(side)
+    config = CONFIGS["qwen2"](num_labels=2)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    expected = logits_of(model, ids, mask)
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        torch.testing.assert_close(logits_of(model, ids, mask), expected, rtol=0, atol=TOLERANCE)
+    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right", "mixed"])
+def test_reward_heads_pool_the_end_of_the_mask_even_if_its_id_is_that_of_padding(side, sharing):
+    ids, mask = batch(side)
+    last = 9  # ends rows 3 and 6
+    config = CONFIGS["qwen2"](num_labels=2, pad_token_id=last)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        alone = [model.score(model.model(torch.tensor([row])).last_hidden_state[0, -1]) for row in ROWS]
+
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
+        got = logits_of(model, ids.masked_fill(mask == 0, last), mask)
+
+    torch.testing.assert_close(got, torch.stack(alone), rtol=0, atol=TOLERANCE)
+
+
+@SHARING
+def test_wrappers_and_bare_decoders_are_found(sharing):
+    ids, mask = batch("left")
+    model = build("qwen2")
+    for wrapper in (torch.nn.Sequential(model), model.model, torch.nn.ModuleDict({"policy": lora(build("qwen2"))})):
+        with remove_padding(wrapper, prefix_sharing=sharing) as handle:
+            handle.decoder(ids, mask)
+            assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+
+
+@SHARING
+def test_a_batch_without_anything_to_remove_runs_as_it_is(sharing):
+    ids = torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]])
+    mask = torch.ones_like(ids)
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        assert torch.equal(logits_of(model, ids, mask), expected)
+    assert handle.stats.packed_tokens == handle.stats.padded_tokens == 8
+
+
+def test_without_a_mask_rows_still_share():
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
+    model = build("qwen2")
+    expected = logits_of(model, ids, None)
+
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert_equal_where_real(logits_of(model, ids, None), expected, torch.ones_like(ids))
+    assert handle.stats.packed_tokens == 6
+
+
+@SHARING
+def test_inference_mode_gives_the_same_numbers(sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        expected = logits_of(model, ids, mask)
+        with torch.inference_mode():
+            inside = batch("mixed")  # inference tensors
+            assert torch.equal(model(*inside).logits, expected)
+            assert torch.equal(model(ids, mask).logits, expected)
+    assert handle.stats.packed_tokens == 3 * (DISTINCT if sharing else REAL)
+
+
+@SHARING
+@pytest.mark.parametrize("inner", [{}, {"use_cache": True}], ids=["padded", "cached"])
+def test_a_model_may_be_called_while_it_runs(inner, sharing):
+    ids, mask = batch("mixed")
+    inner_ids, inner_mask = batch("left")
+    model = build("qwen2")
+    expected, inner_expected = logits_of(model, ids, mask), logits_of(model, inner_ids, inner_mask)
+    nested = []
+
+    def call_again(*_: Any) -> None:
+        hook.remove()
+        nested.append(logits_of(model, inner_ids, inner_mask, **inner))
+
+    hook = model.model.layers[1].register_forward_pre_hook(call_again)
+    with remove_padding(model, prefix_sharing=sharing):
+        got = logits_of(model, ids, mask)
+
+    assert_equal_where_real(got, expected, mask)
+    assert_equal_where_real(nested[0], inner_expected, inner_mask)
+
+
+@pytest.mark.slow
+@SHARING
+def test_a_compiled_model_gives_the_same_numbers_or_is_refused(sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+    with contextlib.suppress(PaddingRemovalError), remove_padding(model, prefix_sharing=sharing):
+        got = logits_of(torch.compile(model, backend="eager"), ids, mask)
+        assert_equal_where_real(got, expected, mask)
+
+
+# -- calls that are not ours
+
+
+@SHARING
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        lambda ids, mask: {"input_ids": ids, "attention_mask": mask, "use_cache": True},
+        lambda ids, mask: {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": transformers.DynamicCache(),
+        },
+        lambda ids, mask: {"input_ids": ids[:1]},
+        lambda ids, mask: {"input_ids": ids[:1], "position_ids": torch.arange(COLUMNS)[None]},
+    ],
+    ids=["use_cache", "past_key_values", "one row without mask", "one row with positions"],
+)
+def test_other_calls_go_through_untouched(kwargs, sharing):
+    model, given = build("qwen2"), batch("left")
+    with torch.no_grad():
+        expected = model(**kwargs(*given))
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            got = model(**kwargs(*given))
+
+    assert torch.equal(got.logits, expected.logits)
+    assert (got.past_key_values is None) == (expected.past_key_values is None)
+    assert handle.stats.packed_tokens == 0
+
+
+@SHARING
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2"])
+def test_generation_is_as_before(name, use_cache, sharing):
+    ids, mask = batch("left")
+    model = build(name)
+    settings = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache}
+    expected = model.generate(input_ids=ids, attention_mask=mask, **settings)
+
+    with remove_padding(model, prefix_sharing=sharing):
+        assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), expected)
+
+
+def test_the_signature_of_forward_stays():
+    model = build("qwen2")
+    signatures = [inspect.signature(m.forward) for m in (model, model.model, model.model.layers[0].self_attn)]
+    with remove_padding(model):
+        for module, signature in zip((model, model.model, model.model.layers[0].self_attn), signatures, strict=True):
+            assert inspect.signature(module.forward) == signature
+
+
+def test_another_model_stays_as_it_is_bit_for_bit():
+    ids, mask = batch("mixed")
+    config = CONFIGS["qwen2"]()
+    one, other = (transformers.Qwen2ForCausalLM(config).eval() for _ in range(2))  # they share the config object
+    before = logits_of(other, ids, mask)
+
+    with remove_padding(one):
+        logits_of(one, ids, mask)
+        assert torch.equal(logits_of(other, ids, mask), before)
+        assert not attached_parts(other)

@@ -1,0 +1,273 @@
+"""Removing restores everything; copies, wrappers and checkpoints are as without us."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import io
+import types
+import weakref
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from kit.models import batch, build
+from kit.numbers import DISTINCT, REAL, SHARING, assert_equal_where_real, attached_parts, logits_of
+
+from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core.call.calls import packed_call
+
+
+# -- nothing stays behind
+
+
+def traces(model: transformers.PreTrainedModel) -> dict[str, Any]:
+    """All that an attachment could leave in a model, its config and transformers' functions."""
+    attributes = {
+        f"{name}.{attribute}": len(value) if attribute.endswith("_hooks") else None
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+    }
+    return attributes | vars(model.config) | {"search": transformers.masking_utils.find_packed_sequence_indices}
+
+
+@SHARING
+@pytest.mark.parametrize("times", [1, 100])
+def test_removing_restores_everything(times, sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    logits = logits_of(model, ids, mask)
+    before = copy.deepcopy(traces(model))
+
+    for _ in range(times):
+        handle = remove_padding(model, prefix_sharing=sharing)
+        if times == 1:
+            logits_of(model, ids, mask)
+        handle.remove()
+        handle.remove()  # does no harm
+
+    assert traces(model) == before
+    assert torch.equal(logits_of(model, ids, mask), logits)
+
+
+@SHARING
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("training", [False, True])
+def test_removing_restores_everything_after_an_exception(training, error, sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    logits = logits_of(model, ids, mask)
+    before = copy.deepcopy(traces(model))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    attached = remove_padding(model, prefix_sharing=sharing)
+    with pytest.raises(error) as kept, torch.set_grad_enabled(training), attached:
+        model(ids, mask)
+    hook.remove()
+
+    assert kept.tb is not None  # the frames live on, as those of the last error do in a notebook
+    assert traces(model) == before
+    assert torch.equal(logits_of(model, ids, mask), logits)
+
+
+def test_after_an_exception_the_attached_model_goes_on():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+
+    def fail(*_: Any) -> None:
+        hook.remove()
+        raise ValueError
+
+    with remove_padding(model) as handle:
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with contextlib.suppress(ValueError):
+            logits_of(model, ids, mask)
+        assert packed_call(handle.decoder) is None
+        assert model.config._attn_implementation == "sdpa"
+        assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
+
+
+def test_handles_and_models_die():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    handle = remove_padding(model)
+    model(ids, mask).logits.sum().backward()
+    handle.remove()
+    removed = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert removed() is None
+
+    handle = remove_padding(model)
+    model(ids, mask)
+    dead = [weakref.ref(handle), weakref.ref(model)]
+    del handle, model
+    gc.collect()
+    assert [ref() for ref in dead] == [None, None]
+
+
+def test_layouts_die_with_their_batch_without_waiting_for_the_garbage_collector():
+    model = build("qwen2")
+    gc.collect()
+    gc.disable()
+    try:
+        for sharing in (False, True):
+            with remove_padding(model, prefix_sharing=sharing):
+                ids, mask = batch("mixed")
+                logits_of(model, ids, mask)
+                refs = [weakref.ref(ids), weakref.ref(mask)]
+                del ids, mask
+                assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_patch_on_top_stays_when_ours_goes():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+    handle = remove_padding(model)
+    ours, calls = model.model.forward, []
+
+    @functools.wraps(ours)
+    def on_top(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    model.model.forward = on_top
+    logits_of(model, ids, mask)
+    handle.remove()
+
+    assert torch.equal(logits_of(model, ids, mask), expected)
+    assert calls == [1, 1]
+    assert handle.stats.packed_tokens == REAL
+    with pytest.raises(PaddingRemovalError, match=r"replaced before .*hides the module that it calls"):
+        remove_padding(model)
+    assert model.model.forward is on_top
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["model"]
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["method", "accelerate's hook"])
+def test_a_forward_that_was_replaced_before_goes_along(hook):
+    ids, mask = batch("mixed")
+    model, calls = build("qwen2"), []
+    expected = logits_of(model, ids, mask)
+
+    def counted(forward):
+        @functools.wraps(forward)
+        def call(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return forward(self, *args, **kwargs)
+
+        return call
+
+    for module in (model.model, model.model.layers[0].self_attn):
+        if hook:
+            accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+        else:
+            module.forward = types.MethodType(counted(type(module).forward), module)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
+    assert handle.stats.packed_tokens == DISTINCT
+    assert hook or len(calls) == 2
+
+
+def test_disabled_is_the_padded_computation():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+    with remove_padding(model) as handle:
+        with handle.disabled(), handle.disabled():
+            assert torch.equal(logits_of(model, ids, mask), expected)
+        with contextlib.suppress(ValueError), handle.disabled():
+            raise ValueError
+        assert handle.stats.packed_tokens == 0
+        logits_of(model, ids, mask)
+        assert handle.stats.packed_tokens == REAL
+
+
+# -- copies, checkpoints
+
+
+def test_a_deep_copy_is_attached_on_its_own():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    handle = remove_padding(model)
+    twin = copy.deepcopy(model)
+    expected = logits_of(model, ids, mask)
+    entered = []
+    twin.model.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[1]))
+
+    assert torch.equal(logits_of(twin, ids, mask), expected)
+    assert handle.stats.packed_tokens == REAL  # of one forward
+    handle.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+
+    assert not attached_parts(model)
+    assert torch.equal(logits_of(twin, ids, mask), expected)
+    assert entered == [REAL, REAL]
+    assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in model.modules())
+
+
+def test_an_attached_model_can_be_saved_whole():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    file = io.BytesIO()
+    with remove_padding(model, prefix_sharing=True):
+        expected = logits_of(model, ids, mask)
+        torch.save(model, file)
+
+    file.seek(0)
+    assert torch.equal(logits_of(torch.load(file, weights_only=False), ids, mask), expected)
+
+
+def test_batches_can_be_saved_after_a_forward():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    file = io.BytesIO()
+    with remove_padding(model, prefix_sharing=True):
+        logits_of(model, ids, mask)
+    torch.save({"ids": ids, "mask": mask}, file)
+
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True)["ids"], ids)
+
+
+def test_checkpoints_hold_nothing_of_ours(tmp_path):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = logits_of(model, ids, mask)
+    model.save_pretrained(tmp_path / "before")
+    with remove_padding(model):
+        logits_of(model, ids, mask)
+        assert model.state_dict().keys() == build("qwen2").state_dict().keys()
+        model.save_pretrained(tmp_path / "attached")
+
+    names = sorted(path.name for path in (tmp_path / "before").iterdir())
+    assert sorted(path.name for path in (tmp_path / "attached").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "attached" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "attached").eval()
+    assert torch.equal(logits_of(reloaded, ids, mask), expected)
+
+
+def test_accelerate_unwraps_an_attached_model():
+    ids, mask = batch("mixed")
+    model, accelerator = build("qwen2"), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    expected = logits_of(model, ids, mask)
+    handle = remove_padding(model)
+    unwrapped = accelerator.unwrap_model(accelerator.prepare_model(model), keep_fp32_wrapper=False)
+    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)
+    assert handle.stats.packed_tokens == REAL
+    handle.remove()
+    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)

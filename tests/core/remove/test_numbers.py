@@ -1,0 +1,371 @@
+"""`remove_padding`: the numbers of the padded computation from the real, distinct tokens alone, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from kit.cells import every_pair
+from kit.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, padded_positions, real_logps
+from kit.numbers import (
+    DISTINCT,
+    REAL,
+    SHARING,
+    SIDES,
+    TOLERANCE,
+    assert_equal_where_real,
+    assert_same_gradients,
+    assert_same_numbers,
+    attached_parts,
+    checkpointed,
+    gradients,
+    logits_of,
+    lora,
+    numbers,
+    padded_numbers,
+    weighted_sum,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trl_padfix.core.call.layout_of
+from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
+from trl_padfix.core.call.layout_of import step_layouts
+
+
+# -- the same numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "side", "checkpointing", "sharing"),
+    every_pair(SUPPORTED, SIDES, [None, "reentrant", "non-reentrant"], [False, True]),
+)
+def test_packed_and_padded_give_the_same_numbers(name, implementation, side, checkpointing, sharing):
+    ids, mask = batch(side)
+    model = build(name, implementation)
+    expected = padded_numbers(name, model, ids, mask)
+    if checkpointing:
+        checkpointed(model, reentrant=checkpointing == "reentrant")
+    computed = []
+    norm = next(m for n, m in model.named_modules() if n.endswith(("layers.0.input_layernorm", "h.0.ln_1")))
+    norm.register_forward_hook(lambda module, args, output: computed.append(output.shape[:2]))
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        assert_same_numbers(numbers(model, ids, mask), expected)
+
+    times = 2 if checkpointing else 1
+    assert computed == [(1, handle.stats.packed_tokens)] * times  # that mode, and that checkpointing, did run
+    assert handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+@SHARING
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
+    ids, mask = batch("holes")
+    model = lora(build("qwen2", implementation))
+    expected = numbers(model, ids, mask)
+    if checkpointing:
+        checkpointed(model, reentrant=checkpointing == "reentrant")
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        assert_same_numbers(numbers(model, ids, mask), expected)
+
+    assert all("lora" in name for name in expected[1])
+    assert handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+@SHARING
+@pytest.mark.parametrize(("name", "implementation"), [*SUPPORTED, ("gpt2", "flash_attention_2")])
+def test_bf16_is_as_close_to_fp32_packed_as_padded(name, implementation, sharing):
+    ids, mask = batch("mixed")
+    kwargs = {"position_ids": padded_positions(mask)} if name == "gpt2" else {}
+    exact = real_logps(logits_of(build(name, "eager"), ids, mask, **kwargs), ids, mask)
+    model = build(name, implementation).bfloat16()
+    padded = real_logps(logits_of(model, ids, mask, **kwargs), ids, mask)
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        packed = real_logps(logits_of(model, ids, mask), ids, mask)
+
+    assert (packed - exact).abs().mean() <= 2 * (padded - exact).abs().mean()
+    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+
+
+tiny = functools.cache(build)
+
+
+@SHARING
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(given=drawn_batches())
+def test_any_batch_gives_the_same_numbers(name, sharing, given):
+    ids, mask = given
+    hypothesis.assume((mask[:, 1:] * mask[:, :-1]).any())  # else there is nothing to score
+    model = tiny(name)
+    expected, gradient = padded_numbers(name, model, ids, mask)
+    with remove_padding(model, prefix_sharing=sharing):
+        got, packed_gradient = numbers(model, ids, mask)
+
+    assert (got - expected).abs().max() <= TOLERANCE
+    # Of all parameters at once: in rows of two tokens some gradients are zero but for rounding.
+    one, other = (torch.cat([g.flatten() for g in each.values()]) for each in (packed_gradient, gradient))
+    assert (one - other).norm() <= TOLERANCE * other.norm()
+
+
+def merge_segments(layout):
+    """Every row attends to the rows before it."""
+    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
+    lengths = (layout.packed_tokens,)
+    return dataclasses.replace(
+        layout,
+        key_index=None,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        query_lengths=lengths,
+        key_lengths=lengths,
+        spans=lengths,
+    )
+
+
+def keep_counting_positions(layout):
+    """Positions do not start anew with each row."""
+    return dataclasses.replace(layout, positions=torch.arange(layout.packed_tokens))
+
+
+def share_one_token_too_many(ids, mask):
+    """20 is taken for 11: that is where the answers to the first prompt part."""
+    return prefix_sharing_layout(ids.masked_fill(ids == 20, 11), mask)
+
+
+WRONG_LAYOUTS = {
+    "rows leak": (False, lambda ids, mask: merge_segments(padding_free_layout(mask))),
+    "shared rows leak": (True, lambda ids, mask: merge_segments(prefix_sharing_layout(ids, mask))),
+    "positions go on": (True, lambda ids, mask: keep_counting_positions(prefix_sharing_layout(ids, mask))),
+    # 11 and 20 are where the answers to the first prompt part.
+    "a token too many is shared": (
+        True,
+        lambda ids, mask: prefix_sharing_layout(ids.masked_fill(ids == 20, 11), mask),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LAYOUTS)
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeypatch):
+    ids, mask = batch("mixed")
+    model = build(name, implementation)
+    expected = padded_numbers(name, model, ids, mask)
+    sharing, layout = WRONG_LAYOUTS[wrong]
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", lambda mask: layout(ids, mask))
+    monkeypatch.setattr(
+        trl_padfix.core.call.layout_of, "prefix_sharing_layout", lambda ids, mask, positions: layout(ids, mask)
+    )
+
+    with remove_padding(model, prefix_sharing=sharing):
+        got = numbers(model, ids, mask)
+
+    with pytest.raises(AssertionError):
+        assert_same_numbers(got, expected)
+    assert (got[0] - expected[0]).abs().max() > 0.01
+
+
+def test_absolute_positions_that_go_on_give_other_numbers(monkeypatch):
+    ids, mask = batch("left")
+    model = build("gpt2")
+    expected = padded_numbers("gpt2", model, ids, mask)
+    wrong = keep_counting_positions(padding_free_layout(mask))
+    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", lambda mask: wrong)
+
+    with remove_padding(model), pytest.raises(AssertionError):
+        assert_same_numbers(numbers(model, ids, mask), expected)
+
+
+@SHARING
+@pytest.mark.parametrize("when", ["after removal", "while disabled"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentrant, when, sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    expected = numbers(model, ids, mask)
+    checkpointed(model, reentrant)
+    model.zero_grad()
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        logps = real_logps(model(input_ids=ids, attention_mask=mask).logits, ids, mask)
+        if when == "while disabled":
+            with handle.disabled():
+                weighted_sum(logps).backward()
+    if when == "after removal":
+        weighted_sum(logps).backward()
+
+    assert_same_gradients(gradients(model), expected[1])
+    del logps
+    assert not attached_parts(model)
+
+
+# -- real tokens only
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right", "mixed", "both"])
+def test_no_pad_enters_the_decoder(side, sharing):
+    ids, mask = batch(side)
+    model = build("qwen2")
+    embedded, entered = [], []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0].shape))
+
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        model(input_ids=ids, attention_mask=mask)
+
+    tokens = DISTINCT if sharing else REAL
+    assert entered == [(1, tokens, 32)]
+    assert embedded[0].shape == (1, tokens)
+    assert PAD not in embedded[0]
+    assert handle.stats.packed_tokens == tokens
+
+
+@SHARING
+@pytest.mark.parametrize("side", ["left", "right", "mixed", "both"])
+def test_the_head_scores_packed_tokens_only(side, sharing):
+    ids, mask = batch(side)
+    model = build("qwen2")
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    project, scored = model.lm_head.forward, []
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        scored.append(hidden.shape[:2])
+        return project(hidden)
+
+    model.lm_head.forward = counted
+    with remove_padding(model, prefix_sharing=sharing):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)  # by hand: what it is given
+    model(input_ids=ids, attention_mask=mask)
+
+    assert scored == [(1, DISTINCT if sharing else REAL), ids.shape, ids.shape]
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert not logits[~mask.bool()].any()
+
+
+class Waits(TorchDispatchMode):
+    """Records the operations for which the host must wait for the device, were there one."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        by_number = func is torch.ops.aten.index.Tensor and all(i is None or i.dtype != torch.bool for i in args[1])
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags) and not by_number:
+            self.operations.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@SHARING
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing):
+    ids, mask = batch("mixed")
+    model = build(name)
+    with remove_padding(model, prefix_sharing=sharing), torch.no_grad(), contextlib.ExitStack() as stack:
+        decoder = model.get_decoder()
+        stack.enter_context(step_layouts())
+        decoder(ids, attention_mask=mask)
+        with Waits() as waits:
+            decoder(ids, attention_mask=mask)
+            assert waits.operations == []
+            mask.sum().item()
+            assert len(waits.operations) == 1  # it would be noticed
+
+
+def test_stats_are_summed_until_reset():
+    ids, mask = batch("left")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert (handle.stats.pad_fraction, handle.stats.shared_fraction) == (0, 0)
+        for _ in range(2):
+            model(input_ids=ids, attention_mask=mask)
+
+        stats = handle.stats
+        assert (stats.padded_tokens, stats.real_tokens, stats.packed_tokens) == (2 * 7 * COLUMNS, 2 * 62, 2 * 33)
+        assert stats.pad_fraction == pytest.approx(1 - 62 / 98)
+        assert stats.shared_fraction == pytest.approx(1 - 33 / 62)
+        stats.reset()
+        assert (stats.padded_tokens, stats.real_tokens, stats.packed_tokens) == (0, 0, 0)
+
+
+# -- one layout for all forwards of a batch
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[str]:
+    """The layouts that are built, by the name of what builds them."""
+    names: list[str] = []
+    for function in (padding_free_layout, prefix_sharing_layout):
+
+        def counting(*args: Any, function=function) -> Any:
+            names.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(trl_padfix.core.call.layout_of, function.__name__, counting)
+    return names
+
+
+@SHARING
+def test_policy_and_reference_use_one_layout(sharing, built):
+    ids, mask = batch("mixed")
+    policy, reference = build("qwen2"), build("qwen2", seed=1)
+    with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
+        with step_layouts():
+            for model in (policy, reference, policy):
+                logits_of(model, ids, mask)
+        assert len(built) == 1
+        logits_of(policy, ids, mask)
+    assert len(built) == 2
+
+
+@SHARING
+def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
+    ids, mask = batch("right")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing) as handle, step_layouts():
+        logits_of(model, ids, mask)
+        mask[0, 10] = 0
+        expected = logits_of(build("qwen2"), ids, mask)
+        assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
+        assert len(built) == 2
+
+        ids[0, 0] = 3  # matters where ids are compared
+        expected = logits_of(build("qwen2"), ids, mask)
+        assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
+        assert len(built) == (3 if sharing else 2)
+
+        logits_of(model, ids.clone(), mask.clone())
+        assert len(built) == (4 if sharing else 3)
+    assert handle.stats.packed_tokens > 0
+
+
+def test_both_modes_keep_their_own_layout(built):
+    ids, mask = batch("right")
+    one, other = build("qwen2"), build("qwen2")
+    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, step_layouts():
+        for model in (one, other, one, other):
+            logits_of(model, ids, mask)
+
+    assert sorted(built) == ["padding_free_layout", "prefix_sharing_layout"]
+    assert (first.stats.packed_tokens, second.stats.packed_tokens) == (2 * REAL, 2 * DISTINCT)
+
+
+@SHARING
+def test_a_layout_from_inference_serves_training(sharing):
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing):
+        with torch.inference_mode():
+            model(ids, attention_mask=mask)
+        got = numbers(model, ids, mask)
+    assert_same_numbers(got, numbers(model, ids, mask))

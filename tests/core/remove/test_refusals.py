@@ -1,0 +1,175 @@
+"""What cannot be packed exactly is refused, with the reason."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from kit.family_outcomes import leaking_layouts
+from kit.models import batch, build, real_logps
+from kit.numbers import SHARING, TINY, attached_parts
+
+from trl_padfix import PaddingRemovalError, check_parity, remove_padding
+
+
+@pytest.mark.parametrize(
+    ("sharing", "kwargs", "error", "message"),
+    [
+        (False, {"attention_mask": torch.ones(2, 1, 4, 4)}, PaddingRemovalError, r"\(2, 1, 4, 4\).*`\(B, L\)`"),
+        (False, {"attention_mask": {"full_attention": None}}, PaddingRemovalError, r"mask of dict"),
+        (False, {"attention_mask": torch.ones(2, 5)}, ValueError, r"\(2, 5\) and the batch \(2, 4\)"),
+        (False, {"attention_mask": torch.ones(2, 4, requires_grad=True)}, ValueError, "requires a gradient"),
+        (False, {"attention_mask": torch.tensor([[0, 0, 0, 0], [1, 1, 1, 1]])}, ValueError, r"Rows \[0\]"),
+        (
+            True,
+            {"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 32), "attention_mask": torch.ones(2, 4)},
+            PaddingRemovalError,
+            "`prefix_sharing=True` compares token ids.*prefix_sharing=False",
+        ),
+    ],
+    ids=["4-D mask", "prepared masks", "mask of another shape", "mask with gradient", "empty row", "inputs_embeds"],
+)
+def test_calls_that_cannot_be_packed_are_refused(sharing, kwargs, error, message):
+    model = build("qwen2")
+    given = {"input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])} | kwargs
+    with remove_padding(model, prefix_sharing=sharing), pytest.raises(error, match=message):
+        model(**given)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: "gpt2", "takes a model, got `str`"),
+        (lambda: torch.nn.Linear(1, 1), "`Linear` contains none"),
+        (lambda: torch.nn.ModuleList([build("gpt2"), build("qwen2")]), "contains GPT2LMHeadModel, Qwen2ForCausalLM"),
+    ],
+    ids=["no module", "no model", "two models"],
+)
+def test_it_takes_exactly_one_model(model, message):
+    with pytest.raises(TypeError, match=message):
+        remove_padding(model())
+
+
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_attention_weights_are_refused(where):
+    ids, mask = batch("right")
+    model = build("qwen2", "eager")
+    model.config.output_attentions = where == "config"
+    with remove_padding(model) as handle:
+        with pytest.raises(PaddingRemovalError, match=r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"):
+            model(ids, attention_mask=mask, **({"output_attentions": True} if where == "call" else {}))
+        with handle.disabled():
+            weights = model(ids, attention_mask=mask, output_attentions=True).attentions
+    assert len(weights) == model.config.num_hidden_layers
+
+
+def test_attaching_twice_is_refused():
+    model = build("qwen2")
+    with remove_padding(model):
+        with pytest.raises(ValueError, match=r"attached to this Qwen2Model already.*`.remove\(\)`"):
+            remove_padding(model, prefix_sharing=True)
+        with pytest.raises(ValueError, match="already"):
+            remove_padding(model.model)
+    remove_padding(model).remove()
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (
+            "T5ForConditionalGeneration",
+            {"vocab_size": 40, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
+            "it is an encoder-decoder model",
+        ),
+        (
+            "BertForMaskedLM",
+            {k: v for k, v in TINY.items() if k != "num_key_value_heads"},
+            r"layer `encoder.layer.0.attention` \(BertAttention\) attends in both directions",
+        ),
+        (
+            "XLNetLMHeadModel",
+            {"vocab_size": 40, "d_model": 32, "d_head": 8, "n_head": 4, "d_inner": 48, "n_layer": 1},
+            "no module that attends or otherwise mixes tokens was found",
+        ),
+        (
+            "Gemma3ForCausalLM",
+            TINY | {"head_dim": 8, "use_bidirectional_attention": True},
+            "attends in both directions|use_bidirectional_attention",
+        ),
+        ("Qwen2ForCausalLM", TINY | {"attn_implementation": "flex_attention"}, "`flex_attention`.*'sdpa'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value[0].isupper() else "",
+)
+def test_models_without_an_exact_packed_forward_are_refused(model, config, message):
+    cls = getattr(transformers, model)
+    network = cls(cls.config_class(**config))
+    with pytest.raises(PaddingRemovalError, match=rf"Padding cannot be removed from {model}: .*{message}"):
+        remove_padding(network)
+    assert not attached_parts(network)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_prompt_learning_that_cannot_be_packed_is_refused(sharing):
+    config = peft.PromptTuningConfig if sharing else peft.PrefixTuningConfig
+    settings = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    reason = "PromptTuningConfig.*compared by token ids.*sharing=False" if sharing else "PrefixTuningConfig.*a cache"
+    with pytest.raises(PaddingRemovalError, match=reason):
+        remove_padding(peft.get_peft_model(build("qwen2"), settings), prefix_sharing=sharing)
+
+
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_virtual_tokens_are_packed(config, name):
+    settings = {"encoder_hidden_size": 16} if config is peft.PromptEncoderConfig else {}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(name), config(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)).eval()
+    found: dict[bool, Any] = {}
+    for side in ("left", "right"):
+        ids, mask = batch(side)
+        for packed in (False, True):
+            with remove_padding(model) as handle:
+                with nullcontext() if packed else handle.disabled():
+                    logits = model(ids, attention_mask=mask, use_cache=False).logits[:, 3:]
+                assert handle.stats.packed_tokens == (mask.sum() + 3 * len(mask) if packed else 0)
+            scores = real_logps(logits, ids, mask)
+            model.zero_grad(set_to_none=True)
+            scores.sum().backward()
+            found[packed] = scores.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-5)
+        assert len(found[True][1]) > 0
+        torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-4, atol=1e-4)
+        report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
+        assert report.ok
+        assert report.compared
+        with leaking_layouts():
+            assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
+
+
+def test_an_attention_that_was_changed_after_attachment_is_refused():
+    ids, mask = batch("mixed")
+    model = build("qwen2")
+    remove_padding(model)
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(PaddingRemovalError, match="flex_attention"):
+        model(ids, attention_mask=mask)
+
+
+@SHARING
+def test_ids_beyond_the_vocabulary_are_an_error_that_says_how_many_there_are(sharing):
+    ids, mask = batch("right")
+    ids[0, 0] = 777
+    handle = remove_padding(build("qwen2"), prefix_sharing=sharing)
+    with pytest.raises(ValueError, match=r"token id 777, and the embedding of Qwen2Model has 40 rows.*tokenizer"):
+        handle.decoder(ids, attention_mask=mask)
+
+
+@SHARING
+def test_a_mask_on_another_device_is_an_error_that_names_both(sharing):
+    ids, mask = batch("right")
+    handle = remove_padding(build("qwen2"), prefix_sharing=sharing)
+    with pytest.raises(ValueError, match="mask is on meta and the batch on cpu"):
+        handle.decoder(ids, attention_mask=mask.to("meta"))

@@ -1,0 +1,42 @@
+"""The checks for GPUs compare what they say: the same check on a simulated one, and what it notices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kit import gpu_runs
+from kit.gpu_models import COLUMNS, TINY
+from kit.gpu_runs import check_half_precision
+from kit.simulated_cuda import to_simulated
+
+import trl_padfix.core.attention.attention as attention
+
+
+def check(autocast: bool = True) -> None:
+    settings: dict[str, Any] = {"implementation": "sdpa", "window": None, "sharing": True, "columns": COLUMNS}
+    check_half_precision(to_simulated, autocast=autocast, **settings, **TINY)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "fp32 under autocast"])
+def test_the_test_for_gpus_passes_on_the_simulated_one(autocast, gpu):
+    check(autocast)
+
+
+def test_models_that_share_a_config_are_noticed(gpu, monkeypatch):
+    monkeypatch.setattr(gpu_runs, "copy", SimpleNamespace(deepcopy=lambda config: config))
+    with pytest.raises(AssertionError, match="attend with"):
+        check()
+
+
+def test_rounded_frequencies_are_noticed(gpu, monkeypatch):
+    monkeypatch.setattr(gpu_runs, "to_bfloat16", lambda model: model.bfloat16())
+    with pytest.raises(AssertionError, match="frequencies are rounded"):
+        check(autocast=False)
+
+
+def test_attention_that_is_not_varlen_is_noticed(gpu, monkeypatch):
+    monkeypatch.setattr(attention, "torch_varlen_applies", lambda *args: False)
+    with pytest.raises(AssertionError, match="0 layers ran"):
+        check()

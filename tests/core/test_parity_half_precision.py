@@ -1,0 +1,112 @@
+"""The parity check in half precision: its limit is measured, and one foreign token is beyond it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit import gpu_runs
+from kit.gpu_models import build, pairs, rows, second_row_sees_the_first, small
+from kit.simulated_cuda import to_simulated
+
+import trl_padfix.core.call.layout_of
+import trl_padfix.core.call.layout_of as batches
+import trl_padfix.core.parity as parity
+from trl_padfix import check_parity, remove_padding
+from trl_padfix.core.model.views import other_attention
+from trl_padfix.core.parity import _precision
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
+@pytest.mark.parametrize(
+    ("initializer", "layers"),
+    [(0.02, 2), (0.08, 2), (0.2, 4), *(pytest.param(i, 24, marks=pytest.mark.slow) for i in (0.02, 0.08))],
+)
+def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, layers, precision, monkeypatch):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
+    model = build(layers, dtype, initializer_range=initializer, vocab_size=1024, hidden_size=128)
+    ids, mask = (to_simulated(x) for x in pairs(6, columns=120, common=60))
+
+    def check(sharing: bool = False):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+            batch = {"input_ids": ids, "attention_mask": mask}
+            return check_parity(to_simulated(model), batch, prefix_sharing=sharing)
+
+    for sharing in (False, True):
+        right = check(sharing)
+        assert right.ok, right
+        assert right.mean <= 1.3 * right.rounding  # far below the limit of 3 times
+        assert f"where two padded forwards differ by {right.rounding:.2e}" in str(right)
+    assert len(gpu.varlen) == 2 * layers
+    build_layout = trl_padfix.core.call.layout_of.padding_free_layout
+    monkeypatch.setattr(
+        trl_padfix.core.call.layout_of,
+        "padding_free_layout",
+        lambda mask: second_row_sees_the_first(build_layout(mask)),
+    )
+    wrong = check()
+    assert not wrong.ok, wrong
+    assert min(wrong.mean / right.mean, wrong.maximum / right.maximum) > 4
+
+
+def test_tf32_is_read_however_it_was_set(gpu, monkeypatch):
+    model = build()
+    ids, mask = pairs(4)
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"  # what `tf32=True` does
+        with pytest.raises(RuntimeError):
+            _ = torch.backends.cuda.matmul.allow_tf32
+        assert _precision(model.model, torch.device("cuda")) == torch.float16
+        report = check_parity(
+            to_simulated(model), {"input_ids": to_simulated(ids), "attention_mask": to_simulated(mask)}
+        )
+        assert (report.dtype, report.ok) == (torch.float16, True)
+        torch.backends.fp32_precision = "ieee"
+        assert _precision(model.model, torch.device("cuda")) == torch.float32
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def test_a_padded_forward_with_another_attention_leaves_nothing_behind():
+    model = build()
+    ids, mask = pairs(4)
+    functions = []
+    with remove_padding(model) as handle, handle.disabled(), other_attention("eager"):
+        hook = model.model.layers[0].self_attn.register_forward_hook(lambda m, i, out: functions.append(out[1]))
+        model(ids, attention_mask=mask, use_cache=False)
+        hook.remove()
+    assert functions[0] is not None  # eager attention returns its weights, and sdpa none
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_reading_the_older_setting_of_tf32_is_noticed(gpu, monkeypatch):
+    ids, mask = rows()
+    batch, before = {"input_ids": ids, "attention_mask": mask}, torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"  # what `tf32=True` does
+        assert check_parity(to_simulated(small()), batch).ok
+        monkeypatch.setattr(parity, "multiplies_in_tf32", lambda: torch.backends.cuda.matmul.allow_tf32)
+        with pytest.raises(RuntimeError):
+            check_parity(to_simulated(small()), batch)
+    finally:
+        torch.backends.fp32_precision = before
+
+
+def a_foreign_token_is_caught(model: Any, monkeypatch) -> None:
+    ids, mask = rows(112)
+    batch, build = {"input_ids": ids, "attention_mask": mask}, batches.padding_free_layout
+    assert check_parity(to_simulated(model), batch, prefix_sharing=False).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "padding_free_layout", lambda mask: second_row_sees_the_first(build(mask)))
+        assert not check_parity(to_simulated(model), batch, prefix_sharing=False).ok
+
+
+def test_a_fixed_limit_that_lets_a_foreign_token_pass_is_noticed(gpu, monkeypatch):
+    model = small(initializer_range=0.02, hidden_size=128, intermediate_size=96, vocab_size=1024)
+    gpu_runs.to_bfloat16(model)
+    a_foreign_token_is_caught(model, monkeypatch)
+    monkeypatch.setattr(parity, "_tolerances", lambda *args: (0.05, 0.5))  # in nats, as they were
+    with pytest.raises(AssertionError):
+        a_foreign_token_is_caught(model, monkeypatch)

@@ -1,0 +1,285 @@
+"""
+torch's variable-length kernel on a simulated GPU, with real numbers: what reaches it, in how many kernels, and what is
+said of what does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from kit.gpu_models import build, pairs, rows, small, step
+from kit.simulated_cuda import Counts, to_simulated
+
+import trl_padfix.core.attention.attention as attention
+import trl_padfix.core.attention.varlen as kernels
+import trl_padfix.core.call.layout_of as batches
+from trl_padfix import PaddingRemovalError, padding_free_layout, prefix_sharing_layout, remove_padding
+
+
+def test_the_simulated_device_counts_kernels_and_waits(gpu):
+    x = to_simulated(torch.arange(6.0))
+    assert (x.device, (x + 1).device) == (torch.device("cuda:0"), torch.device("cuda:0"))
+    gpu.reset()
+    y = (x * 2).view(2, 3)[1].sum()
+    assert gpu.kernels == {"mul": 1, "sum": 1}  # a view and an index are no kernels
+    assert (y.cpu().item(), not gpu.ours()) == (24.0, True)
+    gpu.reset()
+    waiting = [
+        lambda: y.item(),
+        lambda: x.tolist(),
+        lambda: x.nonzero(),
+        lambda: x[x > 1],
+        lambda: torch.zeros(3).to("cuda:0"),
+    ]
+    for i, run in enumerate(waiting, start=1):
+        run()
+        assert sum(gpu.synchronisations.values()) == i
+    torch.zeros(3).to("cuda:0", non_blocking=True)
+    torch.zeros(3, device="cuda:0") + 1
+    assert sum(gpu.synchronisations.values()) == len(waiting)
+
+
+# -- the precision that attention computes in
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, True), (torch.bfloat16, False)], ids=["fp32 under autocast", "bf16"]
+)
+def test_every_layer_runs_on_torchs_varlen_kernel(gpu, dtype, autocast, sharing):
+    ids, mask = pairs(8)
+    want = step(build(), ids, mask, autocast=False)
+    simulated = to_simulated(ids), to_simulated(mask)
+    padded = step(to_simulated(build(dtype=dtype)), *simulated, autocast=autocast)
+    assert gpu.varlen == []
+    model = to_simulated(build(dtype=dtype))
+    with remove_padding(model, prefix_sharing=sharing):
+        packed = step(model, *simulated, autocast=autocast)
+
+    assert len(gpu.varlen) == model.config.num_hidden_layers
+    for got, other, exact in zip(packed, padded, want, strict=True):
+        assert (got - exact).norm() < 1.3 * (other - exact).norm()
+
+
+def test_float32_attends_segment_by_segment(gpu):
+    ids, mask = pairs(8)
+    want = step(build(), ids, mask, autocast=False)
+    model = to_simulated(build())
+    with remove_padding(model, prefix_sharing=True):
+        got = step(model, to_simulated(ids), to_simulated(mask), autocast=False)
+    assert gpu.varlen == []
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+
+
+# -- kernels
+
+
+def launches_of_a_layer(gpu: Counts, rows: int, everyone: int, *, packed: bool) -> tuple[Counter, Counter]:
+    """Kernels that each further layer adds: to the forwards of a policy and its reference, and to a backward."""
+    ids, mask = (to_simulated(x) for x in pairs(rows, everyone=everyone))
+    found = []
+    for layers in (2, 4):
+        model, forward = to_simulated(build(layers)), Counter()
+        with remove_padding(model, prefix_sharing=True) if packed else contextlib.nullcontext():
+            for is_policy in (False, True):
+                gpu.reset()
+                with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(is_policy):
+                    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+                forward += gpu.kernels
+                assert len(gpu.varlen) == (layers if packed else 0)
+            gpu.reset()
+            logits.float().square().mean().backward()
+        found.append((forward, gpu.kernels))
+    return tuple(Counter({k: (b[k] - a[k]) // 2 for k in b}) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "everyone"), [(128, 4), (512, 8)], ids=["64 pairs", "512 rows, one system prompt"])
+def test_a_layer_takes_as_many_kernels_as_a_padded_one(gpu, rows, everyone):
+    forward, backward = launches_of_a_layer(gpu, rows, everyone, packed=True)
+    padded, _ = launches_of_a_layer(gpu, 8, 4, packed=False)
+
+    assert forward.total() < padded.total()
+    weights = 2 * 10  # under autocast: seven matrices and three biases of each model are cast anew
+    assert forward.total() - weights <= 90
+    assert backward.total() <= 100
+    assert backward["_embedding_bag_forward_only"] == 2  # the gradients of shared keys, and those of shared values
+
+
+# -- what the kernels are handed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_equal_bounds_are_one_object(gpu, device):
+    ids, mask = (x if device == "cpu" else to_simulated(x) for x in pairs(8))
+    layout = padding_free_layout(mask)
+    assert layout.cu_seqlens_q is layout.cu_seqlens_k
+    shared = prefix_sharing_layout(ids, mask)
+    assert not torch.equal(shared.cu_seqlens_q, shared.cu_seqlens_k)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "complete", "given"),
+    [
+        ({"scale", "window_size", "enable_gqa"}, True, {"enable_gqa": True}),  # 2.12 and later
+        ({"scale", "window_size"}, True, {}),  # 2.11 groups heads by itself
+        ({"is_causal"}, False, None),  # 2.10
+        (set(), False, None),  # 2.9 has none
+    ],
+    ids=["2.12", "2.11", "2.10", "2.9"],
+)
+def test_torch_2_11_and_later_have_what_it_takes(gpu, parameters, complete, given, monkeypatch):
+    monkeypatch.setattr(kernels, "_varlen_parameters", lambda: frozenset(parameters))
+    assert kernels.torch_varlen_is_complete() is complete
+    if given is None:
+        return
+    calls = []
+
+    def varlen_attn(query, key, value, *bounds, **kwargs):
+        calls.append(kwargs)
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    layout = padding_free_layout(torch.ones(1, 3, dtype=torch.int64))
+    states = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
+    kernels.attend_torch_varlen(*states, layout, {"scaling": 0.5})
+    assert {k: v for k, v in calls[0].items() if k == "enable_gqa"} == given
+
+
+# -- what does not run on the fast kernel says so
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"head_dim": 12}, "multiples of 8, and this model's have 12"),
+        ({"head_dim": 264}, "at most 256 dimensions"),
+        ({"attention_dropout": 0.1}, "set `attention_dropout=0`"),
+    ],
+    ids=["odd head size", "large heads", "dropout"],
+)
+def test_a_slow_path_in_half_precision_is_said_once(gpu, config, reason, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    kernels.logger.setLevel("WARNING")
+    kernels.logger.warning_once.__func__.cache_clear()
+    model = to_simulated(build(dtype=torch.bfloat16, **config)).train()
+    with remove_padding(model):
+        for _ in range(2):
+            model(*(to_simulated(x) for x in pairs(4)), use_cache=False)
+    said = [r.getMessage() for r in caplog.records if "segment by segment" in r.getMessage()]
+    assert len(said) == 1
+    assert reason in said[0]
+    assert gpu.varlen == []
+
+
+# -- errors keep their names
+
+
+@pytest.mark.parametrize(
+    ("error", "autocast", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), False, torch.OutOfMemoryError),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, torch.OutOfMemoryError),
+        (RuntimeError("an illegal memory access"), True, RuntimeError),
+        (RuntimeError("FlashAttention only support fp16 and bf16"), False, PaddingRemovalError),
+    ],
+    ids=["memory", "memory under autocast", "another under autocast", "precision"],
+)
+def test_an_error_of_flash_attention_keeps_its_name(gpu, error, autocast, expected):
+    def attend(*args, **kwargs):
+        raise error
+
+    layout = padding_free_layout(to_simulated(torch.ones(1, 3, dtype=torch.int64)))
+    states = [to_simulated(torch.zeros(1, 2, 3, 8)) for _ in range(3)]
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast), pytest.raises(Exception) as caught:  # noqa: PT011
+        kernels.attend_varlen(attend, None, *states, layout, {})
+    assert type(caught.value) is expected
+
+
+# -- TRL's default precision, float32 weights under bfloat16 autocast, reaches the varlen kernel
+
+
+def every_layer_is_varlen(gpu, **config: Any) -> None:
+    model = to_simulated(small(**config))
+    gpu.reset()
+    with remove_padding(model, prefix_sharing=True), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        ids, mask = rows()
+        model(ids, attention_mask=mask, use_cache=False)
+    assert len(gpu.varlen) == model.config.num_hidden_layers
+
+
+def test_queries_that_stay_in_float32_are_noticed(gpu, monkeypatch):
+    every_layer_is_varlen(gpu)
+    monkeypatch.setattr(attention, "in_attention_dtype", lambda *states: list(states))
+    with pytest.raises(AssertionError):
+        every_layer_is_varlen(gpu)
+
+
+# -- torch 2.11 groups heads by itself, and is enough
+
+
+def test_a_gate_that_asks_for_torch_2_12_is_noticed(gpu, monkeypatch):
+    monkeypatch.setattr(kernels, "_varlen_parameters", lambda: frozenset({"scale", "window_size"}))
+    every_layer_is_varlen(gpu, num_key_value_heads=4)
+    wanted = {"scale", "window_size", "enable_gqa"}
+    monkeypatch.setattr(kernels, "torch_varlen_is_complete", lambda: wanted <= kernels._varlen_parameters())
+    with pytest.raises(AssertionError):
+        every_layer_is_varlen(gpu, num_key_value_heads=4)
+
+
+# -- cuDNN, which torch 2.15 prefers on Hopper, takes causal calls only where both bounds are one object
+
+
+def cudnn_takes_the_bounds(monkeypatch) -> None:
+    model, given = to_simulated(small()), []
+
+    def varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, *args, **kwargs):
+        given.append(cu_seqlens_q is cu_seqlens_k)
+        return query
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+        with remove_padding(model), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+            ids, mask = rows()
+            model(ids, attention_mask=mask, use_cache=False)
+    assert given == [True] * model.config.num_hidden_layers
+
+
+def test_bounds_that_are_equal_and_two_objects_are_noticed(gpu, monkeypatch):
+    assert kernels.torch_varlen_is_complete()
+    cudnn_takes_the_bounds(monkeypatch)
+    build = batches.padding_free_layout
+
+    def two_objects(mask: torch.Tensor) -> Any:
+        layout = build(mask)
+        return dataclasses.replace(layout, cu_seqlens_k=layout.cu_seqlens_q.clone())
+
+    monkeypatch.setattr(batches, "padding_free_layout", two_objects)
+    with pytest.raises(AssertionError):
+        cudnn_takes_the_bounds(monkeypatch)
+
+
+def an_error_keeps_its_name(error: Exception) -> None:
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    layout = padding_free_layout(to_simulated(torch.ones(1, 3, dtype=torch.int64)))
+    states = [to_simulated(torch.zeros(1, 2, 3, 8)) for _ in range(3)]
+    with torch.autocast("cuda", torch.bfloat16), pytest.raises(Exception) as caught:  # noqa: PT011
+        kernels.attend_varlen(attend, torch.nn.Module(), *states, layout, {})
+    assert caught.value is error
+
+
+def test_an_error_under_autocast_that_is_renamed_is_noticed(gpu, monkeypatch):
+    error = RuntimeError("an illegal memory access")
+    an_error_keeps_its_name(error)
+    # As it was: asked of the dtype of the states, which autocast has not reached yet.
+    monkeypatch.setattr(kernels, "in_attention_dtype", lambda *states: list(states))
+    with pytest.raises(AssertionError):
+        an_error_keeps_its_name(error)

@@ -1,0 +1,98 @@
+"""The numbers of a model on a batch (log-probabilities and gradients) and how close two of them must be."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from kit.models import PAD, ROWS, padded_positions, real_logps
+
+
+TOLERANCE = 1e-5
+"""Of log-probabilities in nats, and of each parameter's gradient relative to its norm, in fp32."""
+SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+SIDES = ("left", "right", "holes")
+REAL = sum(map(len, ROWS))
+DISTINCT = len({tuple(row[: n + 1]) for row in ROWS for n in range(len(row))})
+
+
+def lora(model: torch.nn.Module) -> peft.PeftModel:
+    """LoRA whose two matrices are both random, so that each has a gradient."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        )
+
+
+def checkpointed(model: torch.nn.Module, reentrant: bool) -> torch.nn.Module:
+    model.train()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    return model
+
+
+def weighted_sum(logps: torch.Tensor) -> torch.Tensor:
+    """A loss in which no two tokens count the same."""
+    return (logps * torch.linspace(0.5, 1.5, logps.numel())).sum()
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def numbers(model, ids, mask, **kwargs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities of the real tokens and the gradient of each parameter."""
+    model.zero_grad()
+    logps = real_logps(model(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs).logits, ids, mask)
+    weighted_sum(logps).backward()
+    return logps.detach(), gradients(model)
+
+
+def padded_numbers(name: str, model, ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same as the model computes them by itself."""
+    # Rotary positions are relative; absolute ones must be told where a row begins.
+    return numbers(model, ids, mask, **{"position_ids": padded_positions(mask)} if name == "gpt2" else {})
+
+
+def assert_same_numbers(got, expected) -> None:
+    assert (got[0] - expected[0]).abs().max() <= TOLERANCE
+    assert_same_gradients(got[1], expected[1])
+
+
+def assert_same_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        error, size = (got[name] - expected[name]).norm(), expected[name].norm()
+        assert error <= TOLERANCE * size + 1e-7, f"{name}: {error} of {size}"
+
+
+def logits_of(model, ids, mask, **kwargs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, **kwargs).logits
+
+
+def assert_equal_where_real(got: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> None:
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=0, atol=TOLERANCE)
+
+
+# -- nothing stays behind
+
+
+def attached_parts(model: torch.nn.Module) -> list[str]:
+    """What of an attachment a model still carries."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+# -- what is refused, and why
+
+
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": PAD,
+}

@@ -1,0 +1,106 @@
+"""Every objective and set-up of SFT, each a configuration and what else its trainer is given."""
+
+import random
+
+import torch
+import trl
+from datasets import Dataset
+from kit.sft_runs import build_rows
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, run, watch_inputs, words
+from peft import PromptTuningConfig, TaskType
+
+from trl_padfix import DPOConfig, DPOTrainer, SFTTrainer
+
+
+STEPS = 20
+TWO_MODES = ["padding-free, left", "prefix sharing, right"]
+NEWEST = hasattr(trl.trainer.utils, "add_fused_lm_head")
+"""Whether TRL counts entropy over trained tokens, and transformers labels that are predicted."""
+LABELS_IN_DATA = not hasattr(trl.trainer.sft_trainer.DataCollatorForLanguageModeling, "completion_only_loss")
+"""Whether TRL makes labels and truncates before training, and not in its collator."""
+
+
+def rows_of(kind: str):
+    return lambda: {"train_dataset": build_rows(kind=kind), "eval_dataset": build_rows(8, 1, kind)}
+
+
+def half_the_loss(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / (2 * count)
+
+
+SHORT = {"max_steps": 5}
+OBJECTIVES = {
+    "texts": ({}, rows_of("texts")),
+    "completions only": ({}, dict),
+    "assistant only": ({"assistant_only_loss": True}, rows_of("chats")),
+    "dft": ({"loss_type": "dft"}, dict),
+}
+SET_UPS = {
+    "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2} | SHORT, dict),
+    "checkpointing": ({"gradient_checkpointing": True} | SHORT, dict),
+    "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8} | SHORT, dict),
+    "no length": ({"max_length": None} | SHORT, dict),
+    "keep_end": ({"max_length": 12, "truncation_mode": "keep_end"} | SHORT, rows_of("texts")),
+    "whole rows of completions": ({"completion_only_loss": False} | SHORT, dict),
+    "whole chats": (SHORT, rows_of("chats")),
+    "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"} | SHORT, dict),
+    "a loss of one's own": (SHORT | {"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
+    "a formatting function": (SHORT, lambda: {"formatting_func": lambda row: row["text"]} | rows_of("texts")()),
+    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
+    "lora, checkpointing": (
+        {"gradient_checkpointing": True} | SHORT,
+        lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)},
+    ),
+    "a stream": (
+        SHORT,
+        lambda: {
+            "train_dataset": build_rows().to_iterable_dataset(),
+            "eval_dataset": build_rows(8, 1).to_iterable_dataset(),
+        },
+    ),
+    "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24} | SHORT, dict),
+}
+TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
+CASES = OBJECTIVES | SET_UPS | {"short": (SHORT, dict), "prompt tuning": TUNED}
+
+
+def train(make, case: str, trainer_class=SFTTrainer, **config):
+    settings, given = CASES[case]
+    steps = {"max_steps": STEPS} if case in OBJECTIVES else {}
+    return run(make(trainer_class, steps | settings | config, **given()), watch_inputs(""))
+
+
+def packing(strategy: str = "bfd") -> dict:
+    return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2} | SHORT
+
+
+def dpo_pairs(count: int, seed: int = 0) -> Dataset:
+    draw = random.Random(seed)
+    return Dataset.from_list(
+        [
+            {"prompt": words(draw, 2, 9), "chosen": words(draw, 1, 9), "rejected": words(draw, 1, 9)}
+            for _ in range(count)
+        ]
+    )
+
+
+def make_dpo(tmp_path, config, trainer_class=DPOTrainer, **given):
+    config_class = DPOConfig if trainer_class is DPOTrainer else trl.DPOConfig
+    settings = SETTINGS | {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    given = {"model": build_model(), "ref_model": build_model(seed=1), "train_dataset": dpo_pairs(24)} | given
+    return trainer_class(args=config_class(**settings | config), processing_class=build_tokenizer(), **given)
+
+
+def evaluated(trainer) -> dict[str, float]:
+    """What an evaluation logs; older TRL does not return all of it."""
+    trainer.evaluate()
+    return trainer.state.log_history[-1]
+
+
+EXACT = {"exact_eval_means": True}
+
+
+def is_bare(model) -> bool:
+    return not any("forward" in vars(module) for module in model.model.modules())

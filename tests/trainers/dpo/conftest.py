@@ -1,0 +1,72 @@
+"""Trainers of DPO, and the runs that several tests look at: TRL's are computed once for each configuration."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import trl
+from kit.dpo_runs import CASES, MODES, STEPS, build_pairs, build_tokenizer, make_case, run
+from kit.models import build
+from transformers import PrinterCallback
+
+from trl_padfix import DPOConfig, DPOTrainer
+
+
+@pytest.fixture(scope="package")
+def make(tmp_path_factory):
+    """Makes trainers that differ from one another only in what is given."""
+
+    def make_trainer(
+        trainer_class: type = DPOTrainer,
+        config: dict[str, Any] | None = None,
+        *,
+        architecture: str = "qwen2",
+        attention: str = "sdpa",
+        config_class: Callable | None = None,
+        **given,
+    ) -> trl.DPOTrainer:
+        if config_class is None:
+            config_class = DPOConfig if issubclass(trainer_class, DPOTrainer) else trl.DPOConfig
+        settings = {
+            "output_dir": str(tmp_path_factory.mktemp("run")),
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 8,
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "max_length": 26,
+            "gradient_checkpointing": False,
+            "bf16": False,
+            "use_cpu": True,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "log_level": "error",
+            "disable_tqdm": True,
+        }
+        defaults = {
+            "model": lambda: build(architecture, attention),
+            "ref_model": lambda: build(architecture, attention, seed=1),
+            "train_dataset": lambda: build_pairs(40),
+            # One batch: TRL's metrics are means over batches, ours over pairs.
+            "eval_dataset": lambda: build_pairs(8, seed=1),
+            "processing_class": build_tokenizer,
+        }
+        given |= {name: default() for name, default in defaults.items() if name not in given}
+        trainer = trainer_class(args=config_class(**settings | (config or {})), **given)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    return make_trainer
+
+
+@pytest.fixture(scope="package")
+def trl_run(make):
+    """The run of TRL's own trainer for one of `CASES`, computed once."""
+    return cache(lambda name: run(make_case(make, CASES[name], trl.DPOTrainer)))
+
+
+@pytest.fixture(scope="package")
+def our_run(make):
+    """The run of ours in one of `MODES` that several tests look at, computed once."""
+    return cache(lambda mode: run(make_case(make, CASES["sigmoid"], **MODES[mode])))

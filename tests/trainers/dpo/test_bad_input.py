@@ -1,0 +1,214 @@
+"""Bad input is an error that says what is wrong, why, and what to do."""
+
+import inspect
+import logging
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from kit.dpo_runs import MODES, SHORT, TWO_MODES, build_pairs, build_tokenizer, is_bare, our_warnings, run
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import build
+from peft import PrefixTuningConfig, PromptTuningConfig, TaskType
+
+from trl_padfix import DPOConfig, PaddingRemovalError
+
+
+def pairs_with(**columns) -> Dataset:
+    """Four pairs, some of whose columns are given."""
+    return Dataset.from_dict(build_pairs(4).to_dict() | columns)
+
+
+def conversations_with_an_empty_answer() -> dict[str, Any]:
+    """Pairs of which one has nothing in its rejected answer, under a template that adds nothing either."""
+    template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    answers = ["w5", "w6", "", "w8"]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "w2 w3"}],
+            "chosen": [{"role": "assistant", "content": "w4"}],
+            "rejected": [{"role": "assistant", "content": answer}],
+        }
+        for answer in answers
+    ]
+    return {"train_dataset": Dataset.from_list(rows), "processing_class": build_tokenizer(chat_template=template)}
+
+
+def encoder_decoder(seed: int):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 40, "d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 64}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+BAD_INPUT = {
+    "no rejected": (
+        {},
+        lambda: {"train_dataset": build_pairs(4).remove_columns("rejected")},
+        (ValueError, "train dataset has no column 'rejected'; it has .*DPO needs .*rename"),
+    ),
+    "neither chosen nor rejected": (
+        {},
+        lambda: {"train_dataset": build_pairs(4).select_columns("prompt")},
+        (ValueError, "no column 'chosen' and no column 'rejected'"),
+    ),
+    "no chosen in the evaluation": (
+        {},
+        lambda: {"eval_dataset": {"held_out": build_pairs(4).remove_columns("chosen")}},
+        (ValueError, "held_out dataset has no column 'chosen'"),
+    ),
+    "no chosen in a stream": (
+        {},
+        lambda: {"train_dataset": build_pairs(4).remove_columns("chosen").to_iterable_dataset()},
+        (ValueError, "train dataset has no column 'chosen'"),
+    ),
+    "neither pad nor eos": (
+        {},
+        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
+        (ValueError, "neither a pad token nor an EOS token.*Set `tokenizer.pad_token`"),
+    ),
+    "no eos to end answers with": (
+        {},
+        lambda: {"processing_class": build_tokenizer(eos_token=None)},
+        (ValueError, "EOS.*Set `tokenizer.eos_token`"),
+    ),
+    "prompt tuning": (
+        {"padding_free": True, "prefix_sharing": True},
+        lambda: {
+            "ref_model": None,
+            "peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3),
+        },
+        (PaddingRemovalError, "PromptTuningConfig.*virtual tokens.*`prefix_sharing=False`"),
+    ),
+    "prefix tuning": (
+        {"padding_free": True},
+        lambda: {
+            "ref_model": None,
+            "peft_config": PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3),
+        },
+        (PaddingRemovalError, "PrefixTuningConfig.*cache.*LoRA"),
+    ),
+    "neftune": (
+        {"padding_free": True, "prefix_sharing": True, "neftune_noise_alpha": 5.0},
+        dict,
+        (PaddingRemovalError, "`neftune_noise_alpha` gives every token .* a noise of its own.*`prefix_sharing=False`"),
+    ),
+    "an encoder-decoder": (
+        {"padding_free": True},
+        lambda: {"model": encoder_decoder(0), "ref_model": encoder_decoder(1)},
+        (PaddingRemovalError, "T5ForConditionalGeneration.*encoder-decoder.*padding_free=False"),
+    ),
+    "flex attention": (
+        {"padding_free": True},
+        lambda: {"model": build("qwen2", "flex_attention")},
+        (PaddingRemovalError, "flex_attention.*attn_implementation='sdpa'"),
+    ),
+    "an empty answer": (
+        {},
+        conversations_with_an_empty_answer,
+        (ValueError, "rejected completion of pair 2 of the train dataset has no token.*Drop the pair"),
+    ),
+    "only prompts that are too long": (
+        {"max_length": 2},
+        dict,
+        (ValueError, "No pair of the train dataset is left: all 40 prompts fill `max_length=2`.*Raise `max_length`"),
+    ),
+    "nothing to train on": (
+        {},
+        lambda: {"train_dataset": build_pairs(4).select([])},
+        (ValueError, "train dataset.*(empty|no pair)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_an_error_that_says_what_why_and_what_to_do(name, make):
+    config, given, (error, message) = BAD_INPUT[name]
+    with pytest.raises(error, match=f"(?is){message}"):
+        make(config=config, **given())
+
+
+@pytest.mark.parametrize("setting", ["prefix_sharing", "padding_side"])
+def test_a_field_that_was_set_on_a_finished_configuration_is_checked_too(setting, make):
+    def config_class(**settings):
+        config = DPOConfig(**settings)
+        setattr(config, setting, {"prefix_sharing": True, "padding_side": "middle"}[setting])
+        return config
+
+    with pytest.raises(ValueError, match=f"`{setting}"):
+        make(config_class=config_class)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_context_parallelism_is_refused(size, make, monkeypatch):
+    parallelism = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1, "cp_enabled": False} | {size: 2})
+    policy = build("qwen2")
+    make_trainer = trl.DPOTrainer.__init__
+
+    def with_parallelism(trainer, *args, **kwargs):
+        make_trainer(trainer, *args, **kwargs)
+        monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", parallelism)
+
+    monkeypatch.setattr(trl.DPOTrainer, "__init__", with_parallelism)
+    monkeypatch.setattr(with_parallelism, "__signature__", inspect.signature(make_trainer), raising=False)
+    with pytest.raises(PaddingRemovalError, match=f"`{size}` splits every padded row.*padding_free=False"):
+        make(config={"padding_free": True}, model=policy)
+    assert is_bare(policy)
+
+
+def test_flash_attention_2_without_its_package_says_what_to_install_or_set(make, tmp_path):
+    build("qwen2").save_pretrained(tmp_path)
+    config = {"padding_free": True, "model_init_kwargs": {"attn_implementation": "flash_attention_2"}}
+    with pytest.raises(ImportError, match=r"(?is)flash.*(pip install|sdpa)"):
+        make(config=config, model=str(tmp_path), ref_model=None)
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_flash_attention_2_in_float32_says_where_it_runs(mode, make, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+    with flash_attention_stand_in():
+        monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", refuse)
+        trainer = make(config=MODES[mode], attention="flash_attention_2")
+        with pytest.raises(PaddingRemovalError, match=r"failed with torch.float32 on cpu.*bfloat16.*sdpa"):
+            trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "message"),
+    [
+        (
+            lambda: pairs_with(chosen=["w2 w3", "w4", "w5", "w6"], rejected=["w2 w3", "w4", "w7", "w6 w6"]),
+            {},
+            "2 of 4 pairs of the train dataset have equal completions.*Drop them",
+        ),
+        (
+            lambda: pairs_with(prompt=["w2 " * 9, "w3 " * 5, "w4 " * 6, "w5 "]),
+            {"max_length": 6},
+            "2 of 4 pairs of the train dataset were left out.*`max_length=6`.*Raise `max_length`",
+        ),
+    ],
+)
+def test_pairs_that_teach_nothing_are_counted_in_a_warning(data, config, message, make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(config=config, train_dataset=data(), eval_dataset=None)
+    (warning,) = our_warnings(caplog)
+    assert re.search(message, warning)
+
+
+def test_good_pairs_give_no_warning(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        run(make(config=SHORT | MODES["prefix sharing, left"]))
+    assert our_warnings(caplog) == []
+
+
+def test_an_empty_evaluation_set_is_an_error_that_names_it(make):
+    with pytest.raises(ValueError, match="The eval dataset is empty"):
+        make(eval_dataset=Dataset.from_dict({"prompt": [], "chosen": [], "rejected": []}))

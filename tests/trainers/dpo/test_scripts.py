@@ -1,0 +1,212 @@
+"""What a script does with a DPO trainer: its figures, evaluations, configurations and checkpoints."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import trl
+from kit.cells import slow_but
+from kit.dpo_runs import (
+    MODES,
+    SHORT,
+    SPECIAL,
+    STEPS,
+    TWO_MODES,
+    assert_mode_ran,
+    assert_same,
+    build_pairs,
+    build_tokenizer,
+    count_tokens,
+    run,
+)
+from kit.models import build
+from transformers import AutoModelForCausalLM
+
+from trl_padfix import DPOTrainer
+from trl_padfix import prefix_sharing_layout as share_prefixes
+
+
+# -- our own figures
+
+
+@pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
+def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
+    ticks = iter(range(10_000))
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
+    monkeypatch.setattr("trl_padfix.trainers.watch.token_counts.time", clock)
+    ours = run(make(config={"max_steps": 10} | MODES[mode]))
+    train, evaluation = ours.batches[:10], ours.batches[10:]
+    logs = [log for log in ours.logs if "loss" in log]
+    logged = [(log, [batch], "") for log, batch in zip(logs, train, strict=True)]
+    # The clock ticks where a measurement begins and where it ends: every log covers one second.
+    for log, batches, prefix in [*logged, (ours.logs[-1], evaluation, "eval_")]:
+        counts = count_tokens(batches)
+        real, packed = counts["padding-free"], counts[mode.split(", ")[0]]
+        assert log[f"{prefix}perf/tokens_per_second"] == real
+        if mode.startswith("padded"):
+            assert not any("padfix" in name for name in log)
+            continue
+        assert log[f"{prefix}padfix/pad_fraction"] == pytest.approx(1 - real / counts["padded"])
+        assert log[f"{prefix}padfix/shared_fraction"] == pytest.approx(1 - packed / real)
+
+
+def test_a_log_covers_all_batches_since_the_last(make):
+    config = {"max_steps": 10, "logging_steps": 5, "gradient_accumulation_steps": 2, "padding_free": True}
+    ours = run(make(config=config))
+    for i, log in enumerate(log for log in ours.logs if "loss" in log):
+        counts = count_tokens(ours.batches[10 * i : 10 * (i + 1)])
+        assert log["padfix/pad_fraction"] == pytest.approx(1 - counts["padding-free"] / counts["padded"])
+
+
+def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
+        lambda *batch: built.append(batch) or share_prefixes(*batch),
+    )
+    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"parity_check": False}, eval_dataset=None)
+    run(trainer)
+    assert 5 <= len(built) <= 6  # with their batches, of which the data loader fetches one ahead
+
+
+# -- what a script does with a trainer
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(mode, make):
+    fresh = {"fresh": build_pairs(8, seed=2), "other": build_pairs(4, seed=3)}
+    trainers = make(trl.DPOTrainer), make(config=MODES[mode])
+    theirs, ours = (trainer.evaluate(fresh["fresh"]) | trainer.evaluate(fresh) for trainer in trainers)
+    losses = ["eval_loss", "eval_fresh_loss", "eval_other_loss"]
+    assert [ours[name] for name in losses] == pytest.approx([theirs[name] for name in losses], rel=1e-4)
+    first, again, other = (log["eval_padfix/pad_fraction"] for log in trainers[1].state.log_history)
+    assert first == again != other
+    assert "eval_loss" not in trainers[1].evaluate(fresh)
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_compute_metrics_sees_trls_logits_of_the_real_tokens(mode, make):
+    def compute_metrics(prediction):
+        logits, ids = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
+        real = (ids >= 0) & (ids != SPECIAL["<pad>"])
+        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
+
+    theirs, ours = (
+        make(trainer_class, config, compute_metrics=compute_metrics).evaluate()
+        for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, MODES[mode]))
+    )
+    assert ours["eval_tokens"] == theirs["eval_tokens"]
+    for name in ("eval_sum", "eval_loss"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+
+
+def test_a_configuration_of_trls_is_taken_as_it_is(make, trl_run):
+    trainer = make(config={"padding_free": True}, config_class=trl.DPOConfig)
+    ours = run(trainer)
+    assert_same(ours.trajectory, trl_run("sigmoid").trajectory)
+    assert_mode_ran(ours, "padding-free, right")
+    assert trainer.args.padding_free
+    assert trainer.padding_free
+
+
+def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the output directory gets its name from the model
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    trainer = DPOTrainer(
+        model=build("qwen2"),
+        ref_model=build("qwen2", seed=1),
+        train_dataset=build_pairs(4),
+        processing_class=build_tokenizer(),
+    )
+    assert type(trainer.args) is trl.DPOConfig
+    assert trainer._handles == []
+    assert trainer.data_collator.padding_side == "right"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_is_the_tokenizers_where_none_is_given(side, make):
+    tokenizer = build_tokenizer(padding_side=side)
+    assert make(processing_class=tokenizer).data_collator.padding_side == side
+    other = {"left": "right", "right": "left"}[side]
+    assert make(config={"padding_side": other}, processing_class=tokenizer).data_collator.padding_side == other
+
+
+def test_a_side_for_a_collator_that_has_none_is_an_error(make):
+    def collate(pairs):
+        raise AssertionError("not called")
+
+    with pytest.raises(ValueError, match=r"`padding_side=.*default collator"):
+        make(config={"padding_side": "left"}, data_collator=collate)
+
+
+@pytest.mark.parametrize(("trainer_class", "warned"), [(DPOTrainer, False), (trl.DPOTrainer, True)])
+def test_only_trl_warns_that_padding_free_is_off(trainer_class, warned, make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(trainer_class, {"padding_free": True})
+    assert any("padding_free" in record.getMessage() for record in caplog.records) == warned
+
+
+def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path):
+    build("qwen2").save_pretrained(tmp_path)
+    config = MODES["padding-free, left"] | {"model_init_kwargs": {"dtype": "float32"}}
+    ours = run(make(config=config, model=str(tmp_path), ref_model=None))
+    assert len(ours.trainer._handles) == 2
+    assert_mode_ran(ours, "padding-free, left")
+    del config["padding_free"], config["padding_side"]
+    assert_same(ours.trajectory, run(make(trl.DPOTrainer, config, model=str(tmp_path), ref_model=None)).trajectory)
+
+
+def test_a_second_trainer_takes_over_the_model_as_with_trl(make):
+    runs = []
+    for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, MODES["prefix sharing, left"])):
+        first = run(make(trainer_class, SHORT | config)).trainer
+        runs.append(run(make(trainer_class, SHORT | config, model=first.model, ref_model=first.ref_model)))
+    assert_same(runs[1].trajectory, runs[0].trajectory)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(make, tmp_path_factory):
+    """The folder of a run of ours with checkpoints in the middle and at the end, and its trainer."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    config = MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10, "output_dir": str(folder)}
+    return folder, run(make(config=config))
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "mode"),
+    [(DPOTrainer, "prefix sharing, left"), (DPOTrainer, "padding-free, right"), (trl.DPOTrainer, None)],
+)
+def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode, make, checkpoints, trl_run):
+    folder, _ = checkpoints
+    resumed = run(
+        make(trainer_class, MODES.get(mode, {})), resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}")
+    )
+    assert_same(resumed.trajectory, trl_run("sigmoid").trajectory)
+    for handle in getattr(resumed.trainer, "_handles", []):
+        assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+def test_a_checkpoint_reloads_in_plain_transformers(checkpoints):
+    folder, ours = checkpoints
+    checkpoint = folder / f"checkpoint-{STEPS}"
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    assert type(loaded) is type(build("qwen2"))
+    expected = ours.trainer.model.state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
+    batch = ours.batches[-1]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        theirs = loaded(**inputs).logits
+        attached = ours.trainer.model(**inputs).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(attached[real], theirs[real], rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_ours_lands_in_a_checkpoint(make, checkpoints):
+    folder, _ = checkpoints
+    checkpoint = folder / f"checkpoint-{STEPS}"
+    make(trl.DPOTrainer).save_model(str(folder / "trl"))
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        assert (checkpoint / name).read_text() == (folder / "trl" / name).read_text()
+    assert "DPO" in (folder / "README.md").read_text()

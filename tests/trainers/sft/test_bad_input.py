@@ -1,0 +1,97 @@
+"""Bad input is an error before the first step."""
+
+import logging
+import re
+
+import pytest
+from datasets import Dataset
+from kit.sft_cases import LABELS_IN_DATA, train
+from kit.sft_runs import build_rows
+from kit.trainer_runs import MODES, build_tokenizer
+
+from trl_padfix import DataCollatorForLanguageModeling
+
+
+def masked(row):
+    return {"input_ids": [5, 6, 7], "labels": [-100] * 3 if row % 2 else [-100, 6, 7]}
+
+
+BAD = {
+    "no rows": (lambda: {"train_dataset": build_rows(4).select([])}, {}, "The train dataset is empty"),
+    "no evaluation rows": (lambda: {"eval_dataset": build_rows(4).select([])}, {}, "The eval dataset is empty"),
+    "no columns": (
+        lambda: {"train_dataset": Dataset.from_dict({"story": ["w2"]})},
+        {},
+        r"no column 'text'; it has \['story'\]. SFT needs `text`, `messages`, `prompt` and `completion`",
+    ),
+    "half of a pair": (
+        lambda: {"train_dataset": build_rows(4).select_columns("prompt")},
+        {},
+        r"no column 'text'; it has \['prompt'\]",
+    ),
+    "no chat template": (
+        lambda: {"train_dataset": build_rows(4, kind="chats"), "processing_class": build_tokenizer()},
+        {},
+        "no chat template.*Set `tokenizer.chat_template`",
+    ),
+    "no special tokens": (
+        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
+        {},
+        "neither a pad token nor an EOS token",
+    ),
+    "no end": (lambda: {"processing_class": build_tokenizer(eos_token=None)}, {}, "no EOS token, and TRL ends"),
+    "nothing to train on": (
+        lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
+        {},
+        "No row of the train dataset has a token to train on",
+    ),
+    "only prompts": (lambda: {}, {"max_length": 2}, "No row of the train dataset has a token to train on"),
+    "a side of packed rows": (
+        lambda: {},
+        {"packing": True, "padding_side": "left"},
+        "`packing=True` leaves nothing to pad on the left",
+    ),
+    "a side of a collator": (
+        lambda: {"data_collator": lambda rows: rows},
+        {"padding_side": "left"},
+        "`padding_side='left'` is for the default collator",
+    ),
+    "images without a vision model": (
+        lambda: {"train_dataset": build_rows(4, kind="texts").add_column("images", [["a.png"]] * 4)},
+        {},
+        "vision-related",
+    ),
+    "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
+    "sharing of nothing": (lambda: {}, {"prefix_sharing": True}, "needs `padding_free=True`"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_an_error_before_the_first_step(case, make):
+    if case == "only prompts" and not LABELS_IN_DATA:
+        pytest.skip("this TRL truncates in its collator")
+    given, config, message = BAD[case]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make(config=config, **given())
+
+
+@pytest.mark.skipif(not LABELS_IN_DATA, reason="this TRL truncates in its collator")
+def test_rows_that_teach_nothing_are_counted_in_a_warning(make, caplog):
+    data = Dataset.from_list([masked(row) for row in range(8)])
+    with caplog.at_level(logging.WARNING):
+        make(train_dataset=data, eval_dataset=None, config={"max_length": None})
+        make(config={"max_length": 14})
+    ours = [r.getMessage() for r in caplog.records if r.name.startswith("trl_padfix")]
+    assert re.search("4 of 8 rows of the train dataset have no token to train on.*Drop them", ours[0])
+    assert any(re.search(r"\d+ of 40 rows of the train dataset were left out.*`max_length=14`", o) for o in ours[1:])
+
+
+def test_good_rows_give_no_warning(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        train(make, "short", **MODES["prefix sharing"])
+    assert not [r for r in caplog.records if r.name.startswith("trl_padfix")]
+
+
+def test_an_empty_row_is_named():
+    with pytest.raises(ValueError, match="Row 1 of the batch has no token"):
+        DataCollatorForLanguageModeling(pad_token_id=39)([{"input_ids": [1]}, {"input_ids": []}])

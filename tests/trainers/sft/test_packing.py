@@ -1,0 +1,165 @@
+"""Packed rows are trained and evaluated on as TRL does, on every attention backend."""
+
+import logging
+from functools import cache
+
+import pytest
+import torch
+import trl
+from kit.cells import slow_but
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.sft_cases import EXACT, NEWEST, SHORT, evaluated, packing
+from kit.sft_runs import METRICS, build_rows
+from kit.trainer_runs import MODES, assert_same, build_model, run
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from trl_padfix import PaddingRemovalError, ParityError, SFTTrainer, packed_layout
+
+
+def watch_packed(trainer, batches):
+    compute_loss = trainer.compute_loss
+
+    def watched(model, inputs, *args, **kwargs):
+        assert "attention_mask" not in inputs
+        batches.append(inputs["position_ids"])
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = watched
+
+
+@pytest.fixture(scope="module")
+def trl_packed(make):
+    return cache(lambda strategy: run(make(trl.SFTTrainer, packing(strategy)), watch_packed))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "padding_free"),
+    [("sdpa", True), ("sdpa", False), ("eager", False), ("flash_attention_2", True), ("flash_attention_2", False)],
+)
+@pytest.mark.parametrize("strategy", slow_but(["bfd"], ["bfd", "bfd_split"]))
+def test_packing_is_trls_on_every_backend(strategy, implementation, padding_free, make, trl_packed):
+    theirs = trl_packed(strategy)
+    with flash_attention_stand_in():
+        config = packing(strategy) | {"padding_free": padding_free}
+        ours = run(make(config=config, model=build_model(attn_implementation=implementation)), watch_packed)
+    assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
+    (handle,) = ours.trainer._handles
+    tokens = sum(positions.numel() for positions in ours.batches)
+    assert handle.stats.packed_tokens == handle.stats.padded_tokens == ours.entered == tokens
+    assert all((positions == 0).sum() > 2 for positions in ours.batches[:5])
+
+
+def test_packed_rows_share_prefixes(make, trl_packed):
+    theirs = trl_packed("bfd")
+    ours = run(make(config=packing() | MODES["prefix sharing"]), watch_packed)
+    assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
+    assert 0 < ours.trainer._handles[0].stats.packed_tokens < theirs.entered
+    assert all(log["padfix/shared_fraction"] > 0 for log in ours.logs if "loss" in log)
+
+
+class LargestMask(TorchDispatchMode):
+    """The most entries that a tensor had whose last two sizes are equal and large: a mask of all tokens by all."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() > 2 and out.shape[-1] == out.shape[-2] > 48:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("trainer_class", [SFTTrainer, trl.SFTTrainer])
+def test_no_mask_of_all_packed_tokens_by_all_is_built(trainer_class, make):
+    trainer = make(trainer_class, packing() | {"max_steps": 1}, eval_dataset=None)
+    with LargestMask() as masks:
+        trainer.train()
+    assert (masks.largest > 0) is (trainer_class is trl.SFTTrainer)
+
+
+@pytest.mark.parametrize("packs_training", [True, False])
+def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, make):
+    config = EXACT | {"max_length": 48, "packing": packs_training, "per_device_eval_batch_size": 3}
+    rows = build_rows(24, 1)
+    packed = make(config=config | {"eval_packing": True}, eval_dataset=rows)
+    separate = make(config=EXACT | {"max_length": 48}, eval_dataset=rows)
+    assert len(packed.eval_dataset) < 24 == len(separate.eval_dataset)
+    metrics = [evaluated(trainer) for trainer in (packed, separate)]
+    for name in ["eval_loss", "eval_mean_token_accuracy", *(["eval_entropy"] if NEWEST else [])]:
+        assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-5)
+    assert packed._handles[0].stats.packed_tokens > 0
+    packed.train()
+    assert (packed._handles[0].stats.padded_tokens > 0) is True
+
+
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "pad_token_id": 39}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def build_gpt2():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(**GPT2))
+
+
+@pytest.mark.parametrize("kind", ["texts", "completions"])
+@pytest.mark.parametrize("config", [{}, {"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 60}])
+def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, make):
+    """transformers counts the labels of GPT-2, whose `loss_type` it does not know, with those of first tokens."""
+    given = {"train_dataset": build_rows(40, kind=kind), "eval_dataset": build_rows(8, 1, kind=kind)}
+    settings = SHORT | {"gradient_accumulation_steps": 2}
+    ours = make(config=settings | config | {"padding_side": "left"}, model=build_gpt2(), **given)
+    theirs = make(trl.SFTTrainer, settings, model=build_gpt2(), **given)
+    found = []
+    for trainer in (ours, theirs):
+        trainer.train()
+        trainer.evaluate()
+        steps = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
+        found.append(torch.tensor([*steps, [trainer.state.log_history[-1]["eval_loss"], 0.0]]))
+    assert_same(*found)
+    batch = next(iter(theirs.get_train_dataloader()))
+    labels = batch["labels"] != -100
+    assert (labels.sum() > labels[:, 1:].sum()) == (kind == "texts")  # it is the first labels that are counted
+    assert not getattr(theirs, "_loss_shifts_labels", False)
+
+
+def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
+    ours = run(make(config=SHORT | {"eval_packing": True}, eval_dataset=build_rows(8, 1)), lambda *_: None)
+    steps = ours.trajectory()[:-1]
+    assert_same(steps, trl_run("short").trajectory()[:-1])
+    before = trl_run("short")
+    evaluated = ours.trainer._handles[0].stats.packed_tokens
+    padded = sum(mask.numel() for _, mask in before.batches[:5])
+    assert ours.entered == padded + evaluated
+
+
+def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
+    monkeypatch.setattr(
+        "trl_padfix.core.call.layout_of.packed_layout",
+        lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
+    )
+    with pytest.raises(ParityError, match="parity FAILED"):
+        make(config=packing()).train()
+    theirs = trl_packed("bfd")
+    ours = run(make(config=packing() | {"parity_check": False}), watch_packed)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours.trajectory(), theirs.trajectory())
+
+
+def test_trl_does_not_warn_that_packing_needs_flash_attention(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make(config=packing())
+    assert not [record for record in caplog.records if "flash" in record.getMessage().lower()]
+
+
+def test_a_model_that_cannot_be_packed_is_left_to_trl_with_the_reason(make, caplog):
+    model = build_model(attn_implementation="flex_attention")
+    with caplog.at_level(logging.WARNING):
+        trainer = make(config=packing(), model=model)
+    assert trainer._handles == []
+    assert any(
+        "left to the model's own attention" in r.getMessage() and "flex" in r.getMessage() for r in caplog.records
+    )
+    with pytest.raises(PaddingRemovalError, match="flex_attention"):
+        make(config=packing() | {"padding_free": True}, model=build_model(attn_implementation="flex_attention"))
