@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from trl_padfix import __version__
 from trl_padfix.files import refuse_output, write_whole
 from trl_padfix.tools.bench import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
 from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
+from trl_padfix.versions import installed_version
 
 
 __all__ = ["main", "measure_gpu"]
@@ -173,11 +173,7 @@ def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset 
 def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
     """Machine, versions and command: what figures need beside them."""
     versions = {"trl_padfix": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    versions |= {name: number for name in PACKAGES if (number := installed_version(name)) is not None}
     return {
         "report": "gpu",
         "format": FORMAT,

@@ -15,13 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.call.layout_of import KEYS_PER_TOKEN
-from ..core.layout.trie import merge_prefixes
-from ..trainers.steps.grouping import group_rows
+from ..trainers.steps.grouping import group_rows, prefix_order
 from ..trainers.steps.measures import PairMeasure, TextMeasure
 from .data import checked_rows
 from .stats import token_rows
@@ -219,9 +217,8 @@ def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed
 def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
     """The sequences of a sample in sorted order."""
     sequences = [s for row in rows for s in _sequences(row) if len(s)]
-    lengths = [len(s) for s in sequences]
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences))], lengths)
-    return PrefixTree(np.array(lengths)[order], np.array(shared))
+    order, common = prefix_order(sequences)
+    return PrefixTree(np.array([len(s) for s in sequences])[order], common)
 
 
 def verdict_lines(found: Verdict, data: str) -> list[str]:
@@ -271,9 +268,7 @@ def _sequences(row: dict[str, Any]) -> list[list[int]]:
 
 def _counts(sequences: list[list[int]]) -> tuple[int, int]:
     """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
-    lengths = [len(s) for s in sequences if len(s)]
-    real = sum(lengths)
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences).astype(np.int64))], lengths)
-    saved = sum(shared)
-    keys = sum(lengths[row] for row, own in zip(order, shared, strict=True) if lengths[row] > own)
+    order, common = prefix_order(sequences)
+    lengths = np.array([len(s) for s in sequences])[order]
+    real, saved, keys = (int(tokens.sum()) for tokens in (lengths, common, lengths[lengths > common]))
     return real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real
