@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.attention.backends import Implementation, Machine, Workload, choose, judge, require_usable, spread
 from ..core.model.find import find_pretrained
-from .field_types import field_set, parse_implementation
+from .field_types import parse_implementation, temporarily_set
 from .parts import Part, Settings
 
 
@@ -65,7 +65,7 @@ class AttentionChoice(Part):
         if not self._loads_policy or self._policys is None:
             return contextlib.nullcontext()
         given = (config.model_init_kwargs or {}) | {"attn_implementation": self._policys}
-        return field_set(config, "model_init_kwargs", given)
+        return temporarily_set(config, "model_init_kwargs", given)
 
     def _refuse_other_reference(self, policys: Implementation, why: str) -> None:
         if self._references != policys:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...core.call.layout_of import Known, PrefixSharing, step_layouts
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..parts import Part, Step
 from ..task import Task
 from .batch_layouts import LayoutCollator, known_layouts
@@ -38,7 +38,10 @@ class Layouts(Part):
         # For one process accelerate would dispatch the batches of a stream to itself, tensor by tensor.
         config = self.trainer.accelerator.dataloader_config
         dispatch = False if config.dispatch_batches is None and _is_stream(dataset) else config.dispatch_batches
-        with field_set(self.trainer, "data_collator", collator), field_set(config, "dispatch_batches", dispatch):
+        with (
+            temporarily_set(self.trainer, "data_collator", collator),
+            temporarily_set(config, "dispatch_batches", dispatch),
+        ):
             yield
 
     def brings(self, dataset: Any, is_training: bool) -> bool:

@@ -27,9 +27,9 @@ from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ...core.model.patching import Attachment
-from ..checks import column_names, length_dependent_rope, splitting_parallelism
+from ..checks import column_names, rope_kind_beyond, splitting_parallelism
 from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..packing import datasets_of, models_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
@@ -147,7 +147,7 @@ class Splitting(Part):
             )
         if splitting_parallelism(trainer.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
-        if kind := length_dependent_rope(trainer.model, getattr(trainer.args, "max_length", None)):
+        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
             return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
@@ -227,8 +227,8 @@ class Budget(Splitting):
         fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
-                stack.enter_context(field_set(trainer, name, value))
-            stack.enter_context(field_set(trainer.args, "dataloader_drop_last", False))
+                stack.enter_context(temporarily_set(trainer, name, value))
+            stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
             yield
 
     def _measured_images(self, rows: Dataset) -> ImageMeasure:
