@@ -127,7 +127,7 @@ def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given):
 def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
     ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))
     model = with_rope(kind)
-    monkeypatch.setattr("trl_padfix.core.remove.rope_kind_beyond", lambda decoder: [])
+    monkeypatch.setattr("trl_padfix.core.remove.length_dependent_rope", lambda decoder: [])
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         with remove_padding(model):
