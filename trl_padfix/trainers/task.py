@@ -95,10 +95,6 @@ class Task:
     def attached(self) -> None:
         """Errors that need both the data as TRL has prepared them and the models with padding removed."""
 
-    def packing_options(self) -> dict[str, Any]:
-        """More keyword arguments of `remove_padding`."""
-        return {}
-
     def packs_rows(self) -> bool:
         """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""
         return False
