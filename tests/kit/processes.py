@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 
-__all__ = ["ROOT", "leave", "leave_with", "run_processes"]
+__all__ = ["ROOT", "LaunchRepeated", "leave", "leave_with", "run_processes"]
 
 ROOT = Path(__file__).parents[2]
+
+
+class LaunchRepeated(UserWarning):
+    """A launch that crashed and was repeated: `conftest.py` ends every summary with those of a run."""
 
 
 def run_processes(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
@@ -22,8 +26,8 @@ def run_processes(command: list[str], environment: dict[str, str], timeout: floa
     What the processes of a launcher said; those that wait for each other are ended, with return code -9.
 
     Their communication on CPU (gloo) ends a process with SIGSEGV about once in hundreds of runs, and more often aborts
-    one whose interpreter has ended. That is told, with its stack, and the command is run once more; after no other
-    failure is it.
+    one whose interpreter has ended. The command is run once more then, after no other failure, and the summary of the
+    tests shows the stack ([`LaunchRepeated`]).
     """
     for last in (False, True):
         process = subprocess.Popen(
@@ -42,8 +46,8 @@ def run_processes(command: list[str], environment: dict[str, str], timeout: floa
             output, said = process.communicate()
         if last or not ("(SIGSEGV)" in said or ("(SIGABRT)" in said and "<no Python frame>" in said)):
             break
-        where = said.find("Fatal Python error")
-        warnings.warn(f"a process crashed, and the command is run again: {said[where : where + 3000]}", stacklevel=2)
+        stack = said[said.find("Fatal Python error") :][:3000]
+        warnings.warn(LaunchRepeated(f"{' '.join(command)}\n{stack}"), stacklevel=2)
     return subprocess.CompletedProcess(command, process.returncode, output, said)
 
 
