@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit import gpu_runs
+from kit.cells import once_each, slow_but
 from kit.gpu_models import build, pairs, rows, second_row_sees_the_first, small
 from kit.simulated_cuda import to_simulated
 
@@ -17,10 +18,12 @@ from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.model.views import other_attention
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
 @pytest.mark.parametrize(
-    ("initializer", "layers"),
-    [(0.02, 2), (0.08, 2), (0.2, 4), *(pytest.param(i, 24, marks=pytest.mark.slow) for i in (0.02, 0.08))],
+    ("initializer", "layers", "precision"),
+    [
+        *once_each([(0.02, 2), (0.08, 2), (0.2, 4)], ["bf16", "fp16", "autocast"]),
+        *slow_but([], [(i, 24, p) for i in (0.02, 0.08) for p in ("bf16", "fp16", "autocast")]),
+    ],
 )
 def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, layers, precision, monkeypatch):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]

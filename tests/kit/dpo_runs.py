@@ -91,15 +91,14 @@ class Case:
     """More arguments of the trainer, made anew for each."""
 
 
-OBJECTIVES = {
-    "sigmoid": Case(),
-    "ipo": Case({"loss_type": ["ipo"]}),
-    "wpo": Case({"use_weighting": True}),
-    "sft+sigmoid": Case({"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
-    "aot": Case({"loss_type": ["aot"]}),
-    "ld_alpha": Case({"ld_alpha": 0.4}),
-}
 SHORT = {"max_steps": 5}
+OBJECTIVES = {
+    "ipo": Case(SHORT | {"loss_type": ["ipo"]}),
+    "wpo": Case(SHORT | {"use_weighting": True}),
+    "sft+sigmoid": Case(SHORT | {"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
+    "aot": Case(SHORT | {"loss_type": ["aot"]}),
+    "ld_alpha": Case(SHORT | {"ld_alpha": 0.4}),
+}
 OTHER_OBJECTIVES = {
     loss: Case(SHORT | {"loss_type": [loss]} | more)
     for loss, more in {
@@ -154,7 +153,7 @@ SET_UPS = {
         SHORT, given=lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}
     ),
 }
-CASES = OBJECTIVES | OTHER_OBJECTIVES | DIVERGENCES | SET_UPS | {"short": Case(SHORT)}
+CASES = {"sigmoid": Case()} | OBJECTIVES | OTHER_OBJECTIVES | DIVERGENCES | SET_UPS | {"short": Case(SHORT)}
 
 
 @dataclass

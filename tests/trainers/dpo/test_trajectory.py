@@ -41,10 +41,16 @@ from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
 from trl_padfix import prefix_sharing_layout as share_prefixes
 
 
-@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES), fully=["sigmoid"]))
-def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, our_run, trl_run):
-    ours = our_run(mode) if objective == "sigmoid" else run(make_case(make, CASES[objective], **MODES[mode]))
-    assert len(ours.trajectory) == STEPS + 1
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_steps_and_an_evaluation_are_trls(mode, our_run, trl_run):
+    assert len(our_run(mode).trajectory) == STEPS + 1
+    assert_same(our_run(mode).trajectory, trl_run("sigmoid").trajectory)
+    assert_mode_ran(our_run(mode), mode)
+
+
+@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES)))
+def test_every_objective_is_trls(objective, mode, make, trl_run):
+    ours = run(make_case(make, CASES[objective], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(objective).trajectory)
     assert_mode_ran(ours, mode)
 
