@@ -92,12 +92,13 @@ class Case:
 
 
 SHORT = {"max_steps": 5}
+EPOCH = {"max_steps": 10}  # every batch that is collated is computed
 OBJECTIVES = {
-    "ipo": Case(SHORT | {"loss_type": ["ipo"]}),
-    "wpo": Case(SHORT | {"use_weighting": True}),
-    "sft+sigmoid": Case(SHORT | {"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
-    "aot": Case(SHORT | {"loss_type": ["aot"]}),
-    "ld_alpha": Case(SHORT | {"ld_alpha": 0.4}),
+    "ipo": Case(EPOCH | {"loss_type": ["ipo"]}),
+    "wpo": Case(EPOCH | {"use_weighting": True}),
+    "sft+sigmoid": Case(EPOCH | {"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
+    "aot": Case(EPOCH | {"loss_type": ["aot"]}),
+    "ld_alpha": Case(EPOCH | {"ld_alpha": 0.4}),
 }
 OTHER_OBJECTIVES = {
     loss: Case(SHORT | {"loss_type": [loss]} | more)
