@@ -5,7 +5,6 @@ import gc
 import importlib.metadata
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,21 +83,6 @@ def pytest_testnodedown(node: Any) -> None:
     left_out = getattr(node, "workeroutput", {}).get("deselected", 0)
     reporter = node.config.pluginmanager.get_plugin("terminalreporter")
     reporter.stats["deselected"] = [node] * left_out  # the same of each worker
-
-
-_REPEATED: list[str] = []
-
-
-def pytest_warning_recorded(warning_message: warnings.WarningMessage, nodeid: str) -> None:
-    if warning_message.category.__name__ == "LaunchRepeated":
-        _REPEATED.append(f"{nodeid}\n{warning_message.message}")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show launches of processes that crashed and were repeated, each with its stack: none is repeated in silence."""
-    if _REPEATED:
-        terminalreporter.section("LAUNCHES THAT CRASHED AND WERE REPEATED", sep="!", red=True)
-        terminalreporter.write_line("\n\n".join(_REPEATED))
 
 
 def pytest_collection_finish() -> None:

@@ -29,9 +29,7 @@ _WHY = {
 
 def why_unwritable(error: BaseException) -> str | None:
     """
-    What an error says about a file that could not be written, or `None` if it is about something else.
-
-    torch and safetensors say it in words of their own.
+    Why a file could not be written, by the error of the system, torch or safetensors; `None` for other errors.
 
     Example:
 
@@ -91,7 +89,7 @@ def refuse_output(path: str | Path) -> str | None:
 
 
 def refuse_folder(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`, which need not be there yet, or `None` if it can."""
+    """Why nothing can be written into the folder `path`, which need not exist yet; `None` if it can."""
     path = Path(path).absolute()
     if max(len(part.encode()) for part in path.parts) > 255:
         return f"{str(path)!r} has a name that is too long. Choose a shorter one."
@@ -103,14 +101,7 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
     """
     Write a file beside its place and rename it: whoever reads `path` finds the old file, or the whole new one.
 
-    Args:
-        path (`str` or `Path`):
-            Where the file is to be.
-        write (`Callable`):
-            Is called with the path of a temporary file in the same folder, with the same ending, and writes that.
-
-    Returns:
-        `Path`: `path`.
+    `write` is called with the path of a temporary file in the same folder, with the same ending. Returns `path`.
 
     Raises:
         OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
@@ -127,19 +118,9 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
     """
-    The same for a folder. What a killed process left of an earlier attempt is removed.
+    [`write_whole`] for a folder: `write` fills an empty one beside `path`, which then replaces what was there.
 
-    Args:
-        path (`str` or `Path`):
-            Where the folder is to be; a folder that is there is replaced.
-        write (`Callable`):
-            Is called with an empty folder beside it and fills that.
-
-    Returns:
-        `Path`: `path`.
-
-    Raises:
-        OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
+    What a killed process left of an earlier attempt is removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -261,8 +261,8 @@ def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
         settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
         settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
         settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output}
-        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "recipes/dpo.py"]
-        command += ["--config", "recipes/dpo_tiny.yaml"]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "tests/kit/processes.py"]
+        command += ["recipes/dpo.py", "--config", "recipes/dpo_tiny.yaml"]
         command += [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
         done = run_processes(command, {"HF_HUB_OFFLINE": "1"}, timeout=300)
         assert done.returncode == 0, done.stderr[-6000:]

@@ -2,7 +2,7 @@
 Tiny trainings on images by token budget, and the same by fixed batches; as a script, those of one process of several.
 
 `accelerate launch tests/kit/vision_budget_runs.py FOLDER` trains SFT and DPO on rows with images and writes what they
-logged.
+logged; where parameters are sharded, TRL's DPO beside them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from transformers import PrinterCallback
 
 
@@ -74,6 +77,12 @@ def pictured(kind: str) -> Any:
 def main(folder: Path) -> None:
     config = {"per_device_train_batch_size": BATCH // int(os.environ["WORLD_SIZE"]), "eval_dataset": None}
     logged = {}
+    if os.environ.get("ACCELERATE_USE_FSDP"):  # see `launched.py`
+        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+        config |= {"use_cpu": False}
+        trls = build_trainer(trl, "DPO", "llava", folder, train_dataset=pictured("DPO"), **config)
+        trls.train()
+        logged["TRL's DPO"] = {"history": trls.state.log_history}
     for kind, budget in LAUNCHED.items():
         given = {"train_dataset": pictured(kind), **config, **budget}
         trainer = build_trainer(trl_padfix, kind, "llava", folder / kind, **given)

@@ -46,7 +46,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
     everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
     while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
         everywhere -= 1
-    assert costs.in_all == everywhere
+    assert costs.common_to_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))
@@ -122,6 +122,10 @@ def test_balanced_processes_have_each_row_once(costs, processes):
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     assert len(parts) == processes
     assert all(parts)
+
+
+def test_rows_that_are_all_alike_are_given_to_all_processes():
+    assert balance(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("processes", [8, 64])

@@ -219,21 +219,38 @@ def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_
 # Batches that are cut, and not
 
 
-@pytest.mark.slow
-def test_two_processes_give_the_trajectory_of_one(tmp_path):
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--main_process_port", "0", vision_budget_runs.__file__, str(tmp_path)]
-    done = run_processes(command, {}, timeout=300)
+FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer,CLIPEncoderLayer"]
+
+
+def train_in_two_processes(kind: str, folder: Path) -> dict[str, Any]:
+    """What `vision_budget_runs.py` logs."""
+    flags = FSDP2 if kind == "FSDP" else ["--multi_gpu"]
+    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
+    command += ["--main_process_port", "0", vision_budget_runs.__file__, str(folder)]
+    done = run_processes(command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {}, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
-    logged = json.loads((tmp_path / "logged.json").read_text())
-    assert logged["distributed"] == "MULTI_CPU"
+    logged = json.loads((folder / "logged.json").read_text())
+    assert logged["distributed"] == kind
+    return logged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "FSDP"])
+def test_two_processes_give_the_trajectory_of_one(kind, tmp_path):
+    logged = train_in_two_processes(kind, tmp_path)
+    theirs = {}
     for name in LAUNCHED:
         trainer = build_trainer(trl, name, "llava", tmp_path, train_dataset=pictured(name), eval_dataset=None)
         trainer.train()
-        assert_same(figures(logged[name]["history"]), figures(trainer.state.log_history))
+        theirs[name] = figures(trainer.state.log_history)
+        assert_same(figures(logged[name]["history"]), theirs[name])
     first, second = torch.tensor([logged[name]["micro_batches"] for name in LAUNCHED]).unbind(1)
     assert (first != second).any()  # some computed micro-batches again, without a weight
     assert min(first.min(), second.min()) > 1
+    if kind == "FSDP":  # TRL 1.16 takes the gradient of the LM head for that of one process; docs/many_gpus.md
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(figures(logged["TRL's DPO"]["history"]), theirs["DPO"])
 
 
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 
-__all__ = ["console", "device_of", "one_of", "outputs", "write_output", "write_text"]
+__all__ = [
+    "JsonOption",
+    "console",
+    "device_of",
+    "figure_table",
+    "one_of",
+    "outputs",
+    "print_as_is",
+    "write_json",
+    "write_output",
+    "write_text",
+]
 
 console = Console()
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - prints them.")]
+
+
+def print_as_is(*lines: str) -> None:
+    """Print lines that rich neither colours nor wraps."""
+    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def figure_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **style: Any) -> Table:
+    """A table whose first column names what the others, aligned to the right, are figures of."""
+    table = Table(**style)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=bool(style))
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def one_of(option: str, value: str, known: Iterable[str]) -> None:
@@ -92,3 +123,9 @@ def write_text(option: str, path: Path, text: str) -> None:
     except typer.BadParameter:
         typer.echo(text)
         raise
+
+
+def write_json(path: Path | None, found: Any) -> None:
+    """What `--json` asks for: nothing without it, else [`write_text`] of the figures."""
+    if path is not None:
+        write_text("--json", path, json.dumps(found, indent=2))

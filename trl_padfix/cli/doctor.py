@@ -6,12 +6,12 @@ import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..versions import TESTED
-from .console import one_of, outputs, write_text
+from .console import one_of, outputs, write_json
 
 
 if TYPE_CHECKING:
@@ -22,24 +22,20 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[Optional[str], typer.Option(help="Path or Hub id: what becomes of it.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[str], typer.Option(help="Attention implementation that is to run.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Path or Hub id: what becomes of it.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention implementation that is to run.")] = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator."),
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
     ] = None,
     json: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Write everything to this file, for a bug report; - prints it."),
+        Path | None, typer.Option(help="Write everything to this file, for a bug report; - prints it.")
     ] = None,
     explain: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:
     """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
-    from json import dumps
-
     outputs(json=json)
     if explain is not None:
         if model or attn or dtype:
@@ -54,8 +50,7 @@ def doctor(
     if str(json) != "-":
         for line in describe(found):
             typer.echo(line)
-    if json is not None:
-        write_text("--json", json, dumps(found.to_dict(), indent=2))
+    write_json(json, found.to_dict())
     raise typer.Exit(1 if found.problems else 0)
 
 
@@ -156,8 +151,6 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def _explain(text: str, json: Path | None) -> int:
     """Print what is known of a text; the exit status."""
-    from json import dumps
-
     from ..tools.known_errors import explain
 
     errors = explain(text)
@@ -168,6 +161,5 @@ def _explain(text: str, json: Path | None) -> int:
             typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
         if not errors:
             typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
-    if json is not None:
-        write_text("--json", json, dumps([asdict(error) for error in errors], indent=2))
+    write_json(json, [asdict(error) for error in errors])
     return 0 if errors else 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .console import console, device_of, one_of, outputs, write_text
+from .console import JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
 
 
@@ -26,19 +26,18 @@ WIDTH = 80
 
 
 def parity(
-    model: Annotated[Optional[str], typer.Option(help="Model id or path.")] = None,  # noqa: UP045
-    data: Annotated[Optional[str], typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,  # noqa: UP045
-    config: Annotated[Optional[Path], typer.Option(help="YAML of a training: its model, data and max_length.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[list[str]], typer.Option(help="Attention implementation; may be repeated.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Model id or path.")] = None,
+    data: Annotated[str | None, typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML of a training: its model, data and max_length.")] = None,
+    attn: Annotated[list[str] | None, typer.Option(help="Attention implementation; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
-    max_length: Annotated[Optional[int], typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    json: JsonOption = None,
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
-    import json as json_module
     import platform
     from importlib.metadata import version
 
@@ -112,12 +111,13 @@ def parity(
             f"There was no padding to compare: all {len(lengths)} rows have {max(lengths)} tokens. Take more rows "
             "(`--rows`), a larger `--max-length`, or other data."
         )
-    if json is not None:
-        report = {
+    write_json(
+        json,
+        {
             "model": Path(model).name, "device": device, "dtype": dtype, "lengths": lengths, "padded_tokens": padded,
             "versions": versions, "compared": compared, "ok": not failed, "results": found,
-        }  # fmt: skip
-        write_text("--json", json, json_module.dumps(report, indent=2))
+        },
+    )  # fmt: skip
     for line in failed:
         typer.echo(line, err=True)
     if failed:

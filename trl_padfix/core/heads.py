@@ -19,6 +19,7 @@ from .call.pooled import Pooled, pooled_tokens
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
+from .model.sharded import gathered_head
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]
@@ -39,6 +40,10 @@ class LMHeadPatch(ForwardPatch):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._places_are_known: bool | None = None
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        with gathered_head(self.module, self.attachment.decoder):
+            return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         labels, decoder = kwargs.get("labels"), self.attachment.decoder

@@ -13,7 +13,6 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.mixers.mixers import Mixers
 from ..core.model.find import find_decoder, find_multimodal
 from ..core.refusals import refusal
-from ..versions import BOUNDS, TESTED
+from ..versions import BOUNDS, TESTED, installed_version
 from .reading import UnreadableError, reading, reason
 
 
@@ -70,8 +69,8 @@ class ModelReport:
         refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
         checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
         mixers (`tuple` of [`MixerReport`]): The modules of its decoder that mix tokens, in their order.
-        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, `"packed"`, or
-            why they are refused.
+        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, else `"packed"`,
+            with the attention that it takes where not every one will do.
         rows_share (`float`): Share of the decoder's work, by its weights, that runs on rows and not on packed tokens.
     """
 
@@ -174,7 +173,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     machine = Machine.of()
     dtypes = _dtypes(machine)
     dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
         f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
@@ -247,7 +246,7 @@ def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
-        return "refused: tokens of an image see each other, and a packed batch is attended causally"
+        return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
 
 
@@ -278,9 +277,9 @@ def describe_system() -> dict[str, Any]:
         ],
         "kernels": {
             "torch_varlen": torch_varlen_is_complete(),
-            **{name: _version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
-            "hub": _version("kernels"),
-            "triton": _version("triton"),
+            **{name: installed_version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
+            "hub": installed_version("kernels"),
+            "triton": installed_version("triton"),
         },
     }
 
@@ -308,10 +307,3 @@ def _dtypes(machine: Machine) -> dict[str, str]:
     if machine.device == "cpu":
         return {"float32": "yes", "float16": "slow: use bfloat16 or float32", "bfloat16": "yes"}
     return {"float32": "yes", "float16": "yes", "bfloat16": "depends on the device"}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

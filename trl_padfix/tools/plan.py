@@ -18,7 +18,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .reading import reading
 
 
-__all__ = ["Memory", "ModelSizes", "Plan", "Training", "accelerate_config", "choose", "flags", "load_sizes", "memory"]
+__all__ = [
+    "Memory",
+    "ModelSizes",
+    "Plan",
+    "Training",
+    "accelerate_config",
+    "flags",
+    "load_sizes",
+    "memory",
+    "smallest_fit",
+]
 
 ROOM = 0.92
 """Share of a GPU's memory that is planned with; the rest is for the context, the allocator's gaps and the kernels."""
@@ -218,7 +228,7 @@ def memory(sizes: ModelSizes, how: Training) -> Memory:
     return Memory(items, per_token)
 
 
-def choose(
+def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, lora: int = 0, reference: bool = False,
     head_tokens: int = 1024,
 ) -> Plan:  # fmt: skip

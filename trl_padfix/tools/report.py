@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from ..files import write_whole
+from ..versions import installed_version
 
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
@@ -31,13 +31,6 @@ _MEANS = (
 
 _REWARDS = "rewards/accuracies"
 _PACKAGES = ("trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -98,7 +91,7 @@ def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -
     found = {
         "metrics": metrics,
         "configuration": {"class": type(config).__name__, **config.to_dict()},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         "history": history,
     }
     text = json.dumps(found, indent=2, default=str) + "\n"

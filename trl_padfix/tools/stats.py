@@ -1,8 +1,9 @@
 """
 What a dataset's lengths say about padding, before anything is trained.
 
-Rows are tokenized as TRL's trainers do; what is kept of them is their lengths. Everything else is counted from those:
-how many tokens batches hold, what `max_length` cuts off, and how long processes would wait for one another.
+Rows are tokenized as TRL's trainers do; what is kept of them is their lengths, and what they begin with in common.
+Everything else is counted from those: how many tokens batches hold, what `max_length` cuts off, and how long processes
+would wait for one another.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.steps.costs import RowCosts, pair_costs, text_costs
+from ..trainers.steps.costs import RowCosts, pair_costs, prefix_costs, text_costs
 from ..trainers.steps.dealing import balance, split
+from ..trainers.steps.grouping import prefix_order
 from .data import checked_rows
 
 
@@ -41,8 +43,13 @@ __all__ = [
 LARGEST_STEP = 2**15
 """Most rows of an optimizer step that is simulated: some ten seconds."""
 
+_PAIR = ("prompt", "chosen", "rejected")
+
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
+
+SHARED = 512
+"""Random batches that are sorted, to count what different rows of a batch begin with in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +59,13 @@ class Lengths:
 
     Attributes:
         parts (`dict[str, np.ndarray]`): `prompt`, `chosen` and `rejected` of pairs, or `text`; each of shape `(n,)`.
+        sorted (`tuple[np.ndarray, np.ndarray]`, *optional*):
+            The rows sorted by their prompts or texts, and how many tokens each has in common with the one before it,
+            both `(n,)`; by default nothing is in common.
     """
 
     parts: dict[str, np.ndarray]
+    sorted: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def are_pairs(self) -> bool:
@@ -75,19 +86,29 @@ class Lengths:
         if not self.are_pairs or max_length is None or truncation_mode != "keep_start":
             return self
         keep = self.parts["prompt"] < max_length
-        return Lengths({name: part[keep] for name, part in self.parts.items()})
+        kept = None if self.sorted is None else RowCosts(self.parts["prompt"], *self.sorted)[keep]
+        parts = {name: part[keep] for name, part in self.parts.items()}
+        return Lengths(parts, kept and (kept.order, kept.common))
 
     def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
-        """Tokens that each row puts through the decoder without padding, with its prompt computed once or not."""
-        if not self.are_pairs:
-            return text_costs(self.parts["text"], max_length=max_length)
-        own = np.arange(len(self)) if sharing else None
-        return pair_costs(**self.parts, prompts=own, max_length=max_length, truncation_mode=truncation_mode)
+        """Tokens that rows put through the decoder without padding, with common prefixes computed once or not."""
+        how = {"max_length": max_length, "truncation_mode": truncation_mode}
+        if self.are_pairs:
+            begins = self.parts["prompt"]
+            own = pair_costs(**self.parts, prompts=np.arange(len(self)) if sharing else None, **how)
+        else:
+            begins, own = self.parts["text"], text_costs(self.parts["text"], max_length=max_length)
+        if not sharing or self.sorted is None:
+            return own
+        if max_length is not None:
+            cut = (self.sequences > max_length).any(1) & (truncation_mode == "keep_end")
+            begins = np.where(cut, 0, np.minimum(begins, max_length))
+        return prefix_costs(own.each, begins, *self.sorted)
 
 
 @dataclass(frozen=True)
 class BatchTokens:
-    """Tokens of random batches of one size, on average: with padding, without, and without repeated prompts."""
+    """Tokens of random batches of one size, on average: with padding, without, and without repeated prefixes."""
 
     batch_size: int
     padded: float
@@ -113,7 +134,7 @@ class Waiting:
 
 def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
     """
-    Tokenize a dataset as TRL does, and keep its lengths.
+    Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -133,16 +154,24 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")
     columns = set(dataset.column_names)
-    count = _pair_lengths if {"chosen", "rejected"} <= columns else _text_lengths
-    if count is _text_lengths and not columns & {"text", "messages"} and not {"prompt", "completion"} <= columns:
+    if not columns & {"text", "messages"} and not any(
+        parts <= columns for parts in ({"chosen", "rejected"}, {"prompt", "completion"})
+    ):
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
             "`messages`, or `prompt` and `completion`: rename its columns."
         )
     size = 1000
     batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
-    found = [count(list(checked_rows(dataset, b, b + size)), tokenizer) for b in batches]
-    return Lengths({name: np.concatenate([lengths[name] for lengths in found]) for name in found[0]})
+    lengths: dict[str, list[int]] = {}
+    begins: list[np.ndarray] = []
+    for at in batches:
+        for row in token_rows(list(checked_rows(dataset, at, at + size)), tokenizer):
+            ids = {"text": row["input_ids"]} if "input_ids" in row else {n: row[f"{n}_ids"] for n in _PAIR}
+            for name, part in ids.items():
+                lengths.setdefault(name, []).append(len(part))
+            begins.append(np.array(next(iter(ids.values())), dtype=np.uint32))
+    return Lengths({name: np.array(part, dtype=np.int64) for name, part in lengths.items()}, prefix_order(begins))
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
@@ -206,14 +235,17 @@ def batch_tokens(
     """
     sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
     real = lengths.costs(max_length, sharing=False, **how).each
-    distinct = lengths.costs(max_length, **how).each
+    costs = lengths.costs(max_length, **how)
     draw = np.random.default_rng(seed)
     found = []
     for size in (s for s in batch_sizes if s <= len(lengths)):
         whole = len(lengths) // size * size
         orders = np.stack([draw.permutation(len(lengths))[:whole] for _ in range(DRAWS)]).reshape(-1, size)
         padded = sequences[orders].max((1, 2)) * size * sequences.shape[1]
-        found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), distinct[orders].sum(1).mean()))
+        distinct = costs.each[orders].sum(1).mean()
+        if costs.common.any():
+            distinct -= np.mean([costs[batch].common.sum() for batch in orders[:SHARED]])
+        found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), float(distinct)))
     return found
 
 
@@ -321,23 +353,6 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
     whole = _token_ids(rows, names, tokenizer)
     prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
     return [{"input_ids": ids, "prompt": _common(p, ids)} for p, ids in zip(prompts, whole, strict=True)]
-
-
-def _pair_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
-    if "prompt" not in rows[0]:
-        rows = [extract_prompt(row) for row in rows]
-    prompts = _token_ids(rows, ["prompt"], tokenizer)
-    chosen, rejected = (_token_ids(rows, ["prompt", side], tokenizer) for side in ("chosen", "rejected"))
-    # As in TRL, the prompt ends where its tokens and those of a whole row part.
-    parted = [min(_common(p, c), _common(p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
-    prompt = np.array(parted, dtype=np.int64)
-    whole = {"chosen": chosen, "rejected": rejected}
-    return {"prompt": prompt} | {name: np.array([len(row) for row in ids]) - prompt for name, ids in whole.items()}
-
-
-def _text_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
-    names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
-    return {"text": np.array([len(ids) for ids in _token_ids(rows, names, tokenizer)], dtype=np.int64)}
 
 
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

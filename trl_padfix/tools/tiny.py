@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -116,24 +116,42 @@ def build_qwen2(
         **config:
             More of [`~transformers.Qwen2Config`].
     """
-    fork = torch.random.fork_rng(devices=[])
-    with fork:
+    made = Qwen2Config(
+        **_sizes(tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size),
+        tie_word_embeddings=True,
+        **config,
+    )
+    return _seeded(lambda: Qwen2ForCausalLM(made), seed)
+
+
+def _sizes(
+    tokenizer: PreTrainedTokenizerFast,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    kv_heads: int,
+    intermediate_size: int,
+    vocab_size: int | None = None,
+) -> dict[str, Any]:
+    """The same under the names of a configuration, with the vocabulary and the special tokens of a tokenizer."""
+    return dict(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+
+
+def _seeded(build: Callable[[], Any], seed: int) -> Any:
+    """What `build` returns from this seed; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=vocab_size or len(tokenizer),
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                tie_word_embeddings=True,
-                **config,
-            )
-        )
+        return build()
 
 
 def build_hybrid(
@@ -163,28 +181,17 @@ def build_hybrid(
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     size = hidden_size // heads
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3_5ForCausalLM(
-            Qwen3_5TextConfig(
-                vocab_size=vocab_size or len(tokenizer),
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                head_dim=size,
-                linear_num_key_heads=linear_heads,
-                linear_num_value_heads=linear_heads,
-                linear_key_head_dim=size,
-                linear_value_head_dim=size,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                tie_word_embeddings=True,
-                **config,
-            )
-        )
+    made = Qwen3_5TextConfig(
+        **_sizes(tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size),
+        head_dim=size,
+        linear_num_key_heads=linear_heads,
+        linear_num_value_heads=linear_heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        tie_word_embeddings=True,
+        **config,
+    )
+    return _seeded(lambda: Qwen3_5ForCausalLM(made), seed)
 
 
 def build_llava(
@@ -230,17 +237,7 @@ def build_llava(
         image_size=image_size,
         patch_size=patch_size,
     )
-    text = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
+    text = Qwen2Config(**_sizes(tokenizer, 2, 128, 4, 2, 352))
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,
@@ -249,6 +246,4 @@ def build_llava(
         vision_feature_select_strategy="full",
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlavaForConditionalGeneration(config), processor
+    return _seeded(lambda: LlavaForConditionalGeneration(config), seed), processor

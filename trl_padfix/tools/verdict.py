@@ -11,23 +11,21 @@ counts alone are the estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.call.layout_of import KEYS_PER_TOKEN
-from ..core.layout.trie import merge_prefixes
-from ..trainers.steps.grouping import group_rows
+from ..trainers.steps.grouping import group_rows, prefix_order
 from ..trainers.steps.measures import PairMeasure, TextMeasure
 from .data import checked_rows
 from .stats import token_rows
 
 
-__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+__all__ = ["PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
 
 SAMPLE = 4096
 """Rows that are looked at, the first ones: rows that begin alike often stand together."""
@@ -98,6 +96,11 @@ class Verdict:
         by_work = self.padded * (1 + SCORING) / (self.tokens + SCORING * self.scored)
         return by_work * self.by_tokens**GROWTH
 
+    def to_dict(self, data: str) -> dict[str, Any]:
+        """For JSON, with what follows from the counts, and the verdict on `data` in words."""
+        derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
+        return asdict(self) | derived | {"lines": verdict_lines(self, data)}
+
 
 @dataclass(frozen=True)
 class PrefixTree:
@@ -147,7 +150,7 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
+def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
     """
     Count what the batches of a sample cost in every way.
 
@@ -164,10 +167,10 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
     Example:
 
     ```python
-    >>> from trl_padfix.tools.verdict import judge
+    >>> from trl_padfix.tools.verdict import advise
 
     >>> rows = [{"input_ids": [group] * 90 + [i] * 10, "scored": 10} for i in range(8) for group in (1, 2)]
-    >>> found = judge(rows, batch_size=4, budget=400)
+    >>> found = advise(rows, batch_size=4, budget=400)
     >>> found.real, found.grouped < found.auto < found.real, found.groups
     (400.0, True, True)
 
@@ -214,9 +217,8 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
 def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
     """The sequences of a sample in sorted order."""
     sequences = [s for row in rows for s in _sequences(row) if len(s)]
-    lengths = [len(s) for s in sequences]
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences))], lengths)
-    return PrefixTree(np.array(lengths)[order], np.array(shared))
+    order, common = prefix_order(sequences)
+    return PrefixTree(np.array([len(s) for s in sequences])[order], common)
 
 
 def verdict_lines(found: Verdict, data: str) -> list[str]:
@@ -266,9 +268,7 @@ def _sequences(row: dict[str, Any]) -> list[list[int]]:
 
 def _counts(sequences: list[list[int]]) -> tuple[int, int]:
     """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
-    lengths = [len(s) for s in sequences if len(s)]
-    real = sum(lengths)
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences).astype(np.int64))], lengths)
-    saved = sum(shared)
-    keys = sum(lengths[row] for row, own in zip(order, shared, strict=True) if lengths[row] > own)
+    order, common = prefix_order(sequences)
+    lengths = np.array([len(s) for s in sequences])[order]
+    real, saved, keys = (int(tokens.sum()) for tokens in (lengths, common, lengths[lengths > common]))
     return real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real

@@ -60,7 +60,7 @@ from .checks import (
 from .compilation import CompilationMixin
 from .data.batch_layouts import LayoutLoadingMixin, without_layouts
 from .data.row_checks import check_ids, image_token_ids
-from .field_types import check_field_types, check_processing_class, field_set
+from .field_types import check_field_types, check_processing_class, temporarily_set
 from .saving.whole_checkpoints import WholeCheckpointsMixin
 from .watch.finite import FiniteMixin, check_weights
 from .watch.token_counts import TokenCounter, TokenCountsMixin
@@ -110,7 +110,7 @@ class PaddingRemovalMixin(TokenCountsMixin, LayoutLoadingMixin, CompilationMixin
             self._check_before(config, given)
             try:
                 # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-                with field_set(config, "padding_free", False), self._without_whole_compilation(config):
+                with temporarily_set(config, "padding_free", False), self._without_whole_compilation(config):
                     super().__init__(*args, **kwargs)
                 self.padding_free = self._removes_padding
                 self._set_up_padding()

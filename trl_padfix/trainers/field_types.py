@@ -1,23 +1,28 @@
-"""Fields of a configuration and arguments of a trainer that are of another type than is meant."""
+"""The fields of a configuration: their types, their texts for `--help`, and values of another type than is meant."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers import ProcessorMixin
 from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
+    from ..core.attention.backends import Implementation
+
     Sharing = bool | Literal["auto"]
 else:
 
     class Sharing:
-        """What `--prefix_sharing` stands for on the command line and in YAML: `True`, `False` or `"auto"`."""
+        """Type of `prefix_sharing`, called with its text on the command line or in YAML."""
 
         def __new__(cls, value: str) -> bool | str:
             return "auto" if value.strip().lower() == "auto" else string_to_bool(value)
@@ -28,14 +33,12 @@ __all__ = [
     "check_field_types",
     "check_prefix_sharing",
     "check_processing_class",
-    "field_set",
+    "help_from_docstring",
     "parse_implementation",
+    "temporarily_set",
 ]
 
-
-if TYPE_CHECKING:
-    from ..core.attention.backends import Implementation
-
+Configuration = TypeVar("Configuration", bound=type)
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
@@ -43,9 +46,28 @@ OURS = ("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "
         "exact_eval_means", "pool_last_token")  # fmt: skip
 
 
+def help_from_docstring(config: Configuration) -> Configuration:
+    """
+    Class decorator that gives fields without a `help` the texts of the configuration's docstring.
+
+    Args:
+        config (`type`):
+            A dataclass, in whose docstring each field has an entry of its own, of this form.
+
+    Returns:
+        The same class. A field that it inherits is described in all classes that have it.
+    """
+    entries = re.findall(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n)+)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    for field in fields(config):  # type: ignore[arg-type]
+        if field.name in texts and "help" not in field.metadata:
+            field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+    return config
+
+
 def check_field_types(config: Any) -> None:
     """
-    Check fields that Python would take for something else.
+    Refuse values that Python would silently take for something else.
 
     Args:
         config ([`DPOConfig`] or another, *optional*):
@@ -94,7 +116,7 @@ def check_processing_class(processing_class: Any) -> None:
 
 def parse_implementation(value: Any) -> Implementation | None:
     """
-    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+    Parse an attention implementation, given in Python, in YAML or as a flag, where a mapping is a JSON string.
 
     Raises:
         TypeError: If it is neither a name nor a mapping of parts to names.
@@ -129,8 +151,8 @@ def parse_implementation(value: Any) -> Implementation | None:
 
 
 @contextlib.contextmanager
-def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """`config.name` set to `value` until the block ends; nothing where there is no config."""
+def temporarily_set(config: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `config.name` to `value` until the block ends; nothing happens without a config or such a field."""
     if config is None or not hasattr(config, name):
         yield
         return

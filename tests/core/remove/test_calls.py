@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kit.models import COLUMNS, CONFIGS, ROWS, batch, build, padded_positions, real_logps
-from kit.numbers import (
+from kit.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -22,6 +21,7 @@ from kit.numbers import (
     lora,
     weighted_sum,
 )
+from kit.models import COLUMNS, CONFIGS, ROWS, batch, build, padded_positions, real_logps
 
 from trl_padfix import PaddingRemovalError, remove_padding
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import transformers
 from kit.cells import every_pair
-from kit.models import batch, build
-from kit.numbers import (
+from kit.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -23,6 +22,7 @@ from kit.numbers import (
     lora,
     weighted_sum,
 )
+from kit.models import batch, build
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_padfix import remove_padding

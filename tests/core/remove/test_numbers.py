@@ -11,8 +11,7 @@ import hypothesis
 import pytest
 import torch
 from kit.cells import every_pair, once_each
-from kit.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, padded_positions, real_logps
-from kit.numbers import (
+from kit.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -30,6 +29,7 @@ from kit.numbers import (
     padded_numbers,
     weighted_sum,
 )
+from kit.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, padded_positions, real_logps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_padfix.core.call.layout_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from kit.family_outcomes import leaking_layouts
+from kit.model_numbers import SHARING, TINY, attached_parts
 from kit.models import batch, build, real_logps
-from kit.numbers import SHARING, TINY, attached_parts
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
-__all__ = ["forget_order_of_calls", "gathers_in_parts"]
+__all__ = ["forget_order_of_calls", "gathered_head", "gathers_in_parts"]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -41,6 +44,38 @@ def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
     """
     if _is_of_zero_3(model):
         model.get_input_embeddings()(ids[:1, :1])
+
+
+@contextmanager
+def gathered_head(model: Any, decoder: nn.Module) -> Iterator[None]:
+    """
+    Gather an LM head that FSDP2 shards on its own, once the decoder is through: for a loss that reads its weight.
+
+    TRL's fused head (1.16) does not call the module, and takes `weight.full_tensor()`: backward, each process then
+    keeps the rows that it stores from its own gradient, and nothing is averaged. accelerate (1.15) shards the head
+    together with the final norm, whose call gathers both, and on its own where it does not find that norm, as in
+    models with images. Of a head that is gathered the gradient is averaged when the backward pass ends.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model whose forward runs within the block.
+        decoder (`torch.nn.Module`):
+            Its decoder.
+    """
+    head = model.get_output_embeddings()
+    if not hasattr(head, "unshard"):  # as units of FSDP2 have
+        yield
+        return
+
+    def gather(*_: Any) -> None:
+        if torch.is_grad_enabled() and isinstance(head.weight, DTensor) and head.weight.requires_grad:
+            head.unshard()
+
+    hook = decoder.register_forward_hook(gather)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _is_of_zero_3(module: nn.Module) -> bool:

@@ -8,7 +8,6 @@ machine that drifts drifts for all of them. Losses and gradients of the variants
 
 from __future__ import annotations
 
-import json
 import platform
 import random
 import statistics
@@ -29,29 +28,29 @@ from ...trainers.steps.dealing import split
 from ...trainers.steps.grouping import group_rows
 from ...trainers.steps.measures import PairMeasure, RowMeasure, TextMeasure
 from .building import build, computed_dtype
-from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
+from .data import equal_length_pairs, load_dialogues, load_pairs, made_up, pairs_of_lengths, parse_lengths
 from .peak import Peak
 from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, decoder_inputs, step_flops
-from .tree import Tree, parse_tree, tree_pairs, tree_rows
+from .tree import RolloutTree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
-    "Tree",
+    "RolloutTree",
     "Variant",
     "VariantResult",
     "describe",
     "equal_length_pairs",
     "load_dialogues",
     "load_pairs",
+    "made_up",
     "pairs_of_lengths",
     "parse_lengths",
     "parse_tree",
     "run",
-    "to_json",
     "tree_pairs",
     "tree_rows",
 ]
@@ -107,7 +106,9 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
     plans = {v.name: [[*w] for w in warmup] + _batches(step, v, counted, settings) for v in variants}
     figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
     longest = max(len(plan) for plan in plans.values())
-    peak = Peak(settings.device, computed_dtype(settings.dtype), settings.peak_tflops)
+    # Norms, softmax and loss are computed in float32 whatever the rest is.
+    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
     for i in range(longest):
         if deadline is not None and time.monotonic() > deadline:
@@ -152,7 +153,6 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
                 grad_norm=statistics.mean(f["grad_norm"] for f in found),
                 kept_mib=_kept_mib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 step_seconds=[round(s, 4) for s in seconds],
-                **_waits(step, variant, plans[variant.name][settings.warmup], settings),
             )
         )
     return results
@@ -184,11 +184,6 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def to_json(results: list[VariantResult], about: dict[str, Any]) -> str:
-    """The results with what they were measured on."""
-    return json.dumps({**about, "variants": [asdict(r) for r in results]}, indent=2)
 
 
 def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: BenchSettings) -> list[list[int]]:
@@ -284,14 +279,6 @@ def _kept_mib(
     largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
     with attached(step, variant):
         return step.kept_mib(_batch(step, variant, plan[largest]), variant)
-
-
-def _waits(step: Step, variant: Variant, rows: list[int], settings: BenchSettings) -> dict[str, int]:
-    """Launches and waits of one step, on a device that counts them."""
-    if settings.device != "cuda":
-        return {}
-    with attached(step, variant):
-        return step.count_launches(_batch(step, variant, rows), variant)
 
 
 def _weighted(figures: list[dict[str, float]], quantity: str) -> float:

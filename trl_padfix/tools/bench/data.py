@@ -8,9 +8,10 @@ import torch
 from datasets import Dataset
 
 from ..data import checked_rows, load_rows
+from .tree import parse_tree, tree_pairs, tree_rows
 
 
-__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "pairs_of_lengths", "random_completions"]
+__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "made_up", "pairs_of_lengths", "random_completions"]
 
 
 def load_pairs(data: str) -> Dataset:
@@ -89,6 +90,30 @@ def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0
         _ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion)
     )
     return _pairs(prompts, chosen, rejected, seed)
+
+
+def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
+    """
+    `count` tokenized rows of `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for
+    data of another name.
+
+    For SFT a pair is its prompt with the chosen completion.
+
+    Raises:
+        ValueError: If what follows the name gives no sizes.
+    """
+    if tree := parse_tree(data):
+        return (tree_rows if trainer == "sft" else tree_pairs)(tree, count, seed)
+    lengths = parse_lengths(data)
+    if lengths is None and data != "equal":
+        return None
+    pairs = (
+        equal_length_pairs(count, seed=seed) if lengths is None else pairs_of_lengths(count, *lengths, spread, seed)
+    )
+    if trainer != "sft":
+        return pairs
+    rows = [row["prompt_ids"] + row["chosen_ids"] for row in pairs]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
 def parse_lengths(data: str) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -24,26 +25,32 @@ class Peak:
 
     Args:
         device (`str`): `"cpu"` or `"cuda"`.
-        dtype (`torch.dtype`): Of the factors.
+        dtypes (`Sequence[torch.dtype]`):
+            Precisions that the step uses. The best of them counts: bfloat16 is slower than float32 on CPUs that have
+            no instructions for it.
         given (`float`, *optional*): TFLOP/s of the device, to be used instead.
     """
 
-    def __init__(self, device: str, dtype: torch.dtype, given: float | None = None):
-        self.device, self.dtype, self.given = device, dtype, given
+    def __init__(self, device: str, dtypes: Sequence[torch.dtype], given: float | None = None):
+        self.device, self.dtypes, self.given = device, dtypes, given
         self.measured = 0.0
+        self._fastest: tuple[int, torch.dtype] | None = None
 
     def measure(self, times: int = 1) -> None:
-        """Multiply matrices of every size, and keep the best rate."""
+        """Multiply matrices, the first time of every size and precision, later those that were fastest."""
         if self.given is not None:
             return
-        for size in SIZES[self.device]:
-            factor = torch.randn(size, size, device=self.device, dtype=self.dtype)
+        every = [(size, dtype) for dtype in self.dtypes for size in SIZES[self.device]]
+        for size, dtype in every if self._fastest is None else [self._fastest]:
+            factor = torch.randn(size, size, device=self.device, dtype=dtype)
             for _ in range(times):
                 _wait(self.device)
                 start = time.perf_counter()
                 torch.mm(factor, factor)
                 _wait(self.device)
-                self.measured = max(self.measured, 2 * size**3 / (time.perf_counter() - start) / 1e12)
+                tflops = 2 * size**3 / (time.perf_counter() - start) / 1e12
+                if tflops > self.measured:
+                    self.measured, self._fastest = tflops, (size, dtype)
 
     @property
     def tflops(self) -> float:

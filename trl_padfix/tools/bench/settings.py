@@ -143,9 +143,6 @@ class VariantResult:
         token_limit (`float`): Tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone.
         mfu (`float`): Arithmetic that the distinct tokens need at the least ([`step_flops`]) over time and peak.
         peak_gib (`float`, *optional*): Peak memory of its largest step.
-        launches (`int`, *optional*): Kernels that a step without its optimizer launches; on CUDA only.
-        synchronisations (`int`, *optional*): Times that the host waits for the device in it; on CUDA only.
-        own_synchronisations (`int`, *optional*): Those of them that a line of this package causes.
         kept_mib (`float`, *optional*): What the graph of its largest step keeps for the backward.
         loss (`float`): Mean over rows, for SFT over labelled tokens.
         grad_norm (`float`): Mean over steps.
@@ -166,6 +163,3 @@ class VariantResult:
     grad_norm: float
     step_seconds: list[float] = field(repr=False)
     kept_mib: float | None = None
-    launches: int | None = None
-    synchronisations: int | None = None
-    own_synchronisations: int | None = None

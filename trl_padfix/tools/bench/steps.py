@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from ...trainers.data.collators import DataCollatorForLanguageModeling, DataColl
 if TYPE_CHECKING:
     from .settings import BenchSettings, Variant
 
-__all__ = ["Step", "attached", "decoder_inputs", "launches_and_waits", "step_flops"]
+__all__ = ["Step", "attached", "decoder_inputs", "step_flops"]
 
 
 COLLATORS = {
@@ -90,7 +88,7 @@ class Step:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = self._forward_and_backward(batch, host, variant)
+        loss = self.forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
         if cuda:
@@ -104,7 +102,7 @@ class Step:
         self.trainer.optimizer.zero_grad()
         return figures
 
-    def _forward_and_backward(
+    def forward_and_backward(
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
@@ -117,20 +115,6 @@ class Step:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():
                 return self.trainer.compute_loss(self.trainer.model, batch)
-
-    def count_launches(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, int]:
-        """Kernels that a step launches, and waits of the host in it, on CUDA; its optimizer is left out."""
-        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with warnings.catch_warnings(record=True) as said, torch.profiler.profile(activities=activities) as profile:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                self._forward_and_backward(batch, host, variant)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        self.trainer.optimizer.zero_grad()
-        return launches_and_waits([event.name() for event in profile.profiler.kineto_results.events()], said)
 
     def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
         """What the graph of a step keeps for its backward, each storage once; weights and the batch left out."""
@@ -148,7 +132,7 @@ class Step:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            self._forward_and_backward(batch, host, variant, backward=False)
+            self.forward_and_backward(batch, host, variant, backward=False)
         return sum(kept.values()) / 2**20
 
     def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
@@ -183,26 +167,6 @@ def _projected(gradient: torch.Tensor) -> float:
     """
     flat = gradient.flatten()
     return torch.dot(flat.float(), torch.arange(len(flat), device=flat.device).float().cos()).item()
-
-
-def launches_and_waits(events: Iterable[str], said: Iterable[Any]) -> dict[str, int]:
-    """
-    Counts of a step on CUDA.
-
-    Args:
-        events (`Iterable[str]`):
-            Names of what the profiler saw; launches are calls of the runtime or the driver.
-        said (`Iterable[warnings.WarningMessage]`):
-            Warnings of torch's debug mode for synchronisations, each with the line that waited.
-    """
-    waits = [w for w in said if "synchronizing CUDA operation" in str(w.message)]
-    bench, package = (str(Path(__file__).parents[n]) for n in (0, 2))
-    own = [w for w in waits if w.filename.startswith(package) and not w.filename.startswith(bench)]
-    return {
-        "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in events),
-        "synchronisations": len(waits),
-        "own_synchronisations": len(own),
-    }
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from ...core.call.pooled import Pooled
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatMaps
 from ...core.layout.layout import Layout
-from ..field_types import field_set
+from ..field_types import temporarily_set
 
 
 __all__ = [
@@ -262,7 +262,7 @@ class LayoutLoadingMixin:
         # For one process accelerate would dispatch the batches of a stream to itself, tensor by tensor.
         config = self.accelerator.dataloader_config
         dispatch = False if config.dispatch_batches is None and _is_stream(dataset) else config.dispatch_batches
-        with field_set(self, "data_collator", collator), field_set(config, "dispatch_batches", dispatch):
+        with temporarily_set(self, "data_collator", collator), temporarily_set(config, "dispatch_batches", dispatch):
             yield
 
     def _layout_collator(self, dataset: Any, is_training: bool) -> Any:

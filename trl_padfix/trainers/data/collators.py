@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
 import trl.trainer.sft_trainer as trl_sft
+
+from .row_checks import worth_a_warning
 
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,9 @@ class SidedCollator:
     """
     What the collators of this package add to TRL's; a mixin, in front of TRL's class.
 
-    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has looked
-    at its data before the first step, and does not stop for what a stream brings later: with `for_trainer` such rows
-    are counted, warned about, and weigh what they weigh in TRL's trainer.
+    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has checked
+    its dataset before the first step, and does not stop for such a row of a stream: with `for_trainer` these rows are
+    counted, warned about, and weigh what they weigh in TRL's trainer.
     """
 
     padding_side: str = "right"
@@ -57,13 +59,19 @@ class SidedCollator:
             return
         if not self.for_trainer:
             raise ValueError(error)
-        before = self.odd_rows[treatment]
         self.odd_rows[treatment] += len(rows)
-        if before == 0 or len(str(before)) < len(str(self.odd_rows[treatment])):  # the 1st, 10th, 100th, ...
+        if worth_a_warning(self.odd_rows[treatment], len(rows)):
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
 
+    def refuse_empty(
+        self, examples: list[dict[str, Any]], side: str, error: Callable[[str, str], str], treatment: str
+    ) -> None:
+        """[`refuse_or_count`] of the pairs of which one side has no token; `error` takes the side and which pair."""
+        rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
+        self.refuse_or_count(rows, error(side, f"pair {rows[0]} of the batch") if rows else "", treatment)
+
     def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Examples in which one with token ids that the model has no embedding for is empty, and counted."""
+        """The examples; one with token ids that the model has no embedding for is made empty, and counted."""
         if self.vocabulary is None:
             return examples
         rows = [i for i, example in enumerate(examples) if any(self._unknown(example))]
@@ -94,7 +102,7 @@ class SidedCollator:
                         yield value
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
+        """A right-padded batch in which an empty row has one token to attend to: a pad token without a label."""
         empty = batch["attention_mask"].sum(1) == 0
         if not empty.any():
             return batch
@@ -107,7 +115,7 @@ class SidedCollator:
         return batch
 
     def on_side(self, batch: dict[str, Any], every: str, remedy: str = "") -> dict[str, Any]:
-        """A right-padded batch of prompts and completions on the wanted side."""
+        """A right-padded batch of prompts and completions, moved to `padding_side`; `every` names a row in errors."""
         if self.padding_side == "right":
             return batch
         moved = pad_left(batch)
@@ -146,8 +154,8 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
             Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
             being errors. Trainers, which have checked their data before the first step, set it.
         vocabulary (`int`, *optional*):
-            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
-            Trainers set it for streams.
+            Number of the model's embeddings. A row that holds an id beyond them counts as an empty one. Trainers set
+            it for streams.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
@@ -173,8 +181,7 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         for side in ("chosen", "rejected"):
-            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
-            self.refuse_or_count(rows, empty_completion(side, f"pair {rows[0]} of the batch") if rows else "", EMPTY)
+            self.refuse_empty(examples, side, empty_completion, EMPTY)
         batch = self.without_empty_rows(super().torch_call(examples))
         return self.on_side(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
 
@@ -188,18 +195,8 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     chosen sequences, then the rejected ones.
 
     Args:
-        pad_token_id (`int`):
-            Token ID to pad with.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the length of the batch to a multiple of this.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`.
-        for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
-            being errors. Trainers, which have checked their data before the first step, set it.
-        vocabulary (`int`, *optional*):
-            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
-            Trainers set it for streams.
+        pad_token_id, pad_to_multiple_of, padding_side, for_trainer, vocabulary:
+            As in [`DataCollatorForPreference`].
 
     Raises:
         ValueError: For another `padding_side`, and for a pair with an empty sequence.
@@ -220,10 +217,8 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         for side in ("chosen", "rejected"):
-            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
-            where = f"pair {rows[0]} of the batch" if rows else ""
-            self.refuse_or_count(
-                rows, empty_sequence(side, where), "sequences have no token; they are scored as one pad token"
+            self.refuse_empty(
+                examples, side, empty_sequence, "sequences have no token; they are scored as one pad token"
             )
         batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
@@ -241,17 +236,12 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     sequences stay apart.
 
     Args:
-        pad_token_id (`int`):
-            Token ID to pad with.
+        pad_token_id, pad_to_multiple_of, padding_side, vocabulary:
+            As in [`DataCollatorForPreference`].
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to lay all rows behind one another in one row, with positions and no mask.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the length of the batch to a multiple of this.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
-            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
+            As in [`DataCollatorForPreference`]; also, first tokens keep their labels, which trainers drop later.
         **kwargs:
             The other fields of TRL's.
 
@@ -313,7 +303,7 @@ def empty_sequence(side: str, where: str) -> str:
 
 
 def rows_without_prompt(batch: dict[str, Any]) -> list[int]:
-    """Left-padded rows whose first real token is scored."""
+    """Left-padded rows whose first real token belongs to the completion, so that padding would predict it."""
     first = batch["attention_mask"].argmax(1)
     unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
     return unseen.nonzero().flatten().tolist()

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
-from .columns import INSTEAD_OF_CONTENT, ids_outside, may_lack_text
+from .columns import ids_outside, values
 
 
 __all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "sound_rows"]
@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns with text or messages."""
+
+INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
+"""What a message may have in place of its content."""
 
 
 def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
@@ -42,24 +45,16 @@ def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
     columns = tuple(columns)
     if isinstance(dataset, Dataset):
         for column in columns:
-            if column in dataset.column_names and may_lack_text(dataset, column):
-                for number, row in enumerate(dataset.select_columns([column])):
-                    check_row(row, number, (column,), name)
+            if column in dataset.column_names:
+                for number, value in enumerate(values(dataset, column)):
+                    check_row({column: value}, number, (column,), name)
     elif isinstance(dataset, IterableDataset):
         return dataset.filter(SoundRow(name, columns))
     return dataset
 
 
 class SoundRow:
-    """
-    Whether a row of a stream can be trained on; counts and names those that cannot.
-
-    Args:
-        name (`str`):
-            What the stream is for.
-        columns (`tuple[str, ...]`):
-            The columns that are trained on.
-    """
+    """Whether a row of a stream can be trained on, by its `columns`; counts and names those that cannot."""
 
     def __init__(self, name: str, columns: tuple[str, ...]):
         self.name, self.columns, self.left_out = name, columns, 0
@@ -68,11 +63,17 @@ class SoundRow:
         try:
             check_row(row, None, self.columns, self.name)
         except ValueError as error:
-            before, self.left_out = self.left_out, self.left_out + 1
-            if before == 0 or len(str(before)) < len(str(self.left_out)):
+            self.left_out += 1
+            if worth_a_warning(self.left_out):
                 logger.warning(f"So far {self.left_out} rows of the {self.name} stream were left out. {error}")
             return False
         return True
+
+
+def worth_a_warning(count: int, added: int = 1) -> bool:
+    """Whether the 1st, 10th, 100th, ... of what is counted is among the last `added`."""
+    before = count - added
+    return before == 0 or len(str(before)) < len(str(count))
 
 
 def check_ids(dataset: Any, name: str, size: int) -> None:
@@ -83,7 +84,7 @@ def check_ids(dataset: Any, name: str, size: int) -> None:
     if not isinstance(dataset, Dataset):
         return
     for column in dataset.column_names:
-        if not (column == "input_ids" or column.endswith(("_ids", "_input_ids")) or column == "labels"):
+        if not (column.endswith("_ids") or column == "labels"):
             continue
         found = ids_outside(dataset, column, size, ignored=-100 if column == "labels" else None)
         if found is not None:
@@ -96,31 +97,31 @@ def check_ids(dataset: Any, name: str, size: int) -> None:
 
 
 def image_token_ids(config: Any) -> frozenset[int]:
-    """The ids that stand for images, videos and sounds in a model's configuration; some lie beyond its embeddings."""
+    """The ids that stand for images, videos and sounds, by a model's configuration; some lie beyond its embeddings."""
     named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
     return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
 
 
 _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
-"""Tokens that are looked up as any other, and numbers of tokens."""
+"""Beginnings of settings that name a token of text, or a number of tokens."""
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:
     """
-    A row has text, or messages with text, in every column that is trained on.
+    Check that a row has text, or messages with text, in every column that is trained on.
 
     Args:
         row (`dict`):
             A row of a dataset.
         number (`int`, *optional*):
-            Its place in the dataset, counted from 0, if that is known; for the message.
+            Its number in the dataset, counted from 0, if that is known.
         columns (`Iterable[str]`, *optional*):
             The columns that are trained on; those that the row does not have are not asked for.
         of (`str`, *optional*):
-            Name of the dataset, for the message.
+            Name of the dataset.
 
     Raises:
-        ValueError: If one has something else; the message names row, column and value.
+        ValueError: If a column has something else; with the row, the column and the value.
 
     Example:
 

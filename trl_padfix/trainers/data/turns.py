@@ -24,7 +24,7 @@ __all__ = ["check_turn_settings", "check_turns", "expand_datasets", "expand_turn
 logger = get_logger(__name__)
 
 LOOKED_AT = 1000
-"""Rows whose rendered prompt is looked for at the beginning of the rendered row, at most."""
+"""Most rows of a dataset for which [`check_turns`] renders the chat template."""
 
 
 def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
@@ -109,7 +109,7 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
 
 
 def expand_datasets(datasets: Any, name: str) -> Any:
-    """A dataset, or each of several by name, expanded; what is no dataset is left to TRL to refuse."""
+    """[`expand_turns`] of a dataset, or of each in a mapping."""
     if isinstance(datasets, DatasetDict | dict):
         return {key: expand_turns(dataset, f"{name} ({key})") for key, dataset in datasets.items()}
     return datasets if datasets is None else expand_turns(datasets, name)
@@ -118,7 +118,7 @@ def expand_datasets(datasets: Any, name: str) -> Any:
 def check_turn_settings(config: Any) -> None:
     """
     Raises:
-        ValueError: If `expand_turns` is set together with what says otherwise which tokens are trained on.
+        ValueError: If `expand_turns` is set together with a field that chooses other tokens to train on.
     """
     if not getattr(config, "expand_turns", False):
         return
@@ -132,10 +132,10 @@ def check_turn_settings(config: Any) -> None:
 
 def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
     """
-    Look whether the chat template renders the prompt of a turn as the beginning of its row.
+    Check that the chat template renders the prompt of a turn as the beginning of its row.
 
     Raises:
-        ValueError: If it does not: nobody could say which tokens of the row are the turn.
+        ValueError: If it does not, so that it is not known which tokens of the row are the turn.
     """
     if getattr(processing_class, "chat_template", None) is None:
         return  # an error of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,55 @@ from .collators import SidedCollator, pad_left
 __all__ = [
     "DataCollatorForVisionLanguageModeling",
     "DataCollatorForVisionPreference",
-    "check_batch",
+    "VisionCollator",
     "check_ids_of_batch",
-    "copied",
+    "misplaced",
+    "misplaced_images",
     "on_side_with_kl",
 ]
 
 
 @dataclass
-class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisionPreference):
+class VisionCollator(SidedCollator):
+    """What the collators for images and text have in common; a mixin, in front of TRL's class."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = copied(examples)
+        found = misplaced_images(examples, self.processor)  # type: ignore[attr-defined]
+        self.refuse_or_count(
+            [row for row, *_ in found],
+            misplaced(found[0], "the batch") if found else "",
+            "rows have other images than placeholders; they are left to the model",
+        )
+        batch = self.collated(super().torch_call, examples)  # type: ignore[misc]
+        check_ids_of_batch(self, batch, len(examples))
+        return batch
+
+    def collated(self, by_trl: Callable[[Any], Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of TRL's collator; ours, used by itself, refuses a `max_length` that cuts images off."""
+        limit: int | None = self.max_length  # type: ignore[has-type]
+        if limit is None or self.pad_to_multiple_of is not None or self.for_trainer:  # type: ignore[attr-defined]
+            return by_trl(examples)
+        self.max_length = None
+        try:
+            batch = by_trl(examples)
+        finally:
+            self.max_length = limit
+        ids = batch["input_ids"]
+        tokens = _image_tokens(self.processor)  # type: ignore[attr-defined]
+        cut = torch.isin(ids[:, limit:], tokens.to(ids.device)).any(1).nonzero().flatten() % len(examples)
+        if len(cut):
+            raise ValueError(
+                f"`max_length={limit}` cuts images of examples {sorted(set(cut.tolist()))} of the batch: they would "
+                "have fewer placeholders than features. Raise `max_length`, set it to `None`, or let the processor "
+                "make the images smaller."
+            )
+        of_tokens = {k for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == ids.shape}
+        return {k: v[:, :limit] if k in of_tokens else v for k, v in batch.items()}
+
+
+@dataclass
+class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVisionPreference):
     """
     TRL's collator for preference pairs with images, padding on the side you choose.
 
@@ -71,10 +112,7 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = _collated(super(), self, examples)
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
         rows = sorted(set(empty.tolist()))
         within = f"without a token (within `max_length={self.max_length}`)"
@@ -89,22 +127,17 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
 
 
 @dataclass
-class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorForVisionLanguageModeling):
+class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollatorForVisionLanguageModeling):
     """
     TRL's collator for language modelling with images, padding on the side you choose.
 
     The first token of a left-padded row has no label: there is nothing to predict it from.
 
     Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Tokenizes the text and prepares the images.
-        max_length (`int`, *optional*):
-            Longest sequence; of longer ones the end is cut off.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`: of ids, masks, labels and token types alike.
+        processor, max_length, padding_side:
+            As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
-            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
+            As there; also, first tokens keep their labels, which trainers drop later.
         **kwargs:
             The other fields of TRL's.
 
@@ -135,15 +168,12 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = _collated(super(), self, examples)
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
 def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of unpaired preferences on the side of its collator, and with it the mismatched completions."""
+    """Pad a batch of unpaired preferences, and the mismatched completions of its KL term, on the collator's side."""
     for prefix in ("", "KL_"):
         # The two batches may have one shape, so each is moved by its own mask.
         names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
@@ -157,19 +187,13 @@ def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str,
 _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
 
 
-def check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
-    found = misplaced_images(examples, collator.processor)
-    rows, error = [i for i, *_ in found], misplaced(found[0], "the batch") if found else ""
-    collator.refuse_or_count(rows, error, "rows have other images than placeholders; they are left to the model")
-
-
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
     """
     Refuse token ids that the model has no embedding for; what stands for images may lie beyond the vocabulary.
 
     Args:
-        collator (`SidedCollator`):
-            With its `vocabulary`, and the ids of its `stand_ins`.
+        collator ([`SidedCollator`]):
+            Has a `vocabulary`, and `stand_ins`: the ids that stand for images.
         batch (`dict`):
             What was made of `count` rows of the data.
         count (`int`):
@@ -206,7 +230,7 @@ def misplaced(found: tuple[int, int, int], where: str) -> str:
 
 
 def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
-    """Number, images and placeholders of each example that has other images than its text has placeholders for."""
+    """Each example with more or fewer images than placeholders: its number, and how many of both."""
     found = []
     for i, example in enumerate(examples):
         given = len(example["images"])
@@ -228,7 +252,7 @@ def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tup
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """TRL's collators write to the examples; a row without images may hold `None`."""
+    """Copies of the examples, since TRL's collators write to them; `images` is a list in each, perhaps empty."""
     copies = [dict(example) for example in examples]
     for example in copies:
         if "images" in example and example["images"] is None:
@@ -237,28 +261,6 @@ def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
             image = example.pop("image")
             example["images"] = [] if image is None else [image]
     return copies
-
-
-def _collated(parent: Any, collator: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The batch of TRL's collator; used by itself, ours refuses a `max_length` that cuts images off."""
-    if collator.max_length is None or collator.pad_to_multiple_of is not None or collator.for_trainer:
-        return parent.torch_call(examples)
-    limit, collator.max_length = collator.max_length, None
-    try:
-        batch = parent.torch_call(examples)
-    finally:
-        collator.max_length = limit
-    ids = batch["input_ids"]
-    tokens = _image_tokens(collator.processor)
-    cut = torch.isin(ids[:, limit:], tokens.to(ids.device)).any(1).nonzero().flatten() % len(examples)
-    if len(cut):
-        raise ValueError(
-            f"`max_length={limit}` cuts images of examples {sorted(set(cut.tolist()))} of the batch: they would have "
-            "fewer placeholders than features. Raise `max_length`, set it to `None`, or let the processor make the "
-            "images smaller."
-        )
-    shape = ids.shape
-    return {k: v[:, :limit] if isinstance(v, torch.Tensor) and v.shape == shape else v for k, v in batch.items()}
 
 
 def _image_tokens(processor: Any) -> torch.Tensor:

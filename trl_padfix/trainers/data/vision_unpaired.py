@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import trl.trainer.kto_trainer as trl_kto
 
-from .collators import EMPTY, SidedCollator
-from .vision_collators import check_batch, check_ids_of_batch, copied, on_side_with_kl
+from .collators import EMPTY
+from .vision_collators import VisionCollator, on_side_with_kl
 
 
 __all__ = ["DataCollatorForVisionUnpairedPreference"]
 
 
 @dataclass
-class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
     """
     TRL's collator for unpaired preferences with images, padding on the side you choose.
 
@@ -35,10 +36,7 @@ class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollato
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = dict(super().torch_call(examples))
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten().tolist()
         self.refuse_or_count(
             rows,
@@ -47,3 +45,6 @@ class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollato
             EMPTY,
         )
         return on_side_with_kl(self, batch)
+
+    def collated(self, by_trl: Callable[[Any], Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
+        return dict(by_trl(examples))

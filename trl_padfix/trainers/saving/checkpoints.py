@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import pickletools
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -40,10 +39,10 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
             A folder; or `True`, `"true"` or `"latest"` for the newest whole checkpoint of `output_dir`: those that are
             newer and half-written are named in a warning and left out; or `None`, `False`, `"false"` for none.
         output_dir (`str` or `Path`):
-            Where the training saves its checkpoints.
+            Folder of the training's checkpoints.
 
     Returns:
-        `str`, *optional*: its folder; `None` if the training is to begin anew.
+        `str`, *optional*: its folder; `None` if the training begins anew.
 
     Raises:
         ValueError: If there is no whole checkpoint to resume from, or the one that is named is half-written.
@@ -53,9 +52,8 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
         return None
     if word not in NEWEST or Path(str(asked)).is_dir():
         return _named(Path(str(asked)))
-    found = checkpoints_of(output_dir)
     half = []
-    for checkpoint in found:
+    for checkpoint in checkpoints_of(output_dir):
         if (missing := what_is_missing(checkpoint)) is None:
             for skipped in half:
                 logger.warning(f"Skipping {skipped}. Resuming from {checkpoint}.")
@@ -74,9 +72,7 @@ def _named(checkpoint: Path) -> str:
     missing = what_is_missing(checkpoint)
     if missing is None:
         return str(checkpoint)
-    whole = next(
-        (c for c in checkpoints_of(checkpoint.parent) if c != checkpoint and what_is_missing(c) is None), None
-    )
+    whole = _newest_whole(checkpoint.parent)
     remedy = f"the newest whole one beside it is {whole}" if whole else "there is no whole one beside it"
     if not checkpoint.is_dir():
         raise ValueError(
@@ -96,14 +92,14 @@ def checkpoints_of(output_dir: str | Path) -> list[Path]:
     return [folder for _, folder in sorted(numbered, reverse=True)]
 
 
+def _newest_whole(output_dir: str | Path) -> Path | None:
+    return next((c for c in checkpoints_of(output_dir) if what_is_missing(c) is None), None)
+
+
 @contextmanager
 def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
     """
-    Add to the error of a training that cannot write which of its checkpoints are whole.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Where the training saves them.
+    Where a training saves to `output_dir`: an error of writing also says which of its checkpoints is whole.
 
     Raises:
         UnwritableError: In place of an error about a full disk and the like.
@@ -115,12 +111,12 @@ def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
             raise
         there = next(p for p in (Path(output_dir).absolute(), *Path(output_dir).absolute().parents) if p.exists())
         free = f"{shutil.disk_usage(there).free / 2**20:,.0f} MiB are free at {str(there)!r}"
-        whole = [c for c in checkpoints_of(output_dir) if what_is_missing(c) is None]
+        whole = _newest_whole(output_dir)
         safe = "There is no whole checkpoint yet: what was trained is lost."
         if whole:
-            size = sum(path.stat().st_size for path in whole[0].rglob("*") if path.is_file()) / 2**20
+            size = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file()) / 2**20
             safe = (
-                f"The newest whole checkpoint is {whole[0]} (one takes {size:,.0f} MiB): what was trained since is "
+                f"The newest whole checkpoint is {whole} (one takes {size:,.0f} MiB): what was trained since is "
                 "lost, and `--resume_from_checkpoint latest` goes on from it."
             )
         raise UnwritableError(f"the training stopped: {why}. {free}. {safe}") from error
@@ -131,10 +127,6 @@ def what_is_missing(checkpoint: str | Path) -> str | None:
     Which file of a checkpoint is not there or not whole, or `None` if all are.
 
     Nothing is loaded: of weights the header is read, of what torch saved the directory at the end of the file.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Its folder.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
@@ -195,17 +187,7 @@ def _saves_only_model(folder: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
-        name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
-        return name is not None and _field_of_pickle(archive.read(name), "save_only_model") is True
-
-
-def _field_of_pickle(data: bytes, field: str) -> Any:
-    """What follows a name in the operations of a pickle; nothing is executed."""
-    operations = [(op.name, arg) for op, arg, _ in pickletools.genops(data)]
-    for i, (_, arg) in enumerate(operations):
-        if arg == field:
-            following = next(
-                (n for n, _ in operations[i + 1 :] if not n.startswith(("BINPUT", "LONG_BINPUT", "MEMO"))), ""
-            )
-            return {"NEWTRUE": True, "NEWFALSE": False}.get(following)
-    return None
+        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+    # The name, perhaps an operation that memorizes it (BINPUT, LONG_BINPUT, MEMOIZE), and NEWTRUE.
+    pattern = re.compile(rb"save_only_model(q.|r....|\x94)?\x88", re.DOTALL)
+    return any(pattern.search(data) for data in pickles)

@@ -27,9 +27,9 @@ from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ...core.model.patching import Attachment
-from ..checks import column_names, length_dependent_rope, splitting_parallelism
+from ..checks import column_names, rope_kind_beyond, splitting_parallelism
 from ..data.batch_layouts import images_in, scored, without_layouts
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..watch.exact_means import without_gathering
 from .config import check_token_budget
 from .dealing import StepPlan, split
@@ -126,7 +126,7 @@ class SplittingMixin:
             )
         if splitting_parallelism(self.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
-        if kind := length_dependent_rope(self.model, getattr(self.args, "max_length", None)):
+        if kind := rope_kind_beyond(self.model, getattr(self.args, "max_length", None)):
             return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
@@ -225,8 +225,8 @@ class BudgetMixin(SplittingMixin, StepMixin):
         fields = {"train_dataset": StepRows(rows, self._plan), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
-                stack.enter_context(field_set(self, name, value))
-            stack.enter_context(field_set(self.args, "dataloader_drop_last", False))
+                stack.enter_context(temporarily_set(self, name, value))
+            stack.enter_context(temporarily_set(self.args, "dataloader_drop_last", False))
             return super().get_train_dataloader()
 
     def _measured_images(self, rows: Dataset) -> ImageMeasure:

@@ -18,7 +18,7 @@ __all__ = ["RowCosts", "pair_costs", "prefix_costs", "text_costs"]
 
 
 WORTH_JOINING = 0.1
-"""Share of a row that it must have in common with another one for them to be brought together."""
+"""Rows belong to one group if they have this share of the shorter one's tokens in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class RowCosts:
         return RowCosts(self.each[rows], order, self._between(rank[rows[order]]))
 
     def _between(self, ranks: np.ndarray) -> np.ndarray:
-        """What each row of `ranks`, which ascend, has in common with the one before: the least of all on the way."""
+        """What the sorted rows at these ascending `ranks` have in common with the one before: the least in between."""
         common = np.zeros(len(ranks), dtype=np.int64)
         if len(ranks) > 1:
             found = np.minimum.reduceat(np.append(self.common, 0), ranks + 1)[:-1]
@@ -56,22 +56,22 @@ class RowCosts:
         return common
 
     @property
-    def in_all(self) -> int:
-        """Tokens that all rows begin with."""
+    def common_to_all(self) -> int:
+        """How many tokens all rows begin with in common; 0 for a single row."""
         return int(self.common[1:].min(initial=self.each.max(initial=0))) if len(self) > 1 else 0
 
-    def beyond(self, tokens: int) -> RowCosts:
-        """The costs without the first `tokens` of each row, which they have in common."""
+    def without_common(self, tokens: int) -> RowCosts:
+        """The costs without the first `tokens` of each row, which all of them have in common."""
         return RowCosts(self.each - tokens, self.order, np.maximum(self.common - tokens, 0))
 
     @property
     def joined(self) -> np.ndarray:
         """
-        Whether each row of `order` belongs to the one before it, `(n,)`: a good part of it is in common with it.
+        Whether each row of `order` belongs to the group of the one before it, `(n,)`: they have much in common.
 
-        What all rows have in common counts for nothing, since it is in every batch.
+        What all rows have in common does not count, since it is in every batch.
         """
-        costs = self.beyond(self.in_all)
+        costs = self.without_common(self.common_to_all)
         each, common = costs.each[costs.order], costs.common
         shorter = np.minimum(each, np.roll(each, 1))
         return (common > 0) & (common >= WORTH_JOINING * shorter)
@@ -94,17 +94,15 @@ def pair_costs(
     """
     Tokens of preference pairs, as TRL's collator truncates them.
 
-    Tokens that completions begin with in common are not looked for: what is computed may be less, never more.
+    Tokens that the two completions begin with in common are not counted as shared: the true costs may be lower.
 
     Args:
         prompt, chosen, rejected (`Sequence[int]` of length `n`):
-            Tokens of each part of each pair.
+            How many tokens each part of each pair has.
         prompts (`Sequence[int]` of length `n`, *optional*):
             A number for the prompt of each pair, equal for equal prompts, where prompts are computed once.
-        max_length (`int`, *optional*):
-            Longest row.
-        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
-            `"keep_start"` or `"keep_end"`, which leaves pairs with a truncated row nothing in common.
+        max_length, truncation_mode:
+            As in TRL; `"keep_end"` leaves pairs with a truncated row nothing in common.
 
     Returns:
         [`RowCosts`], a row for each pair.
@@ -144,15 +142,9 @@ def text_costs(tokens: Sequence[int] | np.ndarray, *, max_length: int | None = N
 
 def prefix_costs(each: np.ndarray, keys: np.ndarray, order: np.ndarray, common: np.ndarray) -> RowCosts:
     """
-    Tokens of rows that are sorted by what they begin with; see [`~trl_padfix.trainers.steps.grouping.prefix_order`].
+    Costs of rows of `each` tokens, which share at most their first `keys` tokens with others, all `(n,)`.
 
-    Args:
-        each (`np.ndarray` of shape `(n,)`):
-            Tokens of each row in a batch of its own.
-        keys (`np.ndarray` of shape `(n,)`):
-            Tokens at the beginning of each row that may be shared with others, at most.
-        order, common (`np.ndarray` of shape `(n,)`):
-            The rows, sorted, and what each has in common with the one before it.
+    `order` and `common` are those of [`~trl_padfix.trainers.steps.grouping.prefix_order`].
     """
     limit = np.minimum(keys[order], np.roll(keys[order], 1))
     return RowCosts(each, order, np.minimum(common, limit))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class ImageMeasure(RowMeasure):
     """
     Token costs of the rows of one dataset, counted before the first step.
 
-    Rows count as if they had nothing in common: which images are the same only a forward finds out. With sharing, what
-    the sequences of one row have in common counts once.
+    Rows count as if they had nothing in common, since only a forward finds out which images are the same. With
+    sharing, what the sequences of one row have in common counts once.
 
     Attributes:
         tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, those of images among them.
@@ -84,26 +85,14 @@ def measure_images(
     """
     Collate every row of a dataset once, and keep its token counts.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rows as the collator takes them.
-        collator (`Callable`):
-            Makes a batch of examples, with an `attention_mask`.
-        sharing (`bool`, *optional*, defaults to `False`):
-            Whether what the sequences of a row begin with in common is computed once.
-        processes (`tuple[int, int]`, *optional*):
-            Number of this process, and of how many: each collates a part of the rows, and all get the counts of all.
-        workers (`int`, *optional*):
-            How many workers share the part of a process.
-
-    Returns:
-        [`ImageMeasure`]
+    `processes` says which process this is, and of how many: each collates a part of the rows, with so many `workers`,
+    and all get the counts of all. With `sharing` what the sequences of a row begin with in common counts once.
     """
     own: Any = replace(collator) if isinstance(collator, SidedCollator) else collator  # with odd rows of its own
     process, of = processes
     begin, end = (len(dataset) * p // of for p in (process, process + 1))
     found = dataset.select(range(begin, end)).map(
-        _Counts(own),
+        partial(_count, collator=own),
         remove_columns=dataset.column_names,
         num_proc=workers,
         desc="Counting tokens of the train dataset with its images",
@@ -129,17 +118,11 @@ def check_images_of_processes(measure: ImageMeasure) -> None:
         )
 
 
-@dataclass
-class _Counts:
-    """Token counts of an example."""
-
-    collator: Callable[[list[dict[str, Any]]], Any]
-
-    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-        images = example.get("images", example.get("image"))
-        count = len(images) if isinstance(images, list) else int(images is not None)
-        batch = self.collator([example])
-        return {"tokens": _tokens(batch).tolist(), "common": _common(batch), "images": count}
+def _count(example: dict[str, Any], collator: Callable[[list[dict[str, Any]]], Any]) -> dict[str, Any]:
+    images = example.get("images", example.get("image"))
+    count = len(images) if isinstance(images, list) else int(images is not None)
+    batch = collator([example])
+    return {"tokens": _tokens(batch).tolist(), "common": _common(batch), "images": count}
 
 
 def _tokens(batch: Any) -> torch.Tensor:
@@ -152,7 +135,7 @@ def _tokens(batch: Any) -> torch.Tensor:
 
 
 def _common(batch: Mapping[str, Any]) -> int:
-    """Tokens that two sequences begin with in common, but for completions."""
+    """Tokens that the prompts of two sequences begin with in common; 0 for one sequence."""
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     if len(ids) != 2:
         return 0

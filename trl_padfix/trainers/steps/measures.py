@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
 
-from ..data.columns import list_lengths
+from ..data.columns import lists
 from .costs import RowCosts, pair_costs, prefix_costs, text_costs
 from .grouping import common_prefixes, prefix_order
 
@@ -18,10 +17,8 @@ from .grouping import common_prefixes, prefix_order
 __all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "UnpairedMeasure"]
 
 
-class _Columns(Protocol):
-    def lengths(self, name: str) -> np.ndarray: ...
-
-    def ids(self, name: str) -> list[np.ndarray]: ...
+Columns = Callable[[str], list[np.ndarray]]
+"""Gives the token ids of each row in the column of a name."""
 
 
 @dataclass(frozen=True)
@@ -39,37 +36,44 @@ class RowMeasure:
     truncation_mode: str = "keep_start"
     sharing: bool = False
 
+    begins: ClassVar[str] = ""
+    """Name of the column with the beginnings of rows, which they may have in common."""
+
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return self._costs(_Examples(examples))
+        return self._costs(lambda name: [np.asarray(example[name], dtype=np.int64) for example in examples])
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
         """Costs of the rows `numbers` of the train dataset, which are these examples."""
         return self.examples(examples)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Whether a batch of these rows has the tokens that they were taken to have; of tokenized rows it has."""
+        """Raise if a batch of these rows has other token counts than were planned; tokenized rows cannot."""
 
     def dataset(self, dataset: Dataset) -> RowCosts:
-        return self._costs(_Table(dataset))
+        return self._costs(lambda name: list(lists(dataset, name)))
 
     def longest(self, dataset: Dataset) -> np.ndarray:
         """Tokens of the longest sequence of each row, as it is trained on."""
-        longest = self._longest(_Table(dataset))
-        return longest if self.max_length is None else np.minimum(longest, self.max_length)
+        return np.minimum(self._longest(lambda name: list(lists(dataset, name))), self._limit)
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        raise NotImplementedError
+    @property
+    def _limit(self) -> int:
+        return np.iinfo(np.int64).max if self.max_length is None else self.max_length
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
+    def _costs(self, columns: Columns) -> RowCosts:
+        """Costs of rows of one sequence, which begin with what the column `begins` has."""
+        tokens = self._longest(columns)
+        each = np.minimum(tokens, self._limit)
+        return self._shared(each, columns(self.begins), tokens) if self.sharing else text_costs(each)
+
+    def _longest(self, columns: Columns) -> np.ndarray:
         raise NotImplementedError
 
     def _shared(self, each: np.ndarray, begins: list[np.ndarray], rows: np.ndarray) -> RowCosts:
-        """Costs of rows of `rows` tokens that begin with `begins`, and cost `each` by themselves."""
-        keys = np.array([len(ids) for ids in begins], dtype=np.int64)
-        if self.max_length is not None:
-            keys = np.minimum(keys, self.max_length)
-            if self.truncation_mode == "keep_end":
-                keys = np.where(rows <= self.max_length, keys, 0)
+        """Costs of rows that have `rows` tokens before truncation, begin with `begins`, and alone cost `each`."""
+        keys = np.minimum(_lengths(begins), self._limit)
+        if self.truncation_mode == "keep_end":
+            keys = np.where(rows <= self._limit, keys, 0)
         return prefix_costs(each, keys, *prefix_order(begins))
 
 
@@ -77,16 +81,17 @@ class RowMeasure:
 class PairMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of DPO."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
+    def _costs(self, columns: Columns) -> RowCosts:
+        ids = [columns(f"{name}_ids") for name in ("prompt", "chosen", "rejected")]
+        prompt, chosen, rejected = map(_lengths, ids)
         how = {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
         if not self.sharing:
             return pair_costs(prompt, chosen, rejected, **how)
         each = pair_costs(prompt, chosen, rejected, prompts=np.arange(len(prompt)), **how).each
-        return self._shared(each, columns.ids("prompt_ids"), prompt + np.maximum(chosen, rejected))
+        return self._shared(each, ids[0], prompt + np.maximum(chosen, rejected))
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
+    def _longest(self, columns: Columns) -> np.ndarray:
+        prompt, chosen, rejected = (_lengths(columns(f"{name}_ids")) for name in ("prompt", "chosen", "rejected"))
         return prompt + np.maximum(chosen, rejected)
 
 
@@ -94,72 +99,38 @@ class PairMeasure(RowMeasure):
 class RewardMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of a reward model, whose prompt is a part of both sequences."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        chosen, rejected = columns.lengths("chosen_ids"), columns.lengths("rejected_ids")
-        limit = np.iinfo(np.int64).max if self.max_length is None else self.max_length
-        each = np.minimum(chosen, limit) + np.minimum(rejected, limit)
+    def _costs(self, columns: Columns) -> RowCosts:
+        ids = [columns(f"{name}_ids") for name in ("chosen", "rejected")]
+        chosen, rejected = map(_lengths, ids)
+        each = np.minimum(chosen, self._limit) + np.minimum(rejected, self._limit)
         if not self.sharing:
             return text_costs(each)
-        ids = columns.ids("chosen_ids")
-        alike = np.minimum(common_prefixes(ids, columns.ids("rejected_ids")), limit)
-        return self._shared(each - alike, ids, np.maximum(chosen, rejected))
+        alike = np.minimum(common_prefixes(*ids), self._limit)
+        return self._shared(each - alike, ids[0], np.maximum(chosen, rejected))
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return np.maximum(columns.lengths("chosen_ids"), columns.lengths("rejected_ids"))
+    def _longest(self, columns: Columns) -> np.ndarray:
+        return np.maximum(*(_lengths(columns(f"{name}_ids")) for name in ("chosen", "rejected")))
 
 
 @dataclass(frozen=True)
 class UnpairedMeasure(RowMeasure):
     """[`RowMeasure`] of prompts with one completion each, as KTO takes them."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        tokens = self._longest(columns)
-        costs = text_costs(tokens, max_length=self.max_length)
-        return self._shared(costs.each, columns.ids("prompt_ids"), tokens) if self.sharing else costs
+    begins = "prompt_ids"
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return columns.lengths("prompt_ids") + columns.lengths("completion_ids")
+    def _longest(self, columns: Columns) -> np.ndarray:
+        return _lengths(columns("prompt_ids")) + _lengths(columns("completion_ids"))
 
 
 @dataclass(frozen=True)
 class TextMeasure(RowMeasure):
     """[`RowMeasure`] of texts."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        tokens = self._longest(columns)
-        costs = text_costs(tokens, max_length=self.max_length)
-        return self._shared(costs.each, columns.ids("input_ids"), tokens) if self.sharing else costs
+    begins = "input_ids"
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return columns.lengths("input_ids")
+    def _longest(self, columns: Columns) -> np.ndarray:
+        return _lengths(columns("input_ids"))
 
 
-@dataclass(frozen=True)
-class _Examples:
-    """Columns of a list of examples."""
-
-    examples: Sequence[dict[str, Any]]
-
-    def lengths(self, name: str) -> np.ndarray:
-        return np.array([len(example[name]) for example in self.examples], dtype=np.int64)
-
-    def ids(self, name: str) -> list[np.ndarray]:
-        return [np.asarray(example[name], dtype=np.int64) for example in self.examples]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Columns of a dataset."""
-
-    rows: Dataset
-
-    def lengths(self, name: str) -> np.ndarray:
-        return list_lengths(self.rows, name)
-
-    def ids(self, name: str) -> list[np.ndarray]:
-        found = []
-        for table in self.rows.select_columns([name]).with_format("arrow").iter(10_000):
-            for chunk in table[name].chunks:
-                offsets, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False)
-                found += [ids[a:b] for a, b in pairwise(offsets.tolist())]
-        return found
+def _lengths(rows: list[np.ndarray]) -> np.ndarray:
+    return np.array([len(ids) for ids in rows], dtype=np.int64)

@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from .config import check_grouping
 from .costs import RowCosts
 from .dealing import StepPlan
@@ -43,12 +43,12 @@ class StepSampler(Sampler):
         plan ([`StepPlan`]):
             The optimizer steps of an epoch.
         epoch (`Callable`):
-            The epoch that an iteration is for. It is asked, since a dataloader that skips batches at several processes
-            does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
+            Returns the number of the epoch. A dataloader that skips batches at several processes does not hand
+            `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
         grouped (`bool`, *optional*, defaults to `False`):
-            Whether rows that begin alike come into one step; without, each step has the rows that it had.
+            Whether rows that begin alike come into one step. By default each step keeps its rows.
         shares (`bool`, *optional*, defaults to `False`):
-            Whether to give out what each process has of a step, for [`StepRows`], instead of single rows.
+            Whether to yield the rows of a process in a step, for [`StepRows`], instead of single rows.
         equal (`bool`, *optional*, defaults to `False`):
             Whether these shares have equally many rows.
     """
@@ -82,14 +82,9 @@ class StepSampler(Sampler):
 
 class StepRows(TorchDataset):
     """
-    A dataset whose items are what a process has of a step: how many rows the step has, and the process's own, by
-    their numbers and as examples.
+    A dataset whose items are the shares of processes in steps.
 
-    Args:
-        rows (`Dataset`):
-            The rows.
-        plan ([`StepPlan`]):
-            The optimizer steps.
+    An item is how many rows the step has, the numbers of the process's own rows, and these rows as examples.
     """
 
     def __init__(self, rows: Dataset, plan: StepPlan):
@@ -106,17 +101,9 @@ class StepRows(TorchDataset):
 
 class GroupedStream(IterableDataset):
     """
-    The rows of a stream, those of `buffer` at a time in steps of rows that begin alike.
+    The rows of a stream, of which `buffer` are read ahead and brought into steps of rows that begin alike.
 
-    Args:
-        rows (`Iterable`):
-            The stream, in whatever order it has.
-        measure ([`RowMeasure`]):
-            What rows cost.
-        plan ([`StepPlan`]):
-            The optimizer steps; its number of rows is not looked at.
-        buffer (`int`):
-            Rows that are read ahead.
+    Of the `plan` of the optimizer steps the number of rows is not used.
     """
 
     def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):
@@ -234,5 +221,5 @@ class StepMixin:
         if buffer is None or isinstance(self.train_dataset, Dataset):
             return super().get_train_dataloader()
         stream = GroupedStream(self.train_dataset, self._measure(), self._step_plan(), buffer)
-        with field_set(self, "train_dataset", stream):
+        with temporarily_set(self, "train_dataset", stream):
             return super().get_train_dataloader()

@@ -16,12 +16,12 @@ from unittest import mock
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ...core.attention import attention
-from ...core.attention.segments import sum_by_token
-from ...core.attention.varlen import torch_varlen_is_complete
-from ...core.call.layout_of import step_layouts
-from ...core.layout.build import padding_free_layout, prefix_sharing_layout
-from ...core.remove import remove_padding
+from trl_padfix.core.attention import attention
+from trl_padfix.core.attention.segments import sum_by_token
+from trl_padfix.core.attention.varlen import torch_varlen_is_complete
+from trl_padfix.core.call.layout_of import step_layouts
+from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
+from trl_padfix.core.remove import remove_padding
 
 
 __all__ = ["Check", "check_device"]
@@ -134,7 +134,7 @@ class _Figures:
             if mode is not None:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=mode == "prefix sharing"))
                 if backend is not None:
-                    from ...core.attention.compiled import compile_layers
+                    from trl_padfix.core.attention.compiled import compile_layers
 
                     compile_layers(handle, backend=backend)
             if mode == "leaking":

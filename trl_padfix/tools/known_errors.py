@@ -1,16 +1,31 @@
-"""The errors that users paste: what tells them, what causes them, what to do. For `doctor --explain`."""
+"""The errors of `known_errors.yaml`, which users paste into `doctor --explain`: cause, and what to do."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
-from . import inputs, kernels, machine, training
-from .entry import KnownError
+import yaml
 
 
 __all__ = ["KNOWN_ERRORS", "KnownError", "explain"]
 
-KNOWN_ERRORS = (*kernels.ERRORS, *training.ERRORS, *machine.ERRORS, *inputs.ERRORS)
+
+@dataclass(frozen=True)
+class KnownError:
+    """An error and its explanation; `known_errors.yaml` says what each field holds."""
+
+    name: str
+    pattern: str
+    cause: str
+    fix: str
+    source: str
+
+
+KNOWN_ERRORS = [
+    KnownError(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+]
 
 
 def explain(text: str) -> list[KnownError]:
