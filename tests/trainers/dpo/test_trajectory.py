@@ -29,12 +29,12 @@ from kit.dpo_runs import (
     TWO_MODES,
     Case,
     assert_mode_ran,
-    assert_same,
     is_bare,
     make_case,
     run,
 )
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.trainer_runs import assert_same
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
