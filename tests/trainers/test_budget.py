@@ -21,7 +21,7 @@ import trl
 from datasets import Dataset
 from kit import budget_runs
 from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
-from kit.cells import slow_but
+from kit.cells import every_pair, slow_but
 from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -241,9 +241,7 @@ RAGGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", [{}, SHARING], ids=["padding-free", "sharing"])
-@pytest.mark.parametrize("case", RAGGED)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(("name", "case", "mode"), every_pair(TRAINERS, RAGGED, [{}, SHARING]))
 def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(name, case, mode, tmp_path):
     """Two epochs, shuffled; every prompt comes up several times."""
     config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5}

@@ -44,7 +44,7 @@ CASES = {
     "no reference": (SHORT | {"beta": 0.0}, dict),
     "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
     "temperature and multiples of 8": (SHORT | {"temperature": 0.7, "pad_to_multiple_of": 8}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
     "generation without a cache": (SHORT | {"generation_kwargs": {"use_cache": False}}, dict),
     "continuous batching": (
         {

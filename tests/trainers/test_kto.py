@@ -62,7 +62,7 @@ CASES = {
     "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
     "clipped to multiples of 8": (SHORT | {"max_length": 22, "pad_to_multiple_of": 8}, dict),
     "precomputed reference": (SHORT | {"precompute_ref_log_probs": True}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
     "pairs": (SHORT, lambda: {"train_dataset": build_pairs(20)}),
 }
 

@@ -33,7 +33,7 @@ CASES = {
     "truncated completions masked": (SHORT | {"mask_truncated_completions": True}, dict),
     "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
     "normalised advantages": (SHORT | {"normalize_advantages": True, "beta": 0.0}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
 }
 
 

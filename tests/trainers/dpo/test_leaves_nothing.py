@@ -5,8 +5,9 @@ import inspect
 import pytest
 import torch
 import trl
-from kit.dpo_runs import MODES, TWO_MODES, assert_mode_ran, assert_same, is_bare, run
+from kit.dpo_runs import MODES, TWO_MODES, assert_mode_ran, is_bare, run
 from kit.models import build
+from kit.trainer_runs import assert_same
 from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -7,20 +7,9 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.dpo_runs import (
-    MODES,
-    SHORT,
-    SPECIAL,
-    STEPS,
-    TWO_MODES,
-    assert_mode_ran,
-    assert_same,
-    build_pairs,
-    build_tokenizer,
-    count_tokens,
-    run,
-)
+from kit.dpo_runs import MODES, SHORT, STEPS, TWO_MODES, assert_mode_ran, build_pairs, count_tokens, run
 from kit.models import build
+from kit.trainer_runs import SPECIAL, assert_same, build_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_padfix import DPOTrainer

@@ -29,12 +29,12 @@ from kit.dpo_runs import (
     TWO_MODES,
     Case,
     assert_mode_ran,
-    assert_same,
     is_bare,
     make_case,
     run,
 )
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.trainer_runs import assert_same
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
@@ -42,10 +42,16 @@ from trl_padfix import prefix_sharing_layout as share_prefixes
 from trl_padfix.trainers.compilation import Compilation
 
 
-@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES), fully=["sigmoid"]))
-def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, our_run, trl_run):
-    ours = our_run(mode) if objective == "sigmoid" else run(make_case(make, CASES[objective], **MODES[mode]))
-    assert len(ours.trajectory) == STEPS + 1
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_steps_and_an_evaluation_are_trls(mode, our_run, trl_run):
+    assert len(our_run(mode).trajectory) == STEPS + 1
+    assert_same(our_run(mode).trajectory, trl_run("sigmoid").trajectory)
+    assert_mode_ran(our_run(mode), mode)
+
+
+@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES)))
+def test_every_objective_is_trls(objective, mode, make, trl_run):
+    ours = run(make_case(make, CASES[objective], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(objective).trajectory)
     assert_mode_ran(ours, mode)
 
