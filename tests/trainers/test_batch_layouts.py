@@ -25,6 +25,7 @@ from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
 import trl_padfix.core.call.layout_of
+from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
@@ -167,7 +168,7 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
     trainer._get_per_token_logps_and_entropies = lambda model, ids, *args, **kwargs: take(
         model, ids.flip(0), *args, **kwargs
     )
-    with pytest.raises(RuntimeError, match="not the rows that the layout of this step was made of"):
+    with pytest.raises(PaddingRemovalError, match=r"rows of the batch are those .* in step 1 of train.*Rows: \["):
         trainer.compute_loss(trainer.model, inputs)
 
 
@@ -223,7 +224,7 @@ def test_images_repeat_only_if_their_grids_do():
 
     def repeat(**more: torch.Tensor) -> bool:
         collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
-        return collated[BATCH_LAYOUT].to("cpu").images_repeat
+        return collated.to("cpu")[BATCH_LAYOUT].facts[""].images_repeat
 
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     assert repeat()
@@ -293,7 +294,7 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     batch = next(iter(trainer.get_train_dataloader()))
     assert len(batch[MICRO_BATCHES]) > 1
     for micro_batch in batch[MICRO_BATCHES]:
-        assert isinstance(micro_batch[BATCH_LAYOUT], Layout)
+        assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
     pieces = [(b, 1.0) for b in batch[MICRO_BATCHES]]
     cut = [b for b, _ in _halved(pieces, len(pieces) + 1, 1)]
     assert sum(BATCH_LAYOUT in b for b in cut) == len(pieces) - 1
@@ -351,12 +352,12 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     assert two["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
 
 
-def test_carried_layouts_have_one_block_each(tmp_path):
+def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch[BATCH_LAYOUT], FlatMaps)
-    assert isinstance(batch["KL_" + BATCH_LAYOUT], FlatMaps)
+    assert isinstance(batch[BATCH_LAYOUT].facts, FlatMaps)
+    assert batch.to("cpu")[BATCH_LAYOUT].layouts.keys() == {"", "KL_"}
 
 
 def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch_in_silence():

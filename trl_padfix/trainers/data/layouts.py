@@ -75,8 +75,9 @@ class Layouts(Part):
         doubts: list[Doubt] = []
         with step_layouts(step.known, doubts):
             yield
-        if doubts:
-            self._unread.append((doubts, f" in step {step.number} of {step.mode}"))
+        if not doubts:
+            return
+        self._unread.append((doubts, f" in step {step.number} of {step.mode}"))
         if len(self._unread) >= UNREAD or all(doubt.wrong.device.type == "cpu" for doubt in doubts):
             self.read_doubts()
 
