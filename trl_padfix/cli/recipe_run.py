@@ -76,12 +76,7 @@ def to_dialogues(dataset: Any) -> Any:
 
 
 def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | None:
-    """
-    The model that is named, or a tiny one built for the data.
-
-    Raises:
-        ValueError: If both are asked for, or no data is named.
-    """
+    """The model that is named, or a tiny one built for the data; asking for both is a `ValueError`."""
     if not getattr(script, "tiny_model", None):
         return model.model_name_or_path
     if model.model_name_or_path:

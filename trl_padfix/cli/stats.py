@@ -172,12 +172,7 @@ def _made_up(
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
-    """
-    A whole number of a recipe.
-
-    Raises:
-        ValueError: If there is something else.
-    """
+    """A whole number of a recipe, or a `ValueError`."""
     value = recipe.get(name, default)
     if value is None:
         return 0 if name == "max_length" else default

@@ -27,12 +27,6 @@ def load_rows(data: str, split: str = "train") -> Dataset:
     """
     A dataset from a local `.jsonl`, `.json`, `.json.gz` or `.parquet`, a folder, a Hub id, or the YAML of a recipe.
 
-    Args:
-        data (`str`):
-            Where the rows are.
-        split (`str`, *optional*, defaults to `"train"`):
-            Which of them, where there are several; a file has one.
-
     Raises:
         FileNotFoundError: If `data` looks like a local file and there is none.
         UnreadableError: If what is there is no dataset.
@@ -85,7 +79,6 @@ def load_recipe(path: str) -> dict[str, Any]:
     The fields of a recipe.
 
     Raises:
-        OSError: If there is no such file.
         UnreadableError: If it is no YAML.
         ValueError: If the file holds something else.
     """
@@ -116,13 +109,7 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
     """
-    The rows of a dataset, each with text where text is needed; see [`check_row`].
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            From [`load_rows`].
-        start, stop (`int`, *optional*):
-            Which rows; by default all.
+    The rows of a dataset from `start` to `stop`, each with text where text is needed; see [`check_row`].
 
     Raises:
         UnreadableError: If a row cannot be decoded.

@@ -147,28 +147,10 @@ class Diagnosis:
 
 def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
     """
-    Look at this machine, and at a model if one is named.
+    Look at this machine, and at a model if one is named: of that nothing but its configuration is read.
 
-    Args:
-        model (`str`, *optional*):
-            Path or Hub id; nothing but its configuration is read.
-        attn (`str`, *optional*):
-            Attention implementation that is to run.
-        dtype (`str`, *optional*):
-            Precision that attention is computed in; by default bfloat16 on a GPU that has it, else float32.
-
-    Returns:
-        [`Diagnosis`]; what cannot be read or cannot run is among its problems.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.doctor import diagnose
-
-    >>> diagnose(attn="telepathy").problems
-    ['`telepathy` cannot run: transformers knows no attention implementation of this name']
-
-    ```
+    `attn` is the implementation that is to run, `dtype` the precision that attention is computed in; by default
+    bfloat16 on a GPU that has it, else float32. What cannot be read or cannot run is among the `problems`.
     """
     machine = Machine.of()
     dtypes = _dtypes(machine)

@@ -65,23 +65,10 @@ class Comparison:
 
 def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:
     """
-    Rows of a dataset of any of TRL's types as a batch, padded right.
+    `count` examples of any of TRL's dataset types as a batch padded right: `input_ids` and `attention_mask`, `(B, L)`.
 
     They are the first ones, unless these are all of one length: then there would be no padding to compare, and rows of
-    other lengths are looked for among the following ones.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Preference pairs, prompts with completions, conversations or text.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer, with a chat template where the data is conversational.
-        count (`int`):
-            Examples to take; a preference pair gives two rows.
-        max_length (`int`):
-            Longest row, in tokens.
-
-    Returns:
-        `dict`: `input_ids` and `attention_mask`, both `(B, L)`.
+    other lengths are looked for among the following ones. A preference pair gives two rows.
 
     Raises:
         ValueError: If the rows have no text that TRL would train on, or none at all.
@@ -133,39 +120,9 @@ def compare(
     """
     Compute a batch in every mode with every backend, and tell how far each is from float32 with eager attention.
 
-    Args:
-        load (`Callable`):
-            Loads the model with an attention implementation and a dtype, on the device where it is to run. It is
-            called anew for each backend, and one model is held at a time.
-        batch (`dict`):
-            `input_ids` and `attention_mask`, both `(B, L)`, on that device.
-        backends (`list[str]`):
-            Attention implementations.
-        dtype (`torch.dtype`):
-            Precision of the model.
-        gradients (`bool`, *optional*, defaults to `True`):
-            Whether to compare gradients too; three times the memory of the weights in float32.
-
-    Returns:
-        `Iterator[Comparison]`: one for each backend and mode, as they are computed.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from trl_padfix.tools.parity import compare
-    >>> from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
-
-    >>> def load(backend, dtype):
-    ...     shape = dict(layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
-    ...     return build_qwen2(train_tokenizer([""], 300), **shape, attn_implementation=backend).to(dtype)
-
-    >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]]),
-    ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
-    >>> [(c.mode, c.tokens, c.ok) for c in compare(load, batch, ["sdpa"], torch.float32)]
-    [('padded', 8, True), ('padding-free', 7, True), ('prefix sharing', 5, True)]
-
-    ```
+    `load` loads the model with an attention implementation and a dtype, on the device of the batch (`input_ids` and
+    `attention_mask`, `(B, L)`). It is called anew for each backend, and one model is held at a time. Comparing
+    gradients takes three times the memory of the weights in float32.
     """
     model = load("eager", torch.float32)
     known, largest = model.get_input_embeddings().num_embeddings, int(batch["input_ids"].max())

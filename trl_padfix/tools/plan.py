@@ -175,23 +175,7 @@ def load_sizes(model: str) -> ModelSizes:
 
 
 def memory(sizes: ModelSizes, how: Training) -> Memory:
-    """
-    Memory of one GPU by item.
-
-    Example: the table of docs/scaling.md has 17.7 GB of weights, gradients and moments for 70.6e9 parameters on 64.
-
-    ```python
-    >>> from trl_padfix.tools.plan import ModelSizes, Training, memory
-
-    >>> sizes = ModelSizes(70_600_000_000, 855_000_000, 80, 8192, 28672, 128256, 64, 8, 128, 0)
-    >>> found = memory(sizes, Training(gpus=64, sharded=True, checkpointing=True, reference=True))
-    >>> [round(found.items[name] / 1e9, 1) for name in ("weights, gradients, moments", "reference")]
-    [17.6, 2.2]
-    >>> found.per_token["checkpoints"]
-    1310720
-
-    ```
-    """
+    """Memory of one GPU by item, by the formulas of docs/scaling.md."""
     size = 2 if how.half else 4
     shards = how.gpus if how.sharded else 1
     adapters = how.lora * sizes.linear_sides
@@ -235,19 +219,7 @@ def smallest_fit(
     """
     The simplest training that fits: without sharding before with it, without checkpointing before with it.
 
-    Args:
-        sizes ([`ModelSizes`]):
-            Of the model.
-        gpus, available (`int`):
-            How many GPUs, and bytes of each.
-        longest (`int`):
-            Tokens of the longest row: a forward must hold it.
-        lora (`int`, *optional*, defaults to `0`):
-            Rank of adapters; 0 trains all weights.
-        reference (`bool`, *optional*, defaults to `False`):
-            Whether there is a reference model.
-        head_tokens (`int`, *optional*, defaults to `1024`):
-            Tokens whose scores are held at once.
+    `available` are the bytes of each GPU, and `longest` the tokens of the longest row: a forward must hold it.
 
     Raises:
         ValueError: If nothing fits; the message says what is missing.

@@ -40,16 +40,7 @@ def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 def summary_table(history: list[dict[str, Any]]) -> Table:
-    """
-    Where a run began and ended, and what it did not compute.
-
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-
-    Returns:
-        [`rich.table.Table`]; evaluation figures where there were evaluations.
-    """
+    """Where a run began and ended by a trainer's `state.log_history`, and what it did not compute."""
     # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
     has_rewards = any("rewards/accuracies" in entry for entry in history)
     caption = None
@@ -72,17 +63,7 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
 
 
 def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -> Path:
-    """
-    Write where a run came out, with its effective configuration and the versions of the packages.
-
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-        config ([`~transformers.TrainingArguments`]):
-            The trainer's configuration.
-        path (`str` or `Path`):
-            JSON file to write.
-    """
+    """Write where a run came out, with its effective configuration and the versions of the packages, as JSON."""
     names = sorted({name for entry in history for name in entry} - {"step", "epoch"})
     metrics = {}
     for name in names:
@@ -102,14 +83,7 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     """
     Draw loss, accuracy (of rewards, or of tokens) and tokens per second over the steps of a run.
 
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-        path (`str` or `Path`):
-            PNG file to write.
-
-    Returns:
-        `Path`, *optional*: the file; `None` for a run too short for a curve, of which nothing is written.
+    `None` for a run too short for a curve, of which nothing is written.
     """
     # A figure of its own, not pyplot's: no display is needed and no state stays behind.
     from matplotlib.figure import Figure
@@ -147,17 +121,7 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
 
 
 def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
-    """
-    Draw the speed-up and the memory of each variant of a benchmark.
-
-    Args:
-        results (`list[VariantResult]`):
-            What [`bench.run`] returned.
-        title (`str`):
-            What was measured, and on what.
-        path (`str` or `Path`):
-            PNG file to write.
-    """
+    """Draw the speed-up and the memory of each variant of a benchmark."""
     from matplotlib.figure import Figure
 
     names = [result.name.replace("_", " ") for result in results]

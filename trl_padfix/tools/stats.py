@@ -136,17 +136,8 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
     """
     Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
-            `messages`, or `prompt` and `completion`); plain or conversational.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's.
-        progress (`bool`, *optional*, defaults to `False`):
-            Whether to show a progress bar.
-
-    Returns:
-        [`Lengths`].
+    It holds preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
+    `messages`, or `prompt` and `completion`); plain or conversational.
 
     Raises:
         ValueError: If the dataset is empty, or has neither pairs nor texts.
@@ -175,12 +166,7 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
-    """
-    All text of a dataset, plain or conversational, to train a tokenizer on.
-
-    Raises:
-        ValueError: If a row has something else.
-    """
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
     names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
     for row in checked_rows(dataset.select_columns(sorted(names))):
         for value in row.values():
@@ -189,10 +175,7 @@ def texts_of(dataset: Dataset) -> Iterator[str]:
 
 
 def check_size(processes: int, batch_size: int, accumulation: int) -> None:
-    """
-    Raises:
-        ValueError: If a step of so many rows would take minutes to simulate.
-    """
+    """Refuse, with a `ValueError`, a step of so many rows that it would take minutes to simulate."""
     rows = processes * batch_size * accumulation
     if rows > LARGEST_STEP:
         raise ValueError(
@@ -202,10 +185,7 @@ def check_size(processes: int, batch_size: int, accumulation: int) -> None:
 
 
 def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -> None:
-    """
-    Raises:
-        ValueError: If TRL would train on no row.
-    """
+    """Refuse, with a `ValueError`, rows of which TRL would train on none."""
     if not len(lengths.kept(max_length, truncation_mode)):
         raise ValueError(
             f"max_length={max_length} ({truncation_mode}) leaves no row: every prompt alone is as long. Raise it, or "
@@ -218,21 +198,7 @@ def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -
 def batch_tokens(
     lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0, **how: Any
 ) -> list[BatchTokens]:
-    """
-    Tokens of random batches, averaged.
-
-    Args:
-        lengths ([`Lengths`]):
-            Of the rows.
-        batch_sizes (`Sequence[int]`):
-            Rows of a batch; those that the dataset cannot fill are left out.
-        max_length (`int`, *optional*):
-            Longest sequence.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the batches.
-        **how:
-            `truncation_mode`.
-    """
+    """Tokens of random batches, averaged; sizes that the dataset cannot fill are left out."""
     sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
     real = lengths.costs(max_length, sharing=False, **how).each
     costs = lengths.costs(max_length, **how)
@@ -264,30 +230,8 @@ def waiting(
     Simulate how long processes would wait for the one with the most tokens.
 
     Processes meet in every forward, as FSDP and ZeRO-3 have it. An optimizer step has `batch_size` x `accumulation`
-    rows on each process; datasets with fewer are gone through several times.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows.
-        processes (`int`):
-            How many.
-        batch_size, accumulation (`int`, *optional*, defaults to `8` and `4`):
-            Rows of a forward, and forwards of a step, with fixed batches.
-        budget (`int`, *optional*):
-            `max_tokens_per_batch`; by default [`memory_of`] the fixed batches.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the order.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.tools.stats import waiting
-
-    >>> waiting(text_costs([100] * 64), processes=2, batch_size=1, accumulation=2)
-    Waiting(processes=2, fixed=1.0, budget=1.0)
-
-    ```
+    rows on each process; datasets with fewer are gone through several times. `budget` is `max_tokens_per_batch`, by
+    default [`memory_of`] the fixed batches.
     """
     budget = budget or memory_of(costs, batch_size)
     rows = batch_size * accumulation * processes
@@ -334,9 +278,8 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
     """
     Rows as TRL's DPO or SFT trainer tokenizes them, before truncation.
 
-    Returns:
-        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids` of pairs; of texts `input_ids`, and `prompt`, how
-        many of them are a prompt that is not trained on.
+    Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; of texts `input_ids`, and `prompt`, how many of them are a
+    prompt that is not trained on.
     """
     if "chosen" in rows[0]:
         if "prompt" not in rows[0]:

@@ -26,21 +26,8 @@ def plot(
     """
     Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
 
-    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens.
-
-    Args:
-        lengths ([`Lengths`]):
-            Of the rows.
-        path (`str` or `Path`):
-            PNG file to write.
-        batch_size (`int`, *optional*, defaults to `8`):
-            Rows of the batch.
-        max_length (`int`, *optional*):
-            Longest sequence.
-        seed (`int`, *optional*, defaults to `0`):
-            Which batch.
-        tree ([`PrefixTree`], *optional*):
-            Rows sorted by their tokens, to draw what each has in common with the one before it.
+    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens. A
+    `tree` is drawn below.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -79,15 +66,7 @@ def plot(
 
 
 def draw_tree(figure: Any, tree: PrefixTree) -> None:
-    """
-    Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row.
-
-    Args:
-        figure (`Figure` or `SubFigure` of matplotlib):
-            To draw on, with a constrained layout.
-        tree ([`PrefixTree`]):
-            Rows sorted by their tokens.
-    """
+    """Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row."""
     depth = np.arange(int(tree.lengths.max()) + 1)
     reach, alike = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.common))
     axes = figure.subplots()

@@ -63,14 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     Train a byte-level BPE tokenizer with pad and EOS tokens and a chat template.
 
-    Args:
-        texts (`Iterable[str]`):
-            Text to train on.
-        vocab_size (`int`):
-            Most entries of the vocabulary, special tokens included; little text gives fewer.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`].
+    It has at most `vocab_size` entries, special tokens included; little text gives fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,19 +95,9 @@ def build_qwen2(
     **config: Any,
 ) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen2 for a tokenizer.
+    Build a randomly initialised Qwen2 for a tokenizer, with its vocabulary unless `vocab_size` is given.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Gives the vocabulary and the special tokens.
-        layers, hidden_size, heads, kv_heads, intermediate_size (`int`):
-            Shape of the model.
-        vocab_size (`int`, *optional*):
-            Vocabulary of the model; by default the tokenizer's.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the global generator is left as it was.
-        **config:
-            More of [`~transformers.Qwen2Config`].
+    The global generator is left as it was. `config` are more fields of [`~transformers.Qwen2Config`].
     """
     made = Qwen2Config(
         **_sizes(tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size),
@@ -168,15 +151,8 @@ def build_hybrid(
     **config: Any,
 ) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention.
-
-    Args:
-        tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size, seed:
-            As in [`build_qwen2`].
-        linear_heads (`int`):
-            Heads of linear attention.
-        **config:
-            More of [`~transformers.Qwen3_5TextConfig`].
+    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention
+    with `linear_heads`. For the rest see [`build_qwen2`].
     """
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -200,16 +176,7 @@ def build_llava(
     """
     Build a randomly initialised LLaVA, a CLIP tower and a Qwen2, and the processor for it.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            From [`train_tokenizer`]; is given a token for images.
-        image_size, patch_size (`int`, *optional*):
-            Pixels of an image and of a patch, along one side.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the global generator is left as it was.
-
-    Returns:
-        `tuple` of the model and its [`~transformers.ProcessorMixin`].
+    The tokenizer is given a token for images; sizes are pixels of one side. The global generator is left as it was.
     """
     from transformers import (
         CLIPImageProcessorPil,

@@ -120,9 +120,8 @@ def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
     """
     The first rows of a dataset, tokenized as TRL does, truncated at the end.
 
-    Returns:
-        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are
-        trained on.
+    They have `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are trained
+    on.
     """
     rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer)
     kept = []
@@ -151,31 +150,7 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
 
 
 def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
-    """
-    Count what the batches of a sample cost in every way.
-
-    Args:
-        rows (`Sequence[dict]`):
-            From [`sample`].
-        batch_size (`int`):
-            Rows of a batch.
-        budget (`int`):
-            `max_tokens_per_batch` to name.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the batches.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.verdict import advise
-
-    >>> rows = [{"input_ids": [group] * 90 + [i] * 10, "scored": 10} for i in range(8) for group in (1, 2)]
-    >>> found = advise(rows, batch_size=4, budget=400)
-    >>> found.real, found.grouped < found.auto < found.real, found.groups
-    (400.0, True, True)
-
-    ```
-    """
+    """Count what the batches of a [`sample`] cost in every way; `budget` is the `max_tokens_per_batch` to name."""
     draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
     order = draw.permutation(len(rows))
     is_text = "input_ids" in rows[0]

@@ -58,20 +58,10 @@ __all__ = [
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
-    Time all variants on the same random rows.
+    Time all variants on the same random rows, TRL's padded step first; see [`measure`].
 
-    Args:
-        data ([`~datasets.Dataset`], *optional*):
-            Preference pairs, as text or tokenized; SFT trains on what was chosen. GRPO takes none: its completions are
-            random.
-        settings ([`BenchSettings`]):
-            What to measure.
-
-    Returns:
-        `list[VariantResult]`, TRL's padded step first.
-
-    Raises:
-        WrongNumbersError: If losses or gradients of the variants differ.
+    `data` are preference pairs, as text or tokenized (SFT trains on what was chosen); GRPO takes none, its completions
+    are random.
     """
     return measure(prepare(data, settings), settings)
 
@@ -84,15 +74,9 @@ def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
 
 def measure(step: Step, settings: BenchSettings, deadline: float | None = None) -> list[VariantResult]:
     """
-    The figures of all variants; see [`run`].
+    The figures of all variants, TRL's padded step first.
 
-    Args:
-        step ([`Step`]):
-            From [`prepare`].
-        settings ([`BenchSettings`]):
-            What to measure.
-        deadline (`float`, *optional*):
-            By `time.monotonic()`: after it no further batch is begun. For variants with the same batches only.
+    No batch is begun after `deadline`, by `time.monotonic()`; for variants with the same batches only.
 
     Raises:
         WrongNumbersError: If losses or gradients of the variants differ.

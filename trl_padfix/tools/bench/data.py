@@ -19,8 +19,7 @@ def load_pairs(data: str) -> Dataset:
     Preference pairs with `chosen` and `rejected`, from wherever [`load_rows`] finds them; of a Hub id the test split.
 
     Raises:
-        FileNotFoundError: If `data` looks like a local file and there is none.
-        ValueError: If columns are missing.
+        ValueError: If columns are missing, or hold no text.
     """
     dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
@@ -40,7 +39,6 @@ def load_dialogues(data: str, expand_turns: bool = False) -> Dataset:
     `answer` (as GSM8K has them), or preference pairs, of which the chosen ones are taken.
 
     Raises:
-        FileNotFoundError: If `data` looks like a local file and there is none.
         ValueError: If columns are missing.
     """
     dataset = load_rows(data, split="test")
@@ -73,17 +71,9 @@ def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
 
 def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
     """
-    Tokenized random pairs.
+    Tokenized random pairs of about `prompt` and `completion` tokens.
 
-    Args:
-        count (`int`):
-            Pairs.
-        prompt, completion (`int`):
-            Mean lengths, in tokens.
-        spread (`float`, *optional*, defaults to `0.25`):
-            Lengths are drawn evenly from the mean times `1 - spread` to the mean times `1 + spread`; 0 for one length.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of lengths and tokens.
+    Lengths are drawn evenly from the mean times `1 - spread` to the mean times `1 + spread`.
     """
     draw = torch.Generator().manual_seed(seed)
     prompts, chosen, rejected = (
@@ -95,12 +85,7 @@ def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0
 def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
     """
     `count` tokenized rows of `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for
-    data of another name.
-
-    For SFT a pair is its prompt with the chosen completion.
-
-    Raises:
-        ValueError: If what follows the name gives no sizes.
+    data of another name. For SFT a pair is its prompt with the chosen completion.
     """
     if tree := parse_tree(data):
         return (tree_rows if trainer == "sft" else tree_pairs)(tree, count, seed)

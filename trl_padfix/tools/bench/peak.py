@@ -23,12 +23,8 @@ class Peak:
     A device that speeds up or slows down in a run does so for steps and products alike, so a step cannot seem to do
     more than is possible. If it does, something is counted wrong, and that is an error.
 
-    Args:
-        device (`str`): `"cpu"` or `"cuda"`.
-        dtypes (`Sequence[torch.dtype]`):
-            Precisions that the step uses. The best of them counts: bfloat16 is slower than float32 on CPUs that have
-            no instructions for it.
-        given (`float`, *optional*): TFLOP/s of the device, to be used instead.
+    The best of `dtypes` counts: bfloat16 is slower than float32 on CPUs that have no instructions for it. `given` are
+    TFLOP/s to be used instead.
     """
 
     def __init__(self, device: str, dtypes: Sequence[torch.dtype], given: float | None = None):
@@ -58,12 +54,7 @@ class Peak:
         return self.measured if self.given is None else self.given
 
     def share(self, flops: float, seconds: float, what: str) -> float:
-        """
-        The share of the peak that `flops` in `seconds` are.
-
-        Raises:
-            ImpossibleFigureError: If it is more than all of it.
-        """
+        """The share of the peak that `flops` in `seconds` are; more than all of it is an [`ImpossibleFigureError`]."""
         share = flops / seconds / (self.tflops * 1e12)
         if not 0 <= share <= 1:
             source = "was given (`--peak-tflops`)" if self.given is not None else "a matrix product reached beside it"

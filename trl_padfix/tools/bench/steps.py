@@ -34,13 +34,7 @@ COLLATORS = {
 
 
 class Step:
-    """
-    A training step of one trainer, on any batch of the rows it was built for.
-
-    Attributes:
-        trainer (`transformers.Trainer`): TRL's trainer.
-        rows (`list[dict]`): Its prepared rows; what a batch is made of.
-    """
+    """A training step of one of TRL's trainers, on any batch of the prepared `rows` it was built for."""
 
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
