@@ -13,7 +13,10 @@ from ..trainers.data.row_checks import check_row
 from .reading import reading
 
 
-__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns"]
+__all__ = ["TEXT_COLUMNS", "check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns", "texts_of_row"]
+
+TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
+"""Columns that TRL trains on."""
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
@@ -122,3 +125,10 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
             row = dataset[number]
         check_row(row, number)
         yield row
+
+
+def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
+    """All text of a row, plain or conversational."""
+    for value in (row[name] for name in TEXT_COLUMNS if name in row):
+        for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
+            yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]

@@ -35,7 +35,8 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
         if directory.exists():
             _check(directory, json.loads(json.dumps(built_from)))
         else:
-            write_whole_folder(directory, lambda beside: _build(beside, built_from, build))
+            record = json.dumps(built_from, indent=2) + "\n"
+            write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(record)))
     return str(directory)
 
 
@@ -47,11 +48,6 @@ def fingerprint(texts: Iterable[str]) -> str:
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def _build(folder: Path, built_from: dict[str, Any], build: Callable[[Path], object]) -> None:
-    build(folder)
-    (folder / RECORD).write_text(json.dumps(built_from, indent=2) + "\n")
 
 
 def _check(directory: Path, built_from: dict[str, Any]) -> None:

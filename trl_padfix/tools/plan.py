@@ -39,19 +39,10 @@ ENOUGH = 4096
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """
-    What the memory of a model follows from.
+    """What the memory of a model follows from."""
 
-    Attributes:
-        parameters (`int`): All of them, tied ones once.
-        layer_parameters (`int`): Those of the largest decoder layer.
-        layers, hidden_size, intermediate_size, vocab_size (`int`): As in its config.
-        heads, kv_heads, head_size (`int`): Of attention.
-        linear_sides (`int`): Inputs and outputs of all linear layers but the LM head, summed: adapters of rank 1.
-    """
-
-    parameters: int
-    layer_parameters: int
+    parameters: int  # tied ones once
+    layer_parameters: int  # those of the largest decoder layer
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -59,7 +50,7 @@ class ModelSizes:
     heads: int
     kv_heads: int
     head_size: int
-    linear_sides: int
+    linear_sides: int  # inputs and outputs of all linear layers but the LM head, summed: adapters of rank 1
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
@@ -104,26 +95,15 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Training:
-    """
-    How a model is trained.
-
-    Attributes:
-        gpus (`int`): How many.
-        sharded (`bool`): Whether weights, gradients and moments are sharded over them (FSDP2); else each has all.
-        checkpointing (`bool`): Whether activations are computed again in backward, layer by layer.
-        lora (`int`): Rank of adapters on all linear layers; 0 trains all weights.
-        reference (`bool`): Whether there is a frozen reference model; with adapters it is the policy without them.
-        half (`bool`): Whether forwards compute in bfloat16, trained weights being float32; else all is float32.
-        head_tokens (`int`): Tokens whose scores over the vocabulary are held at once; 0 for all of a forward.
-    """
+    """How a model is trained."""
 
     gpus: int = 1
-    sharded: bool = False
+    sharded: bool = False  # weights, gradients and moments, over the GPUs (FSDP2); else each has all
     checkpointing: bool = False
-    lora: int = 0
-    reference: bool = False
-    half: bool = True
-    head_tokens: int = 1024
+    lora: int = 0  # rank of adapters on all linear layers; 0 trains all weights
+    reference: bool = False  # a frozen model beside it; with adapters it is the policy without them
+    half: bool = True  # forwards compute in bfloat16, trained weights being float32; else all is float32
+    head_tokens: int = 1024  # tokens whose scores over the vocabulary are held at once; 0 for all of a forward
 
 
 @dataclass(frozen=True)
@@ -148,20 +128,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    A training that fits.
-
-    Attributes:
-        training ([`Training`]): How.
-        memory ([`Memory`]): What it takes of each GPU.
-        tokens (`int`): `max_tokens_per_batch`: most tokens of a forward that there is room for.
-        available (`int`): Bytes of a GPU.
-    """
+    """A training that fits."""
 
     training: Training
     memory: Memory
-    tokens: int
-    available: int
+    tokens: int  # `max_tokens_per_batch`: most tokens of a forward that there is room for
+    available: int  # bytes of a GPU
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"total": self.memory.total(self.tokens)}

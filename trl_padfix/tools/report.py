@@ -8,7 +8,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..files import write_whole
 from ..versions import installed_version
@@ -16,10 +16,11 @@ from ..versions import installed_version
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
 
+_REWARDS = "rewards/accuracies"
 _ROWS = (
     ("loss", "loss", "{:.4f}"),
     ("token accuracy", "mean_token_accuracy", "{:.3f}"),
-    ("reward accuracy", "rewards/accuracies", "{:.3f}"),
+    ("reward accuracy", _REWARDS, "{:.3f}"),
     ("reward margin", "rewards/margins", "{:.3f}"),
 )
 _MEANS = (
@@ -28,8 +29,6 @@ _MEANS = (
     ("speed", "perf/tokens_per_second", "{:,.0f} real tokens/s"),
 )
 
-
-_REWARDS = "rewards/accuracies"
 _PACKAGES = ("trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
 
 
@@ -42,13 +41,10 @@ def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 def summary_table(history: list[dict[str, Any]]) -> Table:
     """Where a run began and ended by a trainer's `state.log_history`, and what it did not compute."""
     # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
-    has_rewards = any("rewards/accuracies" in entry for entry in history)
     caption = None
-    if has_rewards:
+    if any(_REWARDS in entry for entry in history):
         caption = "Before the first step the model prefers neither reply: all ties, which count as wrong (0.000)."
-    table = Table(title="Run", caption=caption)
-    for column in ("", "first", "last"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table("", Column("first", justify="right"), Column("last", justify="right"), title="Run", caption=caption)
     for split, prefix in (("training", ""), ("held-out", "eval_")):
         for label, name, form in _ROWS:
             _, values = curves(history, prefix + name)
@@ -88,8 +84,8 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     # A figure of its own, not pyplot's: no display is needed and no state stays behind.
     from matplotlib.figure import Figure
 
-    if any("rewards/accuracies" in entry for entry in history):
-        accuracy = ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"))
+    if any(_REWARDS in entry for entry in history):
+        accuracy = ("reward accuracy", (_REWARDS, f"eval_{_REWARDS}"))
     else:
         accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"))
     panels = [("loss", ("loss", "eval_loss")), accuracy, ("real tokens/s", ("perf/tokens_per_second",))]
@@ -105,10 +101,10 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
                 axes.plot(steps, values, "o-" if held_out else ".-", label="held-out" if held_out else "training")
         if title == "reward accuracy":
             axes.axhline(0.5, color="grey", linestyle=":", label="chance: a coin chooses between the replies")
-            if (found[f"eval_{_REWARDS}"][1] or [1.0])[0] == 0.0:
+            steps, values = found[f"eval_{_REWARDS}"]
+            if values and values[0] == 0.0:
                 note = "all ties before training,\nwhich count as wrong"
-                first = found[f"eval_{_REWARDS}"][0][0]
-                axes.annotate(note, (first, 0.0), (40, 2), textcoords="offset points", fontsize=8)
+                axes.annotate(note, (steps[0], 0.0), (40, 2), textcoords="offset points", fontsize=8)
         if title.endswith("accuracy"):
             axes.set_ylim(-0.03, 1.03)
         elif title == "real tokens/s":
@@ -120,7 +116,7 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 
-def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
+def plot_bench(results: list[Any], title: str, path: Path) -> None:
     """Draw the speed-up and the memory of each variant of a benchmark."""
     from matplotlib.figure import Figure
 
@@ -138,6 +134,4 @@ def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
     memory.bar_label(memory.barh(names, peaks, color="tab:orange"), [f"{peak:.2f}" for peak in peaks], padding=3)
     memory.set(xlabel="peak memory of a step, GiB", xlim=(0, 1.15 * max(*peaks, 1e-3)))
     figure.suptitle(title, fontsize=10)
-    path = Path(path)
     figure.savefig(path, dpi=120)
-    return path

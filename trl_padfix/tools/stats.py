@@ -9,7 +9,7 @@ would wait for one another.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from trl.data_utils import common_prefix_length, extract_prompt, is_conversation
 from ..trainers.steps.costs import RowCosts, pair_costs, prefix_costs, text_costs
 from ..trainers.steps.dealing import balance, split
 from ..trainers.steps.grouping import prefix_order
-from .data import checked_rows
+from .data import TEXT_COLUMNS, checked_rows, texts_of_row
 
 
 __all__ = [
@@ -57,11 +57,8 @@ class Lengths:
     """
     Tokens of every row of a dataset, as TRL's DPO or SFT trainer would have them before truncation.
 
-    Attributes:
-        parts (`dict[str, np.ndarray]`): `prompt`, `chosen` and `rejected` of pairs, or `text`; each of shape `(n,)`.
-        sorted (`tuple[np.ndarray, np.ndarray]`, *optional*):
-            The rows sorted by their prompts or texts, and how many tokens each has in common with the one before it,
-            both `(n,)`; by default nothing is in common.
+    `parts` are `prompt`, `chosen` and `rejected` of pairs, or `text`, each `(n,)`. `sorted` are the rows sorted by
+    their prompts or texts, and how many tokens each has in common with the one before it, both `(n,)`.
     """
 
     parts: dict[str, np.ndarray]
@@ -118,18 +115,11 @@ class BatchTokens:
 
 @dataclass(frozen=True)
 class Waiting:
-    """
-    Share of the time that processes compute, where each forward takes as long as its tokens on the fullest process.
-
-    Attributes:
-        processes (`int`): How many.
-        fixed (`float`): With batches of equally many rows as they come.
-        budget (`float`): With the rows of a step dealt out evenly and split by a token budget.
-    """
+    """Share of the time that processes compute, a forward taking as long as its tokens on the fullest process."""
 
     processes: int
-    fixed: float
-    budget: float
+    fixed: float  # with batches of equally many rows as they come
+    budget: float  # with the rows of a step dealt out evenly and split by a token budget
 
 
 def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
@@ -145,9 +135,8 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")
     columns = set(dataset.column_names)
-    if not columns & {"text", "messages"} and not any(
-        parts <= columns for parts in ({"chosen", "rejected"}, {"prompt", "completion"})
-    ):
+    known = ({"text"}, {"messages"}, {"chosen", "rejected"}, {"prompt", "completion"})
+    if not any(names <= columns for names in known):
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
             "`messages`, or `prompt` and `completion`: rename its columns."
@@ -167,11 +156,9 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
     """All text of a dataset, plain or conversational, to train a tokenizer on."""
-    names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
-    for row in checked_rows(dataset.select_columns(sorted(names))):
-        for value in row.values():
-            for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
-                yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    names = [name for name in dataset.column_names if name in TEXT_COLUMNS]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)
 
 
 def check_size(processes: int, batch_size: int, accumulation: int) -> None:
@@ -265,13 +252,15 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
     parts = dict(lengths.parts)
     if lengths.are_pairs:
         parts["sequence"] = lengths.sequences.ravel()
-    figures: dict[str, Callable[[np.ndarray], Any]] = {
-        "mean": np.mean,
-        "median": np.median,
-        "p95": lambda part: np.percentile(part, 95),
-        "max": np.max,
+    return {
+        name: {
+            "mean": float(part.mean()),
+            "median": float(np.median(part)),
+            "p95": float(np.percentile(part, 95)),
+            "max": float(part.max()),
+        }
+        for name, part in parts.items()
     }
-    return {name: {figure: float(f(part)) for figure, f in figures.items()} for name, part in parts.items()}
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
@@ -289,8 +278,7 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
         found = []
         for prompt, chosen, rejected in zip(prompts, *both, strict=True):
             at = min(_common(prompt, chosen), _common(prompt, rejected))
-            parts = {"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]}
-            found.append(parts)
+            found.append({"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]})
         return found
     names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
     whole = _token_ids(rows, names, tokenizer)

@@ -82,52 +82,29 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def build_qwen2(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    vocab_size: int | None = None,
-    seed: int = 0,
-    **config: Any,
-) -> PreTrainedModel:
+def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """
     Build a randomly initialised Qwen2 for a tokenizer, with its vocabulary unless `vocab_size` is given.
 
-    The global generator is left as it was. `config` are more fields of [`~transformers.Qwen2Config`].
+    The shape is one of [`SHAPES`], and may have more fields of [`~transformers.Qwen2Config`]. The global generator is
+    left as it was.
     """
-    made = Qwen2Config(
-        **_sizes(tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size),
-        tie_word_embeddings=True,
-        **config,
-    )
-    return _seeded(lambda: Qwen2ForCausalLM(made), seed)
+    config = Qwen2Config(**_fields(tokenizer, shape), tie_word_embeddings=True)
+    return _seeded(lambda: Qwen2ForCausalLM(config), seed)
 
 
-def _sizes(
-    tokenizer: PreTrainedTokenizerFast,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    vocab_size: int | None = None,
-) -> dict[str, Any]:
-    """The same under the names of a configuration, with the vocabulary and the special tokens of a tokenizer."""
-    return dict(
-        vocab_size=vocab_size or len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+_FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+
+
+def _fields(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> dict[str, Any]:
+    """A shape as fields of a configuration, with the vocabulary and the special tokens of a tokenizer."""
+    tokens = dict(
+        vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
+    return tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
 
 
 def _seeded(build: Callable[[], Any], seed: int) -> Any:
@@ -138,17 +115,7 @@ def _seeded(build: Callable[[], Any], seed: int) -> Any:
 
 
 def build_hybrid(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    linear_heads: int,
-    vocab_size: int | None = None,
-    seed: int = 0,
-    **config: Any,
+    tokenizer: PreTrainedTokenizerFast, *, linear_heads: int, seed: int = 0, **shape: Any
 ) -> PreTrainedModel:
     """
     Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention
@@ -156,18 +123,17 @@ def build_hybrid(
     """
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    size = hidden_size // heads
-    made = Qwen3_5TextConfig(
-        **_sizes(tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size),
+    size = shape["hidden_size"] // shape["heads"]
+    config = Qwen3_5TextConfig(
+        **_fields(tokenizer, shape),
         head_dim=size,
         linear_num_key_heads=linear_heads,
         linear_num_value_heads=linear_heads,
         linear_key_head_dim=size,
         linear_value_head_dim=size,
         tie_word_embeddings=True,
-        **config,
     )
-    return _seeded(lambda: Qwen3_5ForCausalLM(made), seed)
+    return _seeded(lambda: Qwen3_5ForCausalLM(config), seed)
 
 
 def build_llava(
@@ -204,7 +170,7 @@ def build_llava(
         image_size=image_size,
         patch_size=patch_size,
     )
-    text = Qwen2Config(**_sizes(tokenizer, 2, 128, 4, 2, 352))
+    text = Qwen2Config(**_fields(tokenizer, SHAPES["tiny"] | {"vocab_size": len(tokenizer)}))
     config = LlavaConfig(
         vision_config=vision,
         text_config=text,

@@ -45,32 +45,18 @@ WORTH_GROUPING = 0.9
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    Tokens of a batch on average, and what follows from them.
-
-    Attributes:
-        batch_size (`int`): Rows of a batch.
-        trainer (`str`): `"dpo"` or `"sft"`.
-        padded, grouped_by_length, real (`float`):
-            What TRL computes: padded, padded with rows of like length together, and with its own `padding_free` or
-            packing (SFT only).
-        auto (`float`): With padding removed and `prefix_sharing="auto"`.
-        grouped (`float`): The same, with rows that begin alike together.
-        scored (`float`): Tokens that are trained on.
-        rows (`int`): Rows of the sample.
-        budget (`int`): `max_tokens_per_batch` of the same memory as the largest batch.
-    """
+    """Tokens of a batch on average, and what follows from them."""
 
     batch_size: int
     trainer: str
-    padded: float
-    grouped_by_length: float
-    real: float
-    auto: float
-    grouped: float
-    scored: float
-    rows: int
-    budget: int
+    padded: float  # what TRL computes
+    grouped_by_length: float  # the same, with rows of like length together
+    real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
+    auto: float  # with padding removed and `prefix_sharing="auto"`
+    grouped: float  # the same, with rows that begin alike together
+    scored: float  # trained on
+    rows: int  # of the sample
+    budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
 
     @property
     def shares(self) -> bool:
@@ -104,13 +90,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """
-    Rows sorted by their tokens.
-
-    Attributes:
-        lengths (`np.ndarray` of shape `(n,)`): Tokens of each row, in sorted order.
-        common (`np.ndarray` of shape `(n,)`): What each begins with in common with the row before it.
-    """
+    """Rows sorted by their tokens: how many each has, and what it has in common with the row before it, `(n,)`."""
 
     lengths: np.ndarray
     common: np.ndarray
