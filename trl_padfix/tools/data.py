@@ -32,8 +32,7 @@ def load_rows(data: str, split: str = "train") -> Dataset:
 
     Raises:
         FileNotFoundError: If `data` looks like a local file and there is none.
-        UnreadableError: If what is there is no dataset.
-        ValueError: If there is no such split, or no row.
+        ValueError: If what is there is no dataset, or has no such split or no row.
     """
     rows = _load(data, split)
     if not len(rows):
@@ -61,9 +60,6 @@ def _load(data: str, split: str) -> Dataset:
 def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     """
     Rows with columns renamed as `"question=prompt,answer=completion"` says; a column that has the new name is dropped.
-
-    Raises:
-        ValueError: If that is no mapping, or names a column that is not there.
     """
     if columns is None:
         return rows
@@ -78,13 +74,7 @@ def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
 
 
 def load_recipe(path: str) -> dict[str, Any]:
-    """
-    The fields of a recipe.
-
-    Raises:
-        UnreadableError: If it is no YAML.
-        ValueError: If the file holds something else.
-    """
+    """The fields of a recipe; an [`UnreadableError`] if it is no YAML."""
     with Path(path).open("rb") as file, reading(f"the YAML {path!r}", "Mend the file."):
         recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict):
@@ -111,13 +101,7 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
 
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """
-    The rows of a dataset from `start` to `stop`, each with text where text is needed; see [`check_row`].
-
-    Raises:
-        UnreadableError: If a row cannot be decoded.
-        ValueError: If it has no text.
-    """
+    """The rows of a dataset from `start` to `stop`; a `ValueError` for one without text, see [`check_row`]."""
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
         with reading(
             f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or mend the row."

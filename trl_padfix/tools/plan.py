@@ -54,17 +54,11 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
-        """
-        The sizes of a text model with this config; no memory is taken for its weights.
-
-        Raises:
-            NotImplementedError: If a layer is not attention and one gated MLP.
-        """
+        """The sizes of a text model of attention and one gated MLP a layer; no memory is taken for its weights."""
         text = config.get_text_config()
         experts = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(text, n, None)]
-        mixers = {
-            kind for kind in getattr(text, "layer_types", None) or [] if "attention" not in kind or "linear" in kind
-        }
+        kinds = set(getattr(text, "layer_types", None) or [])
+        mixers = {kind for kind in kinds if "attention" not in kind or "linear" in kind}
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
         missing = [name for name in names if not isinstance(getattr(text, name, None), int)]
         if experts or mixers or missing:
@@ -191,10 +185,8 @@ def smallest_fit(
     """
     The simplest training that fits: without sharding before with it, without checkpointing before with it.
 
-    `available` are the bytes of each GPU, and `longest` the tokens of the longest row: a forward must hold it.
-
-    Raises:
-        ValueError: If nothing fits; the message says what is missing.
+    `available` are the bytes of each GPU, and `longest` the tokens of the longest row: a forward must hold it. That
+    nothing fits is a `ValueError` that says what is missing.
     """
     room, found = int(ROOM * available), []
     for sharded in (False, True)[: 1 if gpus == 1 else 2]:

@@ -28,12 +28,8 @@ class UnreadableError(ValueError):
 @contextmanager
 def reading(what: str, advice: str) -> Iterator[None]:
     """
-    Name what is read (`what`, with its path or id) and what to do (`advice`, a sentence), if reading it fails.
-
-    The block holds calls of libraries and nothing else: what our own code raises is left as it is.
-
-    Raises:
-        UnreadableError: If a library raises.
+    Make whatever the libraries in the block raise an [`UnreadableError`], which names `what` is read (with its path or
+    id) and what to do (`advice`, a sentence). What our own code raises is left as it is.
     """
     try:
         yield

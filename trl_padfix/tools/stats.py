@@ -127,10 +127,7 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
     Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
 
     It holds preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
-    `messages`, or `prompt` and `completion`); plain or conversational.
-
-    Raises:
-        ValueError: If the dataset is empty, or has neither pairs nor texts.
+    `messages`, or `prompt` and `completion`), plain or conversational; anything else is a `ValueError`.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")

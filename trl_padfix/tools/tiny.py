@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
@@ -121,10 +122,8 @@ def build_hybrid(
     Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention
     with `linear_heads`. For the rest see [`build_qwen2`].
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
     size = shape["hidden_size"] // shape["heads"]
-    config = Qwen3_5TextConfig(
+    config = transformers.Qwen3_5TextConfig(
         **_fields(tokenizer, shape),
         head_dim=size,
         linear_num_key_heads=linear_heads,
@@ -133,7 +132,7 @@ def build_hybrid(
         linear_value_head_dim=size,
         tie_word_embeddings=True,
     )
-    return _seeded(lambda: Qwen3_5ForCausalLM(config), seed)
+    return _seeded(lambda: transformers.Qwen3_5ForCausalLM(config), seed)
 
 
 def build_llava(
@@ -144,25 +143,17 @@ def build_llava(
 
     The tokenizer is given a token for images; sizes are pixels of one side. The global generator is left as it was.
     """
-    from transformers import (
-        CLIPImageProcessorPil,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
-
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
     size = {"height": image_size, "width": image_size}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size=size, crop_size=size),
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=size, crop_size=size),
         tokenizer,
         patch_size=patch_size,
         vision_feature_select_strategy="full",
         chat_template=VISION_CHAT_TEMPLATE,
         num_additional_image_tokens=1,
     )
-    vision = CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -171,7 +162,7 @@ def build_llava(
         patch_size=patch_size,
     )
     text = Qwen2Config(**_fields(tokenizer, SHAPES["tiny"] | {"vocab_size": len(tokenizer)}))
-    config = LlavaConfig(
+    config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=text,
         image_token_id=processor.image_token_id,
@@ -179,4 +170,4 @@ def build_llava(
         vision_feature_select_strategy="full",
         pad_token_id=tokenizer.pad_token_id,
     )
-    return _seeded(lambda: LlavaForConditionalGeneration(config), seed), processor
+    return _seeded(lambda: transformers.LlavaForConditionalGeneration(config), seed), processor

@@ -138,12 +138,8 @@ def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed
     grouped = group_rows(order, costs, size)
     longest = np.array([max(map(len, _sequences(row))) for row in rows])
     # As transformers does it: sorted by length within fifty batches.
-    by_length = np.concatenate(
-        [
-            part[np.argsort(-longest[part], kind="stable")]
-            for part in np.split(order, range(50 * size, len(order), 50 * size))
-        ]
-    )
+    parts = np.split(order, range(50 * size, len(order), 50 * size))
+    by_length = np.concatenate([part[np.argsort(-longest[part], kind="stable")] for part in parts])
 
     def batches(of: np.ndarray) -> list[np.ndarray]:
         whole = of[: len(of) // size * size].reshape(-1, size)
@@ -152,17 +148,19 @@ def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed
     def padded(batch: np.ndarray) -> float:
         return float(longest[batch].max()) * len(batch) * len(_sequences(rows[0]))
 
+    def counts(batch: np.ndarray) -> tuple[int, int]:
+        return _counts([s for i in batch for s in _sequences(rows[i])])
+
     random = batches(order)
-    counted = [_counts([s for i in batch for s in _sequences(rows[i])]) for batch in random]
-    together = [_counts([s for i in batch for s in _sequences(rows[i])])[1] for batch in batches(grouped)]
+    real, auto = np.mean([counts(batch) for batch in random], axis=0)
     return Verdict(
         batch_size=size,
         trainer="sft" if is_text else "dpo",
         padded=float(np.mean([padded(batch) for batch in random])),
         grouped_by_length=float(np.mean([padded(batch) for batch in batches(by_length)])),
-        real=float(np.mean([real for real, _ in counted])),
-        auto=float(np.mean([tokens for _, tokens in counted])),
-        grouped=float(np.mean(together)),
+        real=float(real),
+        auto=float(auto),
+        grouped=float(np.mean([counts(batch)[1] for batch in batches(grouped)])),
         scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
         rows=len(rows),
         budget=budget,
@@ -183,14 +181,11 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
     settings = ["padding_free=True", 'prefix_sharing="auto"' if found.shares else "prefix_sharing=False"]
     settings += ["group_by_prefix=True"] * found.groups
     unit = "rows" if found.trainer == "sft" else "pairs"
+    grouping = f"grouped ones save {more:.0%} more" if found.groups else f"grouping would save {max(more, 0):.0%}"
     lines = [
         f"Use {', '.join(settings)}; {found.batch_size} {unit} a batch, or max_tokens_per_batch={found.budget}.",
-        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, "
-        + (
-            f"and grouped ones save {more:.0%} more."
-            if found.groups
-            else f"and grouping would save {max(more, 0):.0%}."
-        ),
+        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, and "
+        f"{grouping}.",
         f"Speed: about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, {found.by_tokens:.1f}x by "
         "the tokens of the decoder alone, as with a fused LM head.",
         f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
@@ -203,10 +198,10 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
         )
     else:
         lines.append("TRL's padding_free and packing: none for DPO.")
-    grouping = " --group-by-prefix" if found.groups else ""
+    flag = " --group-by-prefix" if found.groups else ""
     lines.append(
         f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} --variants "
-        f"trl,padding_free,auto{grouping}"
+        f"trl,padding_free,auto{flag}"
     )
     return lines
 

@@ -59,10 +59,8 @@ __all__ = [
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
-    Time all variants on the same random rows, TRL's padded step first; see [`measure`].
-
-    `data` are preference pairs, as text or tokenized (SFT trains on what was chosen); GRPO takes none, its completions
-    are random.
+    Time all variants on the same random rows: preference pairs, as text or tokenized (SFT trains on what was chosen);
+    GRPO takes no data. See [`measure`].
     """
     return measure(prepare(data, settings), settings)
 
@@ -159,9 +157,7 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {
             "trl_padfix": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": trl.__version__,
+            **{package.__name__: package.__version__ for package in (torch, transformers, trl)},
             "python": platform.python_version(),
         },
     }

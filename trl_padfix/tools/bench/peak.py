@@ -10,7 +10,7 @@ import torch
 from .settings import ImpossibleFigureError
 
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "wait"]
 
 SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 """Sides of the matrices that are multiplied: the best of them counts."""
@@ -18,10 +18,8 @@ SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 
 class Peak:
     """
-    The best matrix product seen so far on a device, measured again and again beside the steps.
-
-    A device that speeds up or slows down in a run does so for steps and products alike, so a step cannot seem to do
-    more than is possible. If it does, something is counted wrong, and that is an error.
+    The best matrix product seen so far on a device, measured again and again beside the steps: a device that speeds up
+    or slows down does so for both, so a step that seems to do more than is possible was counted wrong.
 
     The best of `dtypes` counts: bfloat16 is slower than float32 on CPUs that have no instructions for it. `given` are
     TFLOP/s to be used instead.
@@ -40,10 +38,10 @@ class Peak:
         for size, dtype in every if self._fastest is None else [self._fastest]:
             factor = torch.randn(size, size, device=self.device, dtype=dtype)
             for _ in range(times):
-                _wait(self.device)
+                wait(self.device)
                 start = time.perf_counter()
                 torch.mm(factor, factor)
-                _wait(self.device)
+                wait(self.device)
                 tflops = 2 * size**3 / (time.perf_counter() - start) / 1e12
                 if tflops > self.measured:
                     self.measured, self._fastest = tflops, (size, dtype)
@@ -66,6 +64,7 @@ class Peak:
         return share
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()

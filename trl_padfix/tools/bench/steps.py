@@ -19,6 +19,7 @@ from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.data.batch_layouts import LayoutCollator, known_layouts, without_layouts
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from .peak import wait
 
 
 if TYPE_CHECKING:
@@ -78,15 +79,14 @@ class Step:
         # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
         batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        wait(self.settings.device)
         if cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = self.forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
+        wait(self.settings.device)
         figures = {"seconds": time.perf_counter() - start, "loss": loss.item()}
         if cuda:
             figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -174,8 +174,7 @@ def attached(step: Step, variant: Variant) -> Iterator[None]:
                 if variant.compiled:
                     from ...core.attention.compiled import compile_layers
 
-                    left = compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled)
-                    if left:
+                    if left := compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled):
                         raise RuntimeError(f"{len(left)} layers cannot be compiled: {next(iter(left.values()))}.")
             elif variant.ours and (numbering := number_padded_rows(model)) is not None:
                 stack.enter_context(numbering)

@@ -39,12 +39,7 @@ class RolloutTree:
 
 
 def parse_tree(data: str) -> RolloutTree | None:
-    """
-    The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this.
-
-    Raises:
-        ValueError: If they are no sizes.
-    """
+    """The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this."""
     if not data.startswith("tree:"):
         return None
     match = re.fullmatch(r"tree:(\d+)x(\d+)/(\d+)/(\d+)", data)
