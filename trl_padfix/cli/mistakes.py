@@ -127,7 +127,8 @@ def describe(error: BaseException) -> str | None:
     if (why := why_unwritable(error)) is not None:
         return f"{why}."
     if isinstance(error, OSError) and error.errno is not None:
-        return _system(error)
+        path = "" if error.filename is None else f"{str(error.filename)!r}: "
+        return f"{path}{_OF_THE_SYSTEM.get(error.errno) or error.strerror or error}."
     if isinstance(error, (UnreadableError, PaddingRemovalError)):
         return str(error)
     package, defined_in = package_of(error), type(error).__module__.split(".")[0]
@@ -146,9 +147,3 @@ def _on_purpose(error: BaseException) -> bool:
     """Whether an error comes from a `raise`, not from an operation that failed."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and (frames[-1].line or "").startswith("raise")
-
-
-def _system(error: OSError) -> str:
-    path = "" if error.filename is None else f"{str(error.filename)!r}: "
-    known = _OF_THE_SYSTEM.get(error.errno or 0)
-    return f"{path}{known or error.strerror or error}."
