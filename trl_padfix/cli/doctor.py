@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,21 +57,16 @@ def doctor(
 
 def describe(found: Diagnosis) -> list[str]:
     """What `trl-padfix doctor` prints: the verdict first, in lines of at most 80 characters."""
-    what = found.model.architecture if found.model is not None else "Padding"
-    lines = []
+    attention = f"`{found.auto.name}` attention"
     if found.problems:
-        lines += ["NOT READY."]
-        for problem in found.problems:
-            lines += _wrapped("", problem)
-    elif found.model is not None:
-        sharing = ""
-        if any(mixer.how == "whole rows" for mixer in found.model.mixers):
-            sharing = "; prefix_sharing is refused, because its decoder is given whole rows"
-        lines += _wrapped(
-            "", f"READY. {what}: padding is removed exactly, with `{found.auto.name}` attention{sharing}."
-        )
+        verdict = ["NOT READY.", *found.problems]
+    elif found.model is None:
+        verdict = [f"READY. Padding can be removed here, with {attention}."]
     else:
-        lines += _wrapped("", f"READY. Padding can be removed here, with `{found.auto.name}` attention.")
+        refused = any(mixer.how == "whole rows" for mixer in found.model.mixers)
+        sharing = "; prefix_sharing is refused, because its decoder is given whole rows" if refused else ""
+        verdict = [f"READY. {found.model.architecture}: padding is removed exactly, with {attention}{sharing}."]
+    lines = [line for text in verdict for line in _wrapped("", text)]
     lines += ["", *_machine(found), *_packages(found), *_attention(found)]
     if found.model is not None:
         lines += ["", *_model(found.model)]
@@ -79,13 +75,8 @@ def describe(found: Diagnosis) -> list[str]:
 
 def _machine(found: Diagnosis) -> list[str]:
     system, machine = found.system, found.machine
-    names: dict[str, int] = {}
-    for gpu in system["gpus"]:
-        name = f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)"
-        names[name] = names.get(name, 0) + 1
-    gpus = (
-        ", ".join(f"{count} x {name}" for name, count in names.items()) or f"{machine.name} ({system['cores']} cores)"
-    )
+    count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
+    gpus = ", ".join(f"{n} x {name}" for name, n in count.items()) or f"{machine.name} ({system['cores']} cores)"
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
     precisions = ", ".join(f"{name} ({word})" for name, word in found.dtypes.items())
     return _wrapped("machine", f"{gpus}{capability}; {precisions}")
@@ -95,11 +86,9 @@ def _packages(found: Diagnosis) -> list[str]:
     there = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
     absent = ", ".join(name for name, version in found.versions.items() if not version)
     tested = ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
-    pair = (
-        "transformers and TRL are a pair that is tested together"
-        if found.tested
-        else f"transformers and TRL are not a pair that is tested together; tested: {tested}"
-    )
+    pair = "transformers and TRL are a pair that is tested together"
+    if not found.tested:
+        pair = f"transformers and TRL are not a pair that is tested together; tested: {tested}"
     return [*_wrapped("packages", there), *(_wrapped("absent", absent) if absent else []), *_wrapped("stack", pair)]
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from .console import JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
-
-
-if TYPE_CHECKING:
-    from ..tools.parity import Comparison
 
 
 __all__ = ["parity"]
@@ -82,20 +78,19 @@ def parity(
 
     flash = dtype != "float32" and device == "cuda" and is_flash_attn_2_available()
     backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if flash else [])]
-    table = Table(box=box.MARKDOWN)  # as an issue shows it
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True)
+    table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=box.MARKDOWN)  # as an issue shows it
     failed, found = [], []
     padded = batch["attention_mask"].numel()
     with console.status("comparing"), mistakes_of("--model"):
         for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
-            figures = ["-"] * 4 if c.note else [str(c.tokens), f"{c.logps:.1e}", _or_dash(c.gradient), "-"]
-            if c.parity is not None:
-                figures[3] = f"{c.parity.maximum:.1e}"
-            found.append(_figures(c))
-            table.add_row(c.backend, c.mode, *figures, "ok" if c.ok else "FAILED")
-            failed += [] if c.ok else [f"{c.backend}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}"]
-    longest = max((len(name) for name in backends), default=0)
+            packed = c.parity and c.parity.maximum
+            found.append({**vars(c), "parity": packed})
+            tokens = "-" if c.tokens is None else str(c.tokens)
+            figures = [_or_dash(value) for value in (c.logps, c.gradient, packed)]
+            table.add_row(c.attention, c.mode, tokens, *figures, "ok" if c.ok else "FAILED")
+            if not c.ok:
+                failed.append(f"{c.attention}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}")
+    longest = max(map(len, backends))
     Console(width=WIDTH + max(0, longest - len(COLUMNS[0]))).print(table)  # a name is not cut
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
     lengths = batch["attention_mask"].sum(1).tolist()
@@ -122,16 +117,6 @@ def parity(
         typer.echo(line, err=True)
     if failed:
         raise typer.Exit(1)
-
-
-def _figures(c: Comparison) -> dict[str, Any]:
-    """A comparison, for JSON, which has no NaN."""
-    measured = not c.note
-    return {
-        "attention": c.backend, "mode": c.mode, "tokens": c.tokens if measured else None,
-        "logps": c.logps if measured else None, "gradient": c.gradient,
-        "parity": c.parity.maximum if c.parity is not None else None, "ok": c.ok, "note": c.note,
-    }  # fmt: skip
 
 
 def _or_dash(value: float | None) -> str:

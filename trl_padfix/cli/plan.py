@@ -73,12 +73,7 @@ def plan(
 
 
 def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None]:
-    """
-    The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`.
-
-    Raises:
-        ValueError: If the file has no such figures.
-    """
+    """The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`."""
     import json as json_module
 
     from ..tools.reading import reading

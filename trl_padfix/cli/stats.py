@@ -58,12 +58,9 @@ def stats(
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
 
-    try:
-        sizes = [int(size) for size in world_size.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{world_size!r} is no list of numbers.", param_hint="--world-size") from None
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in world_size.split(",")]
     if min(sizes) < 1:
-        raise typer.BadParameter(f"{min(sizes)} is no number of processes: give 1 or more.", param_hint="--world-size")
+        raise typer.BadParameter(f"{world_size!r} is no list of numbers of 1 or more.", param_hint="--world-size")
     outputs(plot=plot, json=json)
     with mistakes_of("DATA"):
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
@@ -172,12 +169,7 @@ def _made_up(
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
-    """
-    A whole number of a recipe.
-
-    Raises:
-        ValueError: If there is something else.
-    """
+    """A whole number of a recipe, or a `ValueError`."""
     value = recipe.get(name, default)
     if value is None:
         return 0 if name == "max_length" else default

@@ -29,22 +29,6 @@ KNOWN_ERRORS = [
 
 
 def explain(text: str) -> list[KnownError]:
-    """
-    The known errors in a text, such as a traceback; none if it holds none.
-
-    Args:
-        text (`str`):
-            What was printed.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.known_errors import explain
-
-    >>> [error.name for error in explain("RuntimeError: FlashAttention only supports Ampere GPUs or newer.")]
-    ['GPU too old for FlashAttention']
-
-    ```
-    """
+    """The known errors in a text, such as a traceback; none if it holds none."""
     line = " ".join(text.split())
     return [error for error in KNOWN_ERRORS if re.search(error.pattern, line, re.IGNORECASE)]

@@ -9,7 +9,7 @@ would wait for one another.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from trl.data_utils import common_prefix_length, extract_prompt, is_conversation
 from ..trainers.steps.costs import RowCosts, pair_costs, prefix_costs, text_costs
 from ..trainers.steps.dealing import balance, split
 from ..trainers.steps.grouping import prefix_order
-from .data import checked_rows
+from .data import TEXT_COLUMNS, checked_rows, texts_of_row
 
 
 __all__ = [
@@ -57,11 +57,8 @@ class Lengths:
     """
     Tokens of every row of a dataset, as TRL's DPO or SFT trainer would have them before truncation.
 
-    Attributes:
-        parts (`dict[str, np.ndarray]`): `prompt`, `chosen` and `rejected` of pairs, or `text`; each of shape `(n,)`.
-        sorted (`tuple[np.ndarray, np.ndarray]`, *optional*):
-            The rows sorted by their prompts or texts, and how many tokens each has in common with the one before it,
-            both `(n,)`; by default nothing is in common.
+    `parts` are `prompt`, `chosen` and `rejected` of pairs, or `text`, each `(n,)`. `sorted` are the rows sorted by
+    their prompts or texts, and how many tokens each has in common with the one before it, both `(n,)`.
     """
 
     parts: dict[str, np.ndarray]
@@ -118,45 +115,25 @@ class BatchTokens:
 
 @dataclass(frozen=True)
 class Waiting:
-    """
-    Share of the time that processes compute, where each forward takes as long as its tokens on the fullest process.
-
-    Attributes:
-        processes (`int`): How many.
-        fixed (`float`): With batches of equally many rows as they come.
-        budget (`float`): With the rows of a step dealt out evenly and split by a token budget.
-    """
+    """Share of the time that processes compute, a forward taking as long as its tokens on the fullest process."""
 
     processes: int
-    fixed: float
-    budget: float
+    fixed: float  # with batches of equally many rows as they come
+    budget: float  # with the rows of a step dealt out evenly and split by a token budget
 
 
 def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
     """
     Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
-            `messages`, or `prompt` and `completion`); plain or conversational.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's.
-        progress (`bool`, *optional*, defaults to `False`):
-            Whether to show a progress bar.
-
-    Returns:
-        [`Lengths`].
-
-    Raises:
-        ValueError: If the dataset is empty, or has neither pairs nor texts.
+    It holds preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
+    `messages`, or `prompt` and `completion`), plain or conversational; anything else is a `ValueError`.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")
     columns = set(dataset.column_names)
-    if not columns & {"text", "messages"} and not any(
-        parts <= columns for parts in ({"chosen", "rejected"}, {"prompt", "completion"})
-    ):
+    known = ({"text"}, {"messages"}, {"chosen", "rejected"}, {"prompt", "completion"})
+    if not any(names <= columns for names in known):
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
             "`messages`, or `prompt` and `completion`: rename its columns."
@@ -175,24 +152,14 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: b
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
-    """
-    All text of a dataset, plain or conversational, to train a tokenizer on.
-
-    Raises:
-        ValueError: If a row has something else.
-    """
-    names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
-    for row in checked_rows(dataset.select_columns(sorted(names))):
-        for value in row.values():
-            for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
-                yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = [name for name in dataset.column_names if name in TEXT_COLUMNS]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)
 
 
 def check_size(processes: int, batch_size: int, accumulation: int) -> None:
-    """
-    Raises:
-        ValueError: If a step of so many rows would take minutes to simulate.
-    """
+    """Refuse, with a `ValueError`, a step of so many rows that it would take minutes to simulate."""
     rows = processes * batch_size * accumulation
     if rows > LARGEST_STEP:
         raise ValueError(
@@ -202,10 +169,7 @@ def check_size(processes: int, batch_size: int, accumulation: int) -> None:
 
 
 def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -> None:
-    """
-    Raises:
-        ValueError: If TRL would train on no row.
-    """
+    """Refuse, with a `ValueError`, rows of which TRL would train on none."""
     if not len(lengths.kept(max_length, truncation_mode)):
         raise ValueError(
             f"max_length={max_length} ({truncation_mode}) leaves no row: every prompt alone is as long. Raise it, or "
@@ -218,21 +182,7 @@ def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -
 def batch_tokens(
     lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0, **how: Any
 ) -> list[BatchTokens]:
-    """
-    Tokens of random batches, averaged.
-
-    Args:
-        lengths ([`Lengths`]):
-            Of the rows.
-        batch_sizes (`Sequence[int]`):
-            Rows of a batch; those that the dataset cannot fill are left out.
-        max_length (`int`, *optional*):
-            Longest sequence.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the batches.
-        **how:
-            `truncation_mode`.
-    """
+    """Tokens of random batches, averaged; sizes that the dataset cannot fill are left out."""
     sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
     real = lengths.costs(max_length, sharing=False, **how).each
     costs = lengths.costs(max_length, **how)
@@ -264,30 +214,8 @@ def waiting(
     Simulate how long processes would wait for the one with the most tokens.
 
     Processes meet in every forward, as FSDP and ZeRO-3 have it. An optimizer step has `batch_size` x `accumulation`
-    rows on each process; datasets with fewer are gone through several times.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows.
-        processes (`int`):
-            How many.
-        batch_size, accumulation (`int`, *optional*, defaults to `8` and `4`):
-            Rows of a forward, and forwards of a step, with fixed batches.
-        budget (`int`, *optional*):
-            `max_tokens_per_batch`; by default [`memory_of`] the fixed batches.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the order.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.tools.stats import waiting
-
-    >>> waiting(text_costs([100] * 64), processes=2, batch_size=1, accumulation=2)
-    Waiting(processes=2, fixed=1.0, budget=1.0)
-
-    ```
+    rows on each process; datasets with fewer are gone through several times. `budget` is `max_tokens_per_batch`, by
+    default [`memory_of`] the fixed batches.
     """
     budget = budget or memory_of(costs, batch_size)
     rows = batch_size * accumulation * processes
@@ -321,22 +249,23 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
     parts = dict(lengths.parts)
     if lengths.are_pairs:
         parts["sequence"] = lengths.sequences.ravel()
-    figures: dict[str, Callable[[np.ndarray], Any]] = {
-        "mean": np.mean,
-        "median": np.median,
-        "p95": lambda part: np.percentile(part, 95),
-        "max": np.max,
+    return {
+        name: {
+            "mean": float(part.mean()),
+            "median": float(np.median(part)),
+            "p95": float(np.percentile(part, 95)),
+            "max": float(part.max()),
+        }
+        for name, part in parts.items()
     }
-    return {name: {figure: float(f(part)) for figure, f in figures.items()} for name, part in parts.items()}
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """
     Rows as TRL's DPO or SFT trainer tokenizes them, before truncation.
 
-    Returns:
-        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids` of pairs; of texts `input_ids`, and `prompt`, how
-        many of them are a prompt that is not trained on.
+    Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; of texts `input_ids`, and `prompt`, how many of them are a
+    prompt that is not trained on.
     """
     if "chosen" in rows[0]:
         if "prompt" not in rows[0]:
@@ -346,8 +275,7 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
         found = []
         for prompt, chosen, rejected in zip(prompts, *both, strict=True):
             at = min(_common(prompt, chosen), _common(prompt, rejected))
-            parts = {"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]}
-            found.append(parts)
+            found.append({"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]})
         return found
     names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
     whole = _token_ids(rows, names, tokenizer)

@@ -10,7 +10,7 @@ import torch
 from .settings import ImpossibleFigureError
 
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "wait"]
 
 SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 """Sides of the matrices that are multiplied: the best of them counts."""
@@ -18,17 +18,11 @@ SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 
 class Peak:
     """
-    The best matrix product seen so far on a device, measured again and again beside the steps.
+    The best matrix product seen so far on a device, measured again and again beside the steps: a device that speeds up
+    or slows down does so for both, so a step that seems to do more than is possible was counted wrong.
 
-    A device that speeds up or slows down in a run does so for steps and products alike, so a step cannot seem to do
-    more than is possible. If it does, something is counted wrong, and that is an error.
-
-    Args:
-        device (`str`): `"cpu"` or `"cuda"`.
-        dtypes (`Sequence[torch.dtype]`):
-            Precisions that the step uses. The best of them counts: bfloat16 is slower than float32 on CPUs that have
-            no instructions for it.
-        given (`float`, *optional*): TFLOP/s of the device, to be used instead.
+    The best of `dtypes` counts: bfloat16 is slower than float32 on CPUs that have no instructions for it. `given` are
+    TFLOP/s to be used instead.
     """
 
     def __init__(self, device: str, dtypes: Sequence[torch.dtype], given: float | None = None):
@@ -44,10 +38,10 @@ class Peak:
         for size, dtype in every if self._fastest is None else [self._fastest]:
             factor = torch.randn(size, size, device=self.device, dtype=dtype)
             for _ in range(times):
-                _wait(self.device)
+                wait(self.device)
                 start = time.perf_counter()
                 torch.mm(factor, factor)
-                _wait(self.device)
+                wait(self.device)
                 tflops = 2 * size**3 / (time.perf_counter() - start) / 1e12
                 if tflops > self.measured:
                     self.measured, self._fastest = tflops, (size, dtype)
@@ -58,12 +52,7 @@ class Peak:
         return self.measured if self.given is None else self.given
 
     def share(self, flops: float, seconds: float, what: str) -> float:
-        """
-        The share of the peak that `flops` in `seconds` are.
-
-        Raises:
-            ImpossibleFigureError: If it is more than all of it.
-        """
+        """The share of the peak that `flops` in `seconds` are; more than all of it is an [`ImpossibleFigureError`]."""
         share = flops / seconds / (self.tflops * 1e12)
         if not 0 <= share <= 1:
             source = "was given (`--peak-tflops`)" if self.given is not None else "a matrix product reached beside it"
@@ -75,6 +64,7 @@ class Peak:
         return share
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()

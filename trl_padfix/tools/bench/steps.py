@@ -19,6 +19,7 @@ from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from .peak import wait
 
 
 if TYPE_CHECKING:
@@ -34,13 +35,7 @@ COLLATORS = {
 
 
 class Step:
-    """
-    A training step of one trainer, on any batch of the rows it was built for.
-
-    Attributes:
-        trainer (`transformers.Trainer`): TRL's trainer.
-        rows (`list[dict]`): Its prepared rows; what a batch is made of.
-    """
+    """A training step of one of TRL's trainers, on any batch of the prepared `rows` it was built for."""
 
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
@@ -84,15 +79,14 @@ class Step:
         # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
         batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        wait(self.settings.device)
         if cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         loss = self.forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
+        wait(self.settings.device)
         figures = {"seconds": time.perf_counter() - start, "loss": loss.item()}
         if cuda:
             figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -178,8 +172,7 @@ def attached(step: Step, variant: Variant) -> Iterator[None]:
                 if variant.compiled:
                     from ...core.attention.compiled import compile_layers
 
-                    left = compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled)
-                    if left:
+                    if left := compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled):
                         raise RuntimeError(f"{len(left)} layers cannot be compiled: {next(iter(left.values()))}.")
             elif variant.ours and (numbering := number_padded_rows(model)) is not None:
                 stack.enter_context(numbering)

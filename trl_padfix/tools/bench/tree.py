@@ -39,23 +39,7 @@ class RolloutTree:
 
 
 def parse_tree(data: str) -> RolloutTree | None:
-    """
-    The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this.
-
-    Raises:
-        ValueError: If they are no sizes.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.bench.tree import parse_tree
-
-    >>> tree = parse_tree("tree:4x8/600/80")
-    >>> tree.rows, tree.longest
-    (32, 1400)
-
-    ```
-    """
+    """The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this."""
     if not data.startswith("tree:"):
         return None
     match = re.fullmatch(r"tree:(\d+)x(\d+)/(\d+)/(\d+)", data)
@@ -70,15 +54,7 @@ def parse_tree(data: str) -> RolloutTree | None:
 
 def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
     """
-    Tokenized rows for SFT: one for each turn, with all that is before it, trained on what the turn answers.
-
-    Args:
-        tree ([`RolloutTree`]):
-            Sizes of a task.
-        count (`int`):
-            Rows, one tree behind the other.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of lengths and tokens.
+    Tokenized rows for SFT, tree after tree: one for each turn, with all that is before it, trained on what it answers.
     """
     turns = _turns(tree, torch.Generator().manual_seed(seed))
     rows = [
