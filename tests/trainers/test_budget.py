@@ -26,7 +26,7 @@ from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.steps import budget as token_budget
-from trl_padfix.trainers.steps.costs import pair_costs
+from trl_padfix.trainers.steps.measures import PairMeasure
 
 
 SHARING = {"prefix_sharing": True}
@@ -401,8 +401,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
         trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
         steps = watched(trainer)
     dataset = trainer.train_dataset
-    parts = [[len(ids) for ids in dataset[f"{part}_ids"]] for part in ("prompt", "chosen", "rejected")]
-    tokens = pair_costs(*parts, max_length=26).each
+    tokens = PairMeasure(max_length=26).dataset(dataset).each
     message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
     assert sum(message in text for text in caplog.messages) == 1
     assert any(sum(batch) > 26 for step in steps for batch in step)

@@ -202,7 +202,7 @@ def test_right_padding_is_trls(max_length):
 
 def test_a_row_without_a_prompt_cannot_be_padded_left():
     rows = [{**row, "prompt_ids": []} for row in EXAMPLES]
-    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every example a prompt"):
+    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every row a prompt"):
         DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(rows)
 
 

@@ -19,7 +19,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.steps.costs import RowCosts, pair_costs, prefix_costs, text_costs
+from ..trainers.steps.costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.steps.dealing import balance, split
 from ..trainers.steps.grouping import prefix_order
 from .data import TEXT_COLUMNS, checked_rows, texts_of_row
@@ -89,18 +89,11 @@ class Lengths:
 
     def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
         """Tokens that rows put through the decoder without padding, with common prefixes computed once or not."""
-        how = {"max_length": max_length, "truncation_mode": truncation_mode}
-        if self.are_pairs:
-            begins = self.parts["prompt"]
-            own = pair_costs(**self.parts, prompts=np.arange(len(self)) if sharing else None, **how)
-        else:
-            begins, own = self.parts["text"], text_costs(self.parts["text"], max_length=max_length)
-        if not sharing or self.sorted is None:
-            return own
-        if max_length is not None:
-            cut = (self.sequences > max_length).any(1) & (truncation_mode == "keep_end")
-            begins = np.where(cut, 0, np.minimum(begins, max_length))
-        return prefix_costs(own.each, begins, *self.sorted)
+        begins = self.parts["prompt" if self.are_pairs else "text"]
+        each, begins = truncated_tokens(self.sequences.T, begins, max_length, truncation_mode)
+        if sharing and self.are_pairs:
+            each = each - begins
+        return prefix_costs(each, begins, *self.sorted) if sharing and self.sorted else text_costs(each)
 
 
 @dataclass(frozen=True)

@@ -47,16 +47,7 @@ OURS = ("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "
 
 
 def help_from_docstring(config: Configuration) -> Configuration:
-    """
-    Class decorator that gives fields without a `help` the texts of the configuration's docstring.
-
-    Args:
-        config (`type`):
-            A dataclass, in whose docstring each field has an entry of its own, of this form.
-
-    Returns:
-        The same class. A field that it inherits is described in all classes that have it.
-    """
+    """Class decorator that gives fields without a `help` the text of their entry in the configuration's docstring."""
     entries = re.findall(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n)+)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in entries}
     for field in fields(config):  # type: ignore[arg-type]
@@ -66,17 +57,7 @@ def help_from_docstring(config: Configuration) -> Configuration:
 
 
 def check_field_types(config: Any) -> None:
-    """
-    Refuse values that Python would silently take for something else.
-
-    Args:
-        config ([`DPOConfig`] or another, *optional*):
-            A configuration of this package, or of TRL.
-
-    Raises:
-        TypeError: For a flag that is neither `True` nor `False` (every string that is not empty counts as true), and
-            for `model_init_kwargs` that are no mapping.
-    """
+    """Raise a `TypeError` for what Python would take for something else: flags in words count as true."""
     if not is_dataclass(config):
         return
     for field in fields(config):
@@ -84,9 +65,10 @@ def check_field_types(config: Any) -> None:
         if field.type not in FLAGS or value in (None, False, True):
             continue
         if field.name in OURS or str(value).strip().lower() in ("true", "false"):  # some of TRL's take others
+            meant = str(value).strip().lower() in ("true", "yes", "on", "1")
             raise TypeError(
                 f"`{field.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
-                f"takes {value!r} for {bool(value)}. Write `{field.name}={_meant(value)}`."
+                f"takes {value!r} for {bool(value)}. Write `{field.name}={meant}`."
             )
     given = getattr(config, "model_init_kwargs", None)
     if given is not None and not isinstance(given, (Mapping, str)):
@@ -96,15 +78,8 @@ def check_field_types(config: Any) -> None:
         )
 
 
-def _meant(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "yes", "on", "1")
-
-
 def check_processing_class(processing_class: Any) -> None:
-    """
-    Raises:
-        TypeError: If `processing_class` is no tokenizer and no processor.
-    """
+    """Raise a `TypeError` if `processing_class` is no tokenizer and no processor."""
     if processing_class is None or isinstance(processing_class, ProcessorMixin):
         return
     if not (callable(processing_class) and hasattr(processing_class, "pad_token")):
@@ -121,16 +96,6 @@ def parse_implementation(value: Any) -> Implementation | None:
     Raises:
         TypeError: If it is neither a name nor a mapping of parts to names.
         ValueError: If a string begins as a mapping and is not one.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.field_types import parse_implementation
-
-    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
-    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
-
-    ```
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -165,10 +130,7 @@ def temporarily_set(config: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def check_prefix_sharing(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `prefix_sharing` is set without `padding_free`, or is neither `True`, `False` nor `"auto"`.
-    """
+    """Raise a `ValueError` if `prefix_sharing` is set without `padding_free`, or is neither a flag nor `"auto"`."""
     value = getattr(config, "prefix_sharing", False)
     if not isinstance(value, bool) and value != "auto":
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {value!r}.")

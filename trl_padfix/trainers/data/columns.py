@@ -14,6 +14,7 @@ from datasets import Dataset
 
 __all__ = [
     "blank_texts",
+    "chunks",
     "count_equal",
     "empty_lists",
     "ids_outside",
@@ -40,7 +41,7 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     """Length of each list of a column, `(n,)`; 0 where there is none."""
-    lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
+    lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in chunks(dataset, column)]
     return np.concatenate([np.empty(0, dtype=np.int64), *lengths])
 
 
@@ -48,7 +49,7 @@ def image_counts(dataset: Dataset, column: str) -> np.ndarray:
     """Images of each row, `(n,)`: a column `image` has one or none, and any other a list of them."""
     if column != "image":
         return list_lengths(dataset, column)
-    counts = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in _chunks(dataset, column)]
+    counts = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks(dataset, column)]
     return np.concatenate([np.empty(0, dtype=np.int64), *counts])
 
 
@@ -79,20 +80,14 @@ def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
     return np.flatnonzero([text is not None and not text.strip() for text in values(dataset, column)])
 
 
-def ids_outside(dataset: Dataset, column: str, size: int, ignored: int | None = None) -> tuple[int, int] | None:
-    """
-    The first row whose list in `column` holds a number below 0 or from `size` on, except `ignored`, and that number.
-
-    `None` if there is none, also for a column of something else than lists of whole numbers.
-    """
+def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:
+    """The first row whose list in `column` holds a whole number that is neither in `range(size)` nor `ignored`."""
     kind = dataset.features.arrow_schema.field(column).type
     if not (hasattr(kind, "value_type") and pa.types.is_integer(kind.value_type)):
         return None
     first = 0
     for numbers, bounds in _flat(dataset, column):
-        outside = (numbers < 0) | (numbers >= size)
-        if ignored is not None:
-            outside &= numbers != ignored
+        outside = ((numbers < 0) | (numbers >= size)) & ~np.isin(numbers, ignored)
         if outside.any():
             at = outside.argmax()
             return first + int(np.searchsorted(bounds, at, side="right")) - 1, int(numbers[at])
@@ -110,12 +105,13 @@ def _count(dataset: Dataset, column: str, flag: Callable[[np.ndarray], np.ndarra
 
 def _flat(dataset: Dataset, column: str, first: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The numbers of many rows' lists one after the other, and where each list begins and the last one ends."""
-    for chunk in _chunks(dataset, column):
+    for chunk in chunks(dataset, column):
         kept = pc.list_slice(chunk, first) if first else chunk
         lengths = pc.fill_null(pc.list_value_length(kept), 0).to_numpy(zero_copy_only=False)
         yield pc.list_flatten(kept).to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths))
 
 
-def _chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
+def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
+    """The column as Arrow has it, some 10,000 rows at a time."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
         yield from table[column].chunks

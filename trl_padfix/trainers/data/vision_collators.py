@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,31 +35,9 @@ class VisionCollator(SidedCollator):
             misplaced(found[0], "the batch") if found else "",
             "rows have other images than placeholders; they are left to the model",
         )
-        batch = self.collated(super().torch_call, examples)  # type: ignore[misc]
+        batch = dict(super().torch_call(examples))  # type: ignore[misc]
         check_ids_of_batch(self, batch, len(examples))
         return batch
-
-    def collated(self, by_trl: Callable[[Any], Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """The batch of TRL's collator; ours, used by itself, refuses a `max_length` that cuts images off."""
-        limit: int | None = self.max_length  # type: ignore[has-type]
-        if limit is None or self.pad_to_multiple_of is not None or self.for_trainer:  # type: ignore[attr-defined]
-            return by_trl(examples)
-        self.max_length = None
-        try:
-            batch = by_trl(examples)
-        finally:
-            self.max_length = limit
-        ids = batch["input_ids"]
-        tokens = _image_tokens(self.processor)  # type: ignore[attr-defined]
-        cut = torch.isin(ids[:, limit:], tokens.to(ids.device)).any(1).nonzero().flatten() % len(examples)
-        if len(cut):
-            raise ValueError(
-                f"`max_length={limit}` cuts images of examples {sorted(set(cut.tolist()))} of the batch: they would "
-                "have fewer placeholders than features. Raise `max_length`, set it to `None`, or let the processor "
-                "make the images smaller."
-            )
-        of_tokens = {k for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == ids.shape}
-        return {k: v[:, :limit] if k in of_tokens else v for k, v in batch.items()}
 
 
 @dataclass
@@ -82,8 +59,8 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, for a pair whose images are not as many as its placeholders, or with a
-            completion of which nothing is left, and where `max_length` would cut an image.
+        ValueError: For another `padding_side`, and for a pair whose images are not as many as its placeholders, or
+            with a completion of which nothing is left.
 
     Example:
 
@@ -123,7 +100,7 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
             f"pairs have a completion {within}, whose log-probability is 0 whatever the model does. Drop them, or "
             "raise `max_length`",
         )
-        return self.on_side(batch, "every pair")
+        return self.on_side(batch)
 
 
 @dataclass
@@ -142,8 +119,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
-            where `max_length` would cut an image.
+        ValueError: For another `padding_side`, and for an example whose images are not as many as its placeholders.
 
     Example:
 
@@ -179,7 +155,7 @@ def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str,
         names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
         if names:
             moved = collator.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
-            moved = collator.on_side(moved, "every example")
+            moved = collator.on_side(moved)
             batch |= {prefix + name: value for name, value in moved.items()}
     return batch
 
@@ -189,15 +165,9 @@ _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type
 
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
     """
-    Refuse token ids that the model has no embedding for; what stands for images may lie beyond the vocabulary.
+    Refuse token ids that the model has no embedding for, but for the collator's `stand_ins`, which stand for images.
 
-    Args:
-        collator ([`SidedCollator`]):
-            Has a `vocabulary`, and `stand_ins`: the ids that stand for images.
-        batch (`dict`):
-            What was made of `count` rows of the data.
-        count (`int`):
-            Row `i` of the data is row `i` of the batch, and `i + count` if the batch has a second half.
+    Row `i` of the `count` rows of the data is row `i` of the batch, and `i + count` if the batch has a second half.
 
     Raises:
         ValueError: With the row, its beginning and the id.
@@ -261,9 +231,3 @@ def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
             image = example.pop("image")
             example["images"] = [] if image is None else [image]
     return copies
-
-
-def _image_tokens(processor: Any) -> torch.Tensor:
-    names = [f"{kind}_token_id" for kind in ("image", "video", "context_image")]
-    ids = {getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in names} - {None}
-    return torch.tensor(sorted(ids), dtype=torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,21 +17,11 @@ __all__ = ["DataCollatorForVisionUnpairedPreference"]
 @dataclass
 class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
     """
-    TRL's collator for unpaired preferences with images, padding on the side you choose.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Tokenizes the text and prepares the images.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`, also of the mismatched completions of the KL term.
-        for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors. Trainers set it.
-        **kwargs:
-            The other fields of TRL's.
+    TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term.
 
     Raises:
-        ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
-            for an empty completion.
+        ValueError: For another `padding_side`, and, unless `for_trainer`, for an example whose images are not as many
+            as its placeholders and for an empty completion.
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -45,6 +34,3 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollat
             EMPTY,
         )
         return on_side_with_kl(self, batch)
-
-    def collated(self, by_trl: Callable[[Any], Any], examples: list[dict[str, Any]]) -> dict[str, Any]:
-        return dict(by_trl(examples))

@@ -27,17 +27,6 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
 
     Rows of one group stay together as far as the budget goes. A row of more tokens than that is a micro-batch of its
     own. Returns the rows of each micro-batch, that with the most tokens first.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import split
-
-    >>> split(text_costs([5, 9, 3, 4, 2]), budget=12)
-    [[1, 2], [0, 3, 4]]
-
-    ```
     """
     common = costs.common_to_all
     costs, budget = costs.without_common(common), budget - common
@@ -59,24 +48,12 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
 
 def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Give each process equally many rows, with token sums as even as that allows.
+    Give each process equally many rows, with token sums as even as that allows. Returns the rows of each, ascending.
 
-    Rows of one group go to one process; where no process has room for all of them, to as few as it takes. Returns the
-    rows of each process, ascending.
+    Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
 
     Raises:
         ValueError: If the number of rows is no multiple of `processes`.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import assign
-
-    >>> assign(text_costs([9, 8, 2, 1]), processes=2)
-    [[0, 3], [1, 2]]
-
-    ```
     """
     if len(costs) % processes:
         raise ValueError(f"{len(costs)} rows cannot be dealt out evenly to {processes} processes.")
@@ -99,22 +76,10 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
 
 def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Give the processes about equally many tokens, however many rows that is.
+    Give the processes about equally many tokens, however many rows that is. Returns the rows of each, at least one.
 
     Groups are dealt out whole or cut more and more finely, and all rows are cut where they have little in common; of
-    these ways that one is taken in which the fullest process has the fewest tokens. Returns the rows of each process,
-    of which each has at least one.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import balance
-
-    >>> balance(text_costs([9, 3, 2, 4]), processes=2)
-    [[0], [3, 1, 2]]
-
-    ```
+    these ways that one is taken in which the fullest process has the fewest tokens.
     """
     costs = costs.without_common(costs.common_to_all)
     even = (costs.each.sum() - costs.common.sum()) / processes
@@ -159,17 +124,6 @@ class StepPlan:
         accumulated (`int`): Micro-batches of each process in an optimizer step.
         processes (`int`): How many processes.
         drop_last (`bool`): Whether micro-batches that not every process has, or that are not full, are left out.
-
-    Example: 13 rows in micro-batches of two, accumulated four times. The last step has five rows, the last one alone.
-
-    ```python
-    >>> from trl_padfix.trainers.steps.dealing import StepPlan
-
-    >>> plan = StepPlan(rows=13, micro_batch=2, accumulated=4)
-    >>> plan.per_process, plan.last, plan.weights(plan.last).tolist()
-    (8, 5, [0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.3333333333333333])
-
-    ```
     """
 
     rows: int
@@ -213,11 +167,10 @@ class StepPlan:
         self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
     ) -> Iterator[tuple[int, list[int]]]:
         """
-        The rows of an epoch, dealt out to the processes.
+        The rows of an epoch, dealt out to the processes: how many rows a step has and which of them a process has.
 
         Rows change places only within their step of the given `order`. With `equal` all processes have equally many
-        rows, and not only about equally many tokens. Yields how many rows a step has and which of them a process has,
-        process after process and step after step.
+        rows, and not only about equally many tokens.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
@@ -227,15 +180,15 @@ class StepPlan:
                 # What accelerate makes of it: the first rows of the epoch come again.
                 missing = self.last * self.processes - len(step)
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
-            if self.processes == 1:
-                parts = [list(range(len(step)))] if len(step) else []
-            else:
-                parts = (assign if equal else balance)(costs[step], self.processes) if len(step) else []
-            yield from ((len(step), step[part].tolist()) for part in parts)
+            if len(step) and self.processes == 1:
+                yield len(step), step.tolist()
+            elif len(step):
+                parts = (assign if equal else balance)(costs[step], self.processes)
+                yield from ((len(step), step[part].tolist()) for part in parts)
 
     def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """
-        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+        The rows of an epoch in the order in which accelerate deals them out to the processes, in micro-batches.
 
         Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
         are in one of them. Those that run at one time have about equally many tokens.

@@ -20,23 +20,7 @@ __all__ = ["common_prefixes", "group_rows", "prefix_order"]
 
 def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """
-    Sort rows by their token ids, so that rows that begin alike are neighbours.
-
-    Returns:
-        `tuple[np.ndarray, np.ndarray]`: the rows in that order, and how many tokens each has in common with the row
-        before it, both `(n,)`.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from trl_padfix.trainers.steps.grouping import prefix_order
-
-    >>> order, common = prefix_order([np.array([1, 2, 3]), np.array([9]), np.array([1, 2, 4, 5])])
-    >>> order.tolist(), common.tolist()
-    ([0, 2, 1], [0, 2, 0])
-
-    ```
+    Sort rows by their token ids; return the sorted rows, and how many tokens each has in common with the one before.
     """
     order, common = sort_rows([_key(row) for row in ids], width=4)
     return np.array(order, dtype=np.int64), np.array(common, dtype=np.int64)
@@ -53,34 +37,11 @@ def _key(ids: np.ndarray) -> bytes:
 
 def group_rows(order: Sequence[int] | np.ndarray, costs: RowCosts, step: int) -> np.ndarray:
     """
-    Rearrange an epoch so that rows with long common prefixes are in one optimizer step.
+    Rearrange the `order` of an epoch so that rows with long common prefixes are in one optimizer step of `step` rows.
 
     Groups are brought together from the longest common prefix to shorter ones, as long as they fit into a step; they
     are dealt out to the steps in the order in which the epoch has them, the largest first. What is common to all rows
-    counts for nothing, because it is in every step anyway.
-
-    Args:
-        order (`Sequence[int]`):
-            All rows, in the order of the epoch, shuffled or not: all that is random about the result is in it.
-        costs ([`RowCosts`]):
-            Tokens of all rows.
-        step (`int`):
-            Rows of an optimizer step, over all processes.
-
-    Returns:
-        `np.ndarray`: the same rows, `step` of them for each optimizer step; the last one may have fewer.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.grouping import group_rows
-    >>> from trl_padfix.trainers.steps.costs import pair_costs
-
-    >>> costs = pair_costs([10] * 6, [4] * 6, [4] * 6, prompts=[7, 8, 9, 7, 8, 9])
-    >>> group_rows([5, 4, 3, 2, 1, 0], costs, step=2).tolist()
-    [5, 2, 4, 1, 3, 0]
-
-    ```
+    counts for nothing, because it is in every step anyway. All that is random about the result is in `order`.
     """
     order = np.asarray(order, dtype=np.int64)
     place = np.empty(len(order), dtype=np.int64)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -34,40 +35,24 @@ __all__ = ["GroupedStream", "StepOrder", "StepRows", "StepSampler"]
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler):
     """
-    The order of another sampler, rearranged by steps.
+    The order of another sampler, rearranged by steps, the same on all processes.
 
-    Args:
-        order (`Sampler[int]`):
-            Order of the rows; the same on all processes.
-        costs ([`RowCosts`]):
-            Tokens of all rows.
-        plan ([`StepPlan`]):
-            The optimizer steps of an epoch.
-        epoch (`Callable`):
-            Returns the number of the epoch. A dataloader that skips batches at several processes does not hand
-            `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
-        grouped (`bool`, *optional*, defaults to `False`):
-            Whether rows that begin alike come into one step. By default each step keeps its rows.
-        shares (`bool`, *optional*, defaults to `False`):
-            Whether to yield the rows of a process in a step, for [`StepRows`], instead of single rows.
-        equal (`bool`, *optional*, defaults to `False`):
-            Whether these shares have equally many rows.
+    `grouped` brings rows that begin alike into one step; without it each step keeps its rows. With `shares` it yields
+    the rows of a process in a step, for [`StepRows`], and with `equal` these have equally many rows. `epoch` gives the
+    number of the epoch, because a dataloader that skips batches at several processes does not hand `set_epoch` on to
+    its sampler (accelerate 1.15), and a resumed run would see another order.
     """
 
-    def __init__(
-        self,
-        order: Sampler[int],
-        costs: RowCosts,
-        plan: StepPlan,
-        epoch: Callable[[], int],
-        grouped: bool = False,
-        shares: bool = False,
-        equal: bool = False,
-    ):
-        self.order, self.costs, self.plan, self.epoch = order, costs, plan, epoch
-        self.grouped, self.shares, self.equal = grouped, shares, equal
+    order: Sampler[int]
+    costs: RowCosts
+    plan: StepPlan
+    epoch: Callable[[], int]
+    grouped: bool = False
+    shares: bool = False
+    equal: bool = False
 
     def __len__(self) -> int:
         return len(self.plan) if self.shares else len(self.costs)
@@ -104,9 +89,7 @@ class StepRows(TorchDataset):
 
 class GroupedStream(IterableDataset):
     """
-    The rows of a stream, of which `buffer` are read ahead and brought into steps of rows that begin alike.
-
-    Of the `plan` of the optimizer steps the number of rows is not used.
+    A stream of which `buffer` rows are read ahead and brought into the steps of `plan`, whatever its number of rows.
     """
 
     def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):
