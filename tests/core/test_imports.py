@@ -31,6 +31,7 @@ NO_SOURCE = {  # tests of what no single module does
     }
     | {"reward_models", "stacks", "upstream", "vision", "vision_families"},
     "trainers": {
+        "edited_batches",
         "epochs",
         "expert_losses",
         "import_alone",

@@ -153,7 +153,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
 
 
 def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
-    config = ONLINE_SETTINGS | {"padding_free": True, "gradient_accumulation_steps": 2, "parity_check": False}
+    config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": True, "parity_check": False}
     trainer = trl_padfix.GRPOTrainer(
         model=load_policy(save_policy(tmp_path / "policy")),
         reward_funcs=reward_words,
@@ -161,12 +161,12 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
         train_dataset=build_prompts(24),
         processing_class=build_tokenizer(),
     )
-    trainer.current_gradient_accumulation_steps = 2
+    trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     take = trainer._get_per_token_logps_and_entropies
     trainer._get_per_token_logps_and_entropies = lambda model, ids, *args, **kwargs: take(
-        model, ids.flip(0), *args, **kwargs
+        model, ids.roll(1, 0), *args, **kwargs
     )
     with pytest.raises(PaddingRemovalError, match=r"rows of the batch are those .* in step 1 of train.*Rows: \["):
         trainer.compute_loss(trainer.model, inputs)
