@@ -22,7 +22,7 @@ ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md", 
 """Pages of the site that `docs/hooks.py` makes from other files."""
 ON_THE_PAGE = {"Layout", "pack", "unpack"}
 """Names whose example is on the API page itself."""
-RECORDS = {"Layout", "PaddingRemoval", "PaddingStats", "ParityReport", "PaddingRemovalError", "ParityError"}
+RECORDS = {"Padding", "Layout", "PaddingRemoval", "PaddingStats", "ParityReport", "PaddingRemovalError", "ParityError"}
 """What is not called with anything that could be wrong."""
 
 

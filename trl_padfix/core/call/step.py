@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from .pooled import Pooled
 
-
-if TYPE_CHECKING:
-    from .layout_of import LayoutKey
 
 __all__ = [
     "BatchFacts",
@@ -91,16 +88,16 @@ class Known:
         images (`tuple` of [`Seen`]): Those of which `facts.images_repeat` says something.
     """
 
-    key: LayoutKey
+    key: Any
     facts: BatchFacts
     seen: tuple[Seen, ...]
     images: tuple[Seen, ...] = ()
 
     @classmethod
-    def of(cls, key: LayoutKey, facts: BatchFacts) -> Known:
+    def of(cls, key: Any, facts: BatchFacts) -> Known:
         return cls(key, facts, tuple(map(Seen.of, key.tensors)))
 
-    def serves(self, key: LayoutKey) -> bool:
+    def serves(self, key: Any) -> bool:
         """Whether its layout is that of `key`."""
         if key.shares != self.key.shares or key.is_packed != self.key.is_packed:
             return False
@@ -139,7 +136,7 @@ class Step:
     known: list[Known] = field(default_factory=list)
     doubts: list[Doubt] | None = None
 
-    def layout(self, key: LayoutKey) -> Layout | None:
+    def layout(self, key: Any) -> Layout | None:
         """The layout of `key`, if it is known."""
         for known in self.known:
             if known.serves(key):
