@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,19 +227,21 @@ def check_parity(
             inputs["position_ids"] = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
             inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
-            stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
-        packed = (
-            _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
-        )
+            config = pretrained.config.get_text_config()
+            stack.callback(setattr, config, "pad_token_id", config.pad_token_id)
+            config.pad_token_id = -1
+
+        def scores() -> torch.Tensor:
+            return _scores(model(**inputs), ids, mask, columns)
+
+        packed = _scores_of_packed(model, ids, mask) if arrives_packed else scores()
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
+        dtype = dtype or _precision(decoder, ids.device)
+        other = None if dtype in TOLERANCES else _other_attention(pretrained, decoder)
         with handle.disabled():
-            padded = _scores(model(**inputs), ids, mask, columns)
-            dtype = dtype or _precision(decoder, ids.device)
-            other = None if dtype in TOLERANCES else _other_attention(pretrained, decoder)
-            again = padded
-            if other is not None:
-                with other_attention(other):
-                    again = _scores(model(**inputs), ids, mask, columns)
+            padded = scores()
+            with other_attention(other):
+                again = padded if other is None else scores()
         forget_order_of_calls(pretrained, ids)
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
@@ -292,10 +293,14 @@ def _scores_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -
     keep = mask.bool()
     positions = (mask.cumsum(1) - 1)[keep][None]
     output = model(input_ids=ids[keep][None], position_ids=positions, use_cache=False)
-    logits = output.logits if hasattr(output, "logits") else output[0]
+    logits = _logits(output)
     padded = logits.new_zeros(*ids.shape, logits.shape[-1])
     padded[keep] = logits[0]
     return _scores((padded,), ids, mask)
+
+
+def _logits(output: Any) -> torch.Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
@@ -314,11 +319,9 @@ def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.T
     """
     Log-probabilities of the real tokens after the first, or what a head on pooled states returned.
 
-    Args:
-        columns (`torch.Tensor`, *optional*):
-            Columns to score the next token of, where the output may hold these only.
+    With `columns` those of the tokens after these; the output may hold no others.
     """
-    logits = (output.logits if hasattr(output, "logits") else output[0]).float()
+    logits = _logits(output).float()
     if columns is not None:
         logits = logits[:, columns] if logits.shape[1] != len(columns) else logits
         real = (mask[:, columns] * mask[:, columns + 1]).bool()
@@ -347,12 +350,3 @@ def multiplies_in_tf32() -> bool:
     # transformers does for `tf32=True`.
     precision = getattr(matmul, "fp32_precision", None)
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
-
-
-@contextlib.contextmanager
-def _pad_token_id(config: Any, value: int) -> Iterator[None]:
-    saved, config.pad_token_id = config.pad_token_id, value
-    try:
-        yield
-    finally:
-        config.pad_token_id = saved

@@ -31,14 +31,7 @@ __all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """
-    One call of a layer within a packed forward.
-
-    Attributes:
-        layer (`torch.nn.Module`): The layer.
-        arguments (`dict`): What it was called with, by name.
-        call ([`PackedCall`]): The packed forward.
-    """
+    """One call of a layer within a packed forward, its arguments by name."""
 
     layer: nn.Module
     arguments: dict[str, Any]
@@ -65,13 +58,7 @@ class LayerPatch(ForwardPatch):
     """
     Keeps the call of a layer for the modules within it, in recomputation too.
 
-    Args:
-        module (`torch.nn.Module`):
-            The layer, or a part of one that is checkpointed by itself.
-        attachment ([`PaddingRemoval`]):
-            The handle.
-        is_layer (`bool`, *optional*, defaults to `True`):
-            Whether the decoder calls it; a part leaves the call of its layer in place.
+    A part of a layer that is checkpointed by itself (not `is_layer`) leaves the call of its layer in place.
     """
 
     serves_recomputation = True

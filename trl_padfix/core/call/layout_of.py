@@ -68,13 +68,11 @@ class LayoutKey:
         Read the arguments of a decoder, or the batch that they will come from.
 
         Args:
-            given (`Mapping`):
-                Arguments by name.
-            prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-                Whether repeated prefixes are computed once; with `"auto"` not where ids do not tell tokens apart.
-            packs_padded (`bool`, *optional*, defaults to `True`):
+            prefix_sharing (`bool` or `"auto"`):
+                With `"auto"` nothing is shared where ids do not tell tokens apart.
+            packs_padded (`bool`):
                 Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
-            takes_positions (`bool`, *optional*, defaults to `True`):
+            takes_positions (`bool`):
                 Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
             ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
                 Ids that the module around a decoder made its embeddings of.
@@ -130,12 +128,7 @@ class LayoutKey:
         return shared if shared is not None and shared.sharing_pays else padding_free_layout(mask)
 
     def misfits(self, layout: Layout) -> torch.Tensor:
-        """
-        The rows of a batch for which a layout is wrong, found on the device of the batch.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`, bool.
-        """
+        """The rows of a batch for which a layout is wrong, `(B,)`, bool, found on the device of the batch."""
         ids, mask, positions, bounds = self.tensors
         real, source, shape = layout.real_index, layout.source, layout.batch_shape
         first = layout.positions if source is None else layout.positions[source]
@@ -175,8 +168,7 @@ def layout_of(
         prepared ([`PreparedMasks`], *optional*):
             Masks that the decoder was given, if they let tokens see more than its own would.
         prefix_sharing, **how:
-            As [`LayoutKey.read`] takes them. A batch in which sharing would cost more than it saves is computed
-            without ([`Layout.sharing_pays`]).
+            As [`LayoutKey.read`] takes them.
 
     Returns:
         [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
@@ -232,18 +224,11 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
 
 
 def _shares(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
-    """
-    Whether prefixes are shared: by ids, if these say which tokens are equal.
-
-    Raises:
-        PaddingRemovalError: If they do not, and sharing was asked for.
-    """
+    """Whether ids say which tokens are equal; a [`PaddingRemovalError`] if they do not, and `True` was asked for."""
     ids = given.get("input_ids")
-    if not prefix_sharing:
+    if not prefix_sharing or (ids is None and prefix_sharing == "auto"):
         return False
     if ids is None:
-        if prefix_sharing == "auto":
-            return False
         raise PaddingRemovalError(
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."

@@ -91,18 +91,10 @@ def viewed_module(module: Any) -> Any:
 
 def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:
     """
-    The forward of a module as a packed forward calls it.
+    The forward of a module as a packed forward calls it: on a view of it, on which also what is `held` differs.
 
-    Args:
-        module (`torch.nn.Module`):
-            The module; if it has a `config`, the view's names packed attention, unless another one is held.
-        forward (`Callable`, *optional*):
-            What stands in `module.__dict__["forward"]`; without it the forward of the class.
-        **held:
-            More attributes that are to have another value for this call.
-
-    Returns:
-        `Callable`, *optional*: `None` if `forward` is a wrapper that does not show which module it calls.
+    `forward` is what stands in `module.__dict__["forward"]`, if anything does. `None` if it is a wrapper that does not
+    show which module it calls.
     """
     if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
