@@ -97,11 +97,11 @@ class LMHeadPatch(ForwardPatch):
 
     def _predictable(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Labels with those predicted from padding removed."""
-        labels, mask = call.get("labels"), call.get("attention_mask")
+        labels: Any = call.get("labels")
+        mask: Any = call.get("attention_mask")
         cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-        if cached or not self.attachment.packs_padded or not isinstance(labels, torch.Tensor):
-            return {}
-        if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
+        both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+        if cached or not both or not self.attachment.packs_padded:
             return {}
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
         return {"labels": labels.masked_fill(follows, -100)}

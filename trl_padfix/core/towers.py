@@ -22,6 +22,7 @@ from transformers.modeling_outputs import ModelOutput
 from .call.arguments import bind
 from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
+from .call.layers import takes_any_argument
 from .call.step import Word
 from .context import context, set_until_reset, within
 from .handle import PaddingRemoval
@@ -44,7 +45,8 @@ class MultimodalPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         cached = call.get("use_cache") is not None or call.get("past_key_values") is not None
-        if not cached and _takes_use_cache(self.wrapped):
+        takes_it = "use_cache" in inspect.signature(self.wrapped).parameters or takes_any_argument(self.module)
+        if takes_it and not cached:
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
         around = outer or ModelCall(self.attachment.decoder)
@@ -106,11 +108,6 @@ class TowerPatch(ForwardPatch):
             if self.word.is_kept("The images of the batch are those that its collator saw", differ.any()):
                 return True
         return all(torch.equal(*v.chunk(2)) for v in tensors)
-
-
-def _takes_use_cache(forward: Any) -> bool:
-    parameters = inspect.signature(forward).parameters
-    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _images_differ(call: ModelCall | None) -> bool:

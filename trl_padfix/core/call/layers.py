@@ -51,7 +51,8 @@ def takes_any_argument(module: nn.Module) -> bool:
 
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes keyword arguments that it does not name, and calls something with them."""
-    return takes_any_argument(module) and _expands_arguments(_code(type(module)))
+    expands = any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(_code(type(module))))
+    return takes_any_argument(module) and expands
 
 
 class LayerPatch(ForwardPatch):
@@ -119,8 +120,3 @@ def _checkpoints_inside(cls: type[nn.Module]) -> bool:
 @cache
 def _code(cls: type[nn.Module]) -> Any:
     return inspect.unwrap(cls.forward).__code__
-
-
-@cache
-def _expands_arguments(code: Any) -> bool:
-    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))

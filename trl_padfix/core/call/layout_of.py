@@ -158,21 +158,10 @@ def layout_of(
     **how: Any,
 ) -> Layout | None:
     """
-    The layout of a decoder call.
+    The layout of a decoder call; `None` if it is to go through as it is.
 
-    Args:
-        call (`dict`):
-            Arguments of the decoder, by name.
-        model_call ([`ModelCall`], *optional*):
-            The call of the module around the decoder, with ids that the decoder itself is not given.
-        prepared ([`PreparedMasks`], *optional*):
-            Masks that the decoder was given, if they let tokens see more than its own would.
-        prefix_sharing, **how:
-            As [`LayoutKey.read`] takes them.
-
-    Returns:
-        [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
-        without anything to remove.
+    `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared` are
+    masks that it was given, if they let tokens see more than its own would. The rest is for [`LayoutKey.read`].
 
     Raises:
         PaddingRemovalError: If the call brings something that cannot be packed.

@@ -71,11 +71,9 @@ def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any
 
 def register_mask_function(name: str, function: Callable) -> None:
     """Enter `function` among the mask functions of transformers, where there are any."""
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:  # decoders made their masks themselves before 4.53
-        return
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
+    masking_utils = _masking_utils()
+    if masking_utils is not None:
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
 
 
 def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], bool]) -> None:
@@ -87,25 +85,21 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
 
     The search is as it was again when each `user` has called [`resume_packed_search`].
     """
-    masking_utils = _masking_utils_with_search()
-    if masking_utils is None:
-        return
     with _search_lock:
         _search_users.add(user)
-        search = masking_utils.find_packed_sequence_indices
-        if isinstance(search, _SparedSearch):
-            return
-        masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
+        masking_utils = _masking_utils()
+        # Some versions after 4.53 have it under another name, and wait for the device.
+        search = getattr(masking_utils, "find_packed_sequence_indices", None)
+        if search is not None and not isinstance(search, _SparedSearch):
+            masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
 
 
 def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
-    masking_utils = _masking_utils_with_search()
-    if masking_utils is None:
-        return
     with _search_lock:
         _search_users.discard(user)
-        search = masking_utils.find_packed_sequence_indices
+        masking_utils = _masking_utils()
+        search = getattr(masking_utils, "find_packed_sequence_indices", None)
         if isinstance(search, _SparedSearch) and not _search_users:
             masking_utils.find_packed_sequence_indices = search.search
 
@@ -125,13 +119,13 @@ _search_lock = threading.Lock()
 _search_users: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def _masking_utils_with_search() -> Any:
+def _masking_utils() -> Any:
+    """The module of transformers that makes masks; before 4.53 decoders made them themselves."""
     try:
         from transformers import masking_utils
-    except ImportError:  # before 4.53
+    except ImportError:
         return None
-    # Some versions after 4.53 have it under another name, and wait for the device.
-    return masking_utils if hasattr(masking_utils, "find_packed_sequence_indices") else None
+    return masking_utils
 
 
 def flash_arguments(layout: Layout) -> dict[str, Any]:

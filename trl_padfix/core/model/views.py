@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..context import context, within
+from ..context import context
 
 
-__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "other_attention", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
-
-
-def other_attention(name: str | None) -> AbstractContextManager[None]:
-    """Padded forwards of attached decoders compute with the attention `name` until the block ends, in this thread."""
-    return within(attention=name)
 
 
 def attention_override() -> str | None:
