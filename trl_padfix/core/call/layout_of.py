@@ -65,7 +65,7 @@ class LayoutKey:
         ids_around: torch.Tensor | None = None,
     ) -> LayoutKey | None:
         """
-        Read the arguments of a decoder, or the batch that they will come from.
+        Read the arguments of a decoder, or the batch that they will come from; `None` if there is nothing to pack.
 
         Args:
             prefix_sharing (`bool` or `"auto"`):
@@ -76,9 +76,6 @@ class LayoutKey:
                 Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
             ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
                 Ids that the module around a decoder made its embeddings of.
-
-        Returns:
-            [`LayoutKey`], *optional*: `None` if there is nothing to pack.
 
         Raises:
             PaddingRemovalError: If something is given that cannot be packed.
@@ -160,8 +157,8 @@ def layout_of(
     """
     The layout of a decoder call; `None` if it is to go through as it is.
 
-    `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared` are
-    masks that it was given, if they let tokens see more than its own would. The rest is for [`LayoutKey.read`].
+    `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared`
+    are masks that it was given, if they let tokens see more than its own would. The rest is for [`LayoutKey.read`].
 
     Raises:
         PaddingRemovalError: If the call brings something that cannot be packed.
