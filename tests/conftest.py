@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,15 +48,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where there is no GPU, and tests that take minutes unless `-m` names their marker."""
-    reasons = {
-        m: f"select it with `-m {m}`" for m in ("slow", "families", "campaign") if m not in config.option.markexpr
-    }
-    if not torch.cuda.is_available():
-        reasons["gpu"] = "needs a CUDA GPU"
+    """Leave out tests that take minutes, unless `-m` or a node id names them; skip `gpu` tests without a GPU."""
+    by_hand = tuple(arg.rpartition("/")[2] for arg in config.args if "::" in arg)
+    asked = set(re.findall(r"\w+", config.option.markexpr))
+    left_out = []
     for item in items:
-        for marker in reasons.keys() & {mark.name for mark in item.iter_markers()}:  # keywords hold folder names too
-            item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+        marks = {mark.name for mark in item.iter_markers()}
+        is_named = marks & asked or item.nodeid.rpartition("/")[2].startswith(by_hand)
+        if marks & {"slow", "families", "campaign"} and not is_named:
+            left_out.append(item)
+        elif "gpu" in marks and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+_DESELECTED = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    config = items[0].config
+    config.stash[_DESELECTED] = config.stash.get(_DESELECTED, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist says how many tests it left out; the summary is not told otherwise."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    left_out = getattr(node, "workeroutput", {}).get("deselected", 0)
+    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+    reporter.stats["deselected"] = [node] * left_out  # the same of each worker
 
 
 def pytest_collection_finish() -> None:

@@ -26,25 +26,17 @@ _WHY = {
     errno.EIO: "the device failed. Write elsewhere, and check the device",
 }
 
+_REFUSED = {
+    errno.ENOENT: "there is no folder {!r} that takes files. Make it, or write elsewhere",
+    errno.ENOTDIR: "{!r} is a file, not a folder. Write elsewhere",
+    errno.EISDIR: "it is a folder. Name a file in it",
+    errno.ENAMETOOLONG: "its name is too long. Choose a shorter one",
+    errno.EACCES: "no permission. Write elsewhere, or change the permission",
+}
+
 
 def why_unwritable(error: BaseException) -> str | None:
-    """
-    What an error says about a file that could not be written, or `None` if it is about something else.
-
-    torch and safetensors say it in words of their own.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.files import why_unwritable
-
-    >>> why_unwritable(OSError(28, "No space left on device", "model.safetensors"))
-    "'model.safetensors': the disk is full. Free space on it, or write to another"
-    >>> why_unwritable(FileNotFoundError(2, "No such file or directory", "data.jsonl")) is None
-    True
-
-    ```
-    """
+    """Why a file could not be written, by the error of the system, torch or safetensors; `None` for other errors."""
     text = str(error)
     number, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
     if number is None and (found := re.search(r"os error (\d+)", text)):
@@ -56,42 +48,22 @@ def why_unwritable(error: BaseException) -> str | None:
 
 
 def refuse_output(path: str | Path) -> str | None:
-    """
-    Why a file cannot be written to `path`, or `None` if it can; asked before hours of work, not after them.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.files import refuse_output
-
-    >>> refuse_output("/nowhere/figures.json")
-    "'/nowhere/figures.json' cannot be written: there is no folder '/nowhere'. Make it, or write elsewhere."
-
-    ```
-    """
+    """Why a file cannot be written to `path`, or `None` if it can; asked before hours of work, not after them."""
     path = Path(path)
-    cannot = f"{str(path)!r} cannot be written:"
-    folder = path.parent
-    if max(len(part.encode()) for part in (*path.parts, "")) > 255:
-        return f"{cannot} its name is too long. Choose a shorter one."
-    if path.is_dir():
-        return f"{cannot} it is a folder. Name a file in it."
-    if folder.exists() and not folder.is_dir():
-        return f"{cannot} {str(folder)!r} is a file, not a folder. Write elsewhere."
-    if not folder.exists():
-        return f"{cannot} there is no folder {str(folder)!r}. Make it, or write elsewhere."
-    if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        return f"{cannot} no permission, or a read-only file system. Write elsewhere, or change the permission."
-    try:  # what `access` says of root and of special file systems is not the whole truth
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name[:32]}."):
-            pass
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+        with tempfile.TemporaryFile(dir=path.parent):  # files are written beside their place
+            return None
     except OSError as error:
-        return f"{cannot} {error.strerror} (errno {error.errno}). Write elsewhere."
-    return None
+        why = _REFUSED.get(error.errno or 0, f"{error.strerror} (errno {error.errno}). Write elsewhere")
+        return f"{str(path)!r} cannot be written: {why.format(str(path.parent))}."
 
 
 def refuse_folder(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`, which need not be there yet, or `None` if it can."""
+    """Why nothing can be written into the folder `path`, which need not exist yet; `None` if it can."""
     path = Path(path).absolute()
     if max(len(part.encode()) for part in path.parts) > 255:
         return f"{str(path)!r} has a name that is too long. Choose a shorter one."
@@ -103,14 +75,7 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
     """
     Write a file beside its place and rename it: whoever reads `path` finds the old file, or the whole new one.
 
-    Args:
-        path (`str` or `Path`):
-            Where the file is to be.
-        write (`Callable`):
-            Is called with the path of a temporary file in the same folder, with the same ending, and writes that.
-
-    Returns:
-        `Path`: `path`.
+    `write` is called with the path of a temporary file in the same folder, with the same ending. Returns `path`.
 
     Raises:
         OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
@@ -126,25 +91,11 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
-    """
-    The same for a folder. What a killed process left of an earlier attempt is removed.
-
-    Args:
-        path (`str` or `Path`):
-            Where the folder is to be; a folder that is there is replaced.
-        write (`Callable`):
-            Is called with an empty folder beside it and fills that.
-
-    Returns:
-        `Path`: `path`.
-
-    Raises:
-        OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
-    """
+    """[`write_whole`] for a folder: `write` fills an empty one beside `path`, which then replaces what was there."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
-    for left_over in (beside, old):
+    for left_over in (beside, old):  # by a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     try:
         beside.mkdir()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     pass
 
 
-__all__ = ["BOUNDS", "NEWER", "TESTED", "Stack", "require"]
+__all__ = ["BOUNDS", "NEWER", "TESTED", "Stack", "installed_version", "require"]
 
 
 class Stack(NamedTuple):
@@ -43,6 +43,14 @@ NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollat
 """Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; `None` without it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def require(package: str, name: str) -> None:
     """
     Raises:
@@ -54,10 +62,9 @@ def require(package: str, name: str) -> None:
     pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
     needs = f"`trl_padfix.{name}` needs {package} {bounds}, and"
     remedy = f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
-    try:
-        installed = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        raise ImportError(f"{needs} none is installed. {remedy}") from None
+    installed = installed_version(package)
+    if installed is None:
+        raise ImportError(f"{needs} none is installed. {remedy}")
     if not admitted.contains(installed, prereleases=True):
         hint = ""
         if package == "trl":

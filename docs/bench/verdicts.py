@@ -43,7 +43,7 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
         rows = bench.load_pairs(data)
     rows = verdict.tokenized(bench.prepare(rows, settings).rows)[settings.pairs * settings.warmup :]
     batches = [rows[i : i + settings.pairs] for i in range(0, settings.pairs * settings.steps, settings.pairs)]
-    return [verdict.judge(batch, batch_size=settings.pairs, budget=0) for batch in batches]
+    return [verdict.advise(batch, batch_size=settings.pairs, budget=0) for batch in batches]
 
 
 def expected(found: list[verdict.Verdict], tokens: str) -> float:

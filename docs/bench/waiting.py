@@ -21,7 +21,7 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_pairs
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.steps.costs import RowCosts, pair_costs, prefix_costs
+from trl_padfix.trainers.steps.costs import RowCosts, prefix_costs, truncated_tokens
 from trl_padfix.trainers.steps.dealing import StepPlan, split
 from trl_padfix.trainers.steps.grouping import group_rows, prefix_order
 
@@ -93,7 +93,10 @@ def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:
         draw.lognormal(mean, 0.9, count).astype(int).clip(2, 900)
         for mean, count in ((4.6, prompts), (4.2, 3 * prompts), (4.2, 3 * prompts))
     )
-    return pair_costs(prompt[number], chosen, rejected, prompts=number, max_length=1024)
+    begins = prompt[number]
+    each, _ = truncated_tokens(np.stack([begins + chosen, begins + rejected]), begins, max_length=1024)
+    common = np.where(np.arange(len(number)) % 3, begins, 0)
+    return prefix_costs(each - begins, begins, np.arange(len(number)), common)
 
 
 def simulate(costs: RowCosts, processes: int, budget: int, grouped: bool, steps: int = 8) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import trl_padfix.core.attention.compiled
 from trl_padfix import remove_padding
-from trl_padfix.core.attention import operators
+from trl_padfix.core.attention import operators, segments
 from trl_padfix.core.attention.compiled import compile_layers
 from trl_padfix.core.model.patching import ForwardPatch
 
@@ -229,6 +229,6 @@ def test_the_operator_of_segments_is_attention_and_its_gradients(window):
 
 
 def test_blocks_of_a_long_segment_are_one_attention(monkeypatch):
-    monkeypatch.setattr(operators, "BLOCK", 4)
+    monkeypatch.setattr(segments, "BLOCK", 4)
     test_the_operator_of_segments_is_attention_and_its_gradients(-1)
     test_the_operator_of_segments_is_attention_and_its_gradients(3)

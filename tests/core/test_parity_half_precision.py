@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit import gpu_runs
+from kit.cells import once_each, slow_but
 from kit.gpu_models import build, pairs, rows, second_row_sees_the_first, small
 from kit.simulated_cuda import to_simulated
 
@@ -15,13 +16,14 @@ import trl_padfix.core.call.layout_of as batches
 import trl_padfix.core.parity as parity
 from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.context import within
-from trl_padfix.core.parity import _precision
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
 @pytest.mark.parametrize(
-    ("initializer", "layers"),
-    [(0.02, 2), (0.08, 2), (0.2, 4), *(pytest.param(i, 24, marks=pytest.mark.slow) for i in (0.02, 0.08))],
+    ("initializer", "layers", "precision"),
+    [
+        *once_each([(0.02, 2), (0.08, 2), (0.2, 4)], ["bf16", "fp16", "autocast"]),
+        *slow_but([], [(i, 24, p) for i in (0.02, 0.08) for p in ("bf16", "fp16", "autocast")]),
+    ],
 )
 def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, layers, precision, monkeypatch):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
@@ -50,23 +52,16 @@ def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, 
     assert min(wrong.mean / right.mean, wrong.maximum / right.maximum) > 4
 
 
-def test_tf32_is_read_however_it_was_set(gpu, monkeypatch):
-    model = build()
-    ids, mask = pairs(4)
+@pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
+def test_tf32_is_read_however_it_was_set(gpu, setting, dtype):
+    model, (ids, mask) = to_simulated(build()), map(to_simulated, pairs(4))
     before = torch.backends.fp32_precision
     try:
-        torch.backends.fp32_precision = "tf32"  # what `tf32=True` does
-        with pytest.raises(RuntimeError):
-            _ = torch.backends.cuda.matmul.allow_tf32
-        assert _precision(model.model, torch.device("cuda")) == torch.float16
-        report = check_parity(
-            to_simulated(model), {"input_ids": to_simulated(ids), "attention_mask": to_simulated(mask)}
-        )
-        assert (report.dtype, report.ok) == (torch.float16, True)
-        torch.backends.fp32_precision = "ieee"
-        assert _precision(model.model, torch.device("cuda")) == torch.float32
+        torch.backends.fp32_precision = setting  # what `tf32=True` sets; `allow_tf32` cannot be read from then on
+        report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
     finally:
         torch.backends.fp32_precision = before
+    assert (report.dtype, report.ok) == (dtype, True)
 
 
 def test_a_padded_forward_with_another_attention_leaves_nothing_behind():

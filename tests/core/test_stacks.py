@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from kit.cells import every_pair, once_each
 from kit.families import families
 from kit.family_outcomes import MODES, family_outcomes
 from kit.flash_stand_in import flash_attention_stand_in
@@ -50,9 +51,9 @@ def entering(model):
     hook.remove()
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize(("name", "implementation"), CASES)
+@pytest.mark.parametrize(
+    ("name", "implementation", "checkpointing", "sharing"), every_pair(CASES, [False, True], [False, True])
+)
 def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, sharing):
     model = build(name, implementation).train()
     if checkpointing:
@@ -96,8 +97,7 @@ def test_negative_control_rows_that_see_each_other_fail(name, implementation, mo
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
-@pytest.mark.parametrize(("name", "implementation"), CASES)
+@pytest.mark.parametrize(("name", "implementation", "sharing"), once_each(CASES, [False, True]))
 def test_check_parity_passes(name, implementation, sharing):
     ids, mask = pad(ROWS, "mixed")
     batch = {"input_ids": ids, "attention_mask": mask}

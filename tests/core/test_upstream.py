@@ -218,7 +218,7 @@ TRANSFORMERS = [
         "rows of a process in a step", partial(is_set, "args.train_batch_size"),
     ),
     Upstream(
-        "_get_train_sampler", "transformers.Trainer", "trainers.steps.sampler", "overridden: the order of an epoch",
+        "_get_train_sampler", "transformers.Trainer", "trainers.base", "overridden: the order of an epoch",
         takes("train_dataset"),
     ),
     Upstream(
@@ -226,11 +226,11 @@ TRANSFORMERS = [
         "what is asked for the rows of a step has the columns of the collator", takes("dataset", "description"),
     ),
     Upstream(
-        "_get_num_items_in_batch", "transformers.Trainer", "trainers.steps.budget",
+        "_get_num_items_in_batch", "transformers.Trainer", "trainers.base",
         "overridden: counts the labels of all micro-batches", takes("batch_samples", "device"), "transformers>=5.23",
     ),
     Upstream(
-        "_track_num_input_tokens", "transformers.Trainer", "trainers.steps.budget",
+        "_track_num_input_tokens", "transformers.Trainer", "trainers.base",
         "overridden: counts the tokens of all micro-batches", takes("inputs"), "transformers>=5.23",
     ),
     Upstream(
@@ -243,7 +243,7 @@ TRANSFORMERS = [
         "tensor-parallel processes have the same rows", has, "transformers>=4.57",
     ),
     Upstream(
-        "call_event", "transformers.trainer_callback.CallbackHandler", "trainers.base",
+        "call_event", "transformers.trainer_callback.CallbackHandler", "trainers.packing",
         "replaced: every event goes through it", takes("event", "args", "state", "control"),
     ),
     Upstream(
@@ -262,7 +262,7 @@ TRANSFORMERS = [
 
 TRL = [
     *of_trainers(
-        "_metrics", "trainers.base, trainers.steps.budget", "what TRL logs, by mode",
+        "_metrics", "trainers.watch.exact_means, trainers.steps.budget", "what TRL logs, by mode",
         partial(is_set, '{"train": defaultdict(list), "eval": defaultdict(list)}'),
         "DPO", "SFT", "Reward", "KTO", *ONLINE,
     ),
@@ -280,11 +280,12 @@ TRL = [
     ),
     *of_trainers("_step", "trainers.online", "which micro-batch comes next", partial(is_set, "0"), *ONLINE),
     *of_trainers(
-        "_is_vision_dataset", "trainers.base, trainers.steps.budget, trainers.generation.evaluation",
+        "_is_vision_dataset", "trainers.packing, trainers.steps.sampler, trainers.generation.evaluation",
         "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT",
     ),
     *of_trainers(
-        "_tokenizer", "trainers.base", "the tokenizer of a processor, for its padding side", partial(is_set, ""),
+        "_tokenizer", "trainers.packing, trainers.watch.finite", "the tokenizer of a processor",
+        partial(is_set, ""),
         "DPO", "SFT", "KTO", *ONLINE, needs="trl>=1.9.2",
     ),
     *of_trainers(
@@ -292,19 +293,20 @@ TRL = [
         "GRPO", needs="trl>=1.9.2",
     ),
     *of_trainers(
-        "aux_loss_enabled", "trainers.online, trainers.steps.budget", "a loss over the experts of a whole forward",
+        "aux_loss_enabled", "trainers.task, trainers.online, trainers.steps.budget",
+        "a loss over the experts of a whole forward",
         partial(is_set, ""), "DPO", "SFT", *ONLINE, needs="trl>=1.9.2",
     ),
     *of_trainers(
-        "_prepare_dataset", "trainers", "overridden: checks rows before TRL tokenizes them",
+        "_prepare_dataset", "trainers.base", "overridden: checks rows before TRL tokenizes them",
         takes("dataset", "processing_class", "args", "dataset_name"), "DPO", "Reward", "KTO",
     ),
     *of_trainers(
-        "_prepare_dataset", "trainers.sft", "overridden: checks rows before TRL tokenizes them",
+        "_prepare_dataset", "trainers.base, trainers.sft", "overridden: checks rows before TRL tokenizes them",
         takes("dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"), "SFT",
     ),
     *of_trainers(
-        "_precompute_ref_logps", "trainers.dpo, trainers.kto",
+        "_precompute_ref_logps", "trainers.base",
         "overridden: is called in TRL's `__init__`, and must find the models attached",
         lambda owner, name: has(owner, name) and f"self.{name}(" in inspect.getsource(owner.__init__), "DPO", "KTO",
     ),

@@ -100,7 +100,9 @@ def launches_of_a_layer(gpu: Counts, rows: int, everyone: int, *, packed: bool) 
     return tuple(Counter({k: (b[k] - a[k]) // 2 for k in b}) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "everyone"), [(128, 4), (512, 8)], ids=["64 pairs", "512 rows, one system prompt"])
+@pytest.mark.parametrize(
+    ("rows", "everyone"), [(128, 4), pytest.param(512, 8, marks=pytest.mark.slow)], ids=["64 pairs", "512 rows"]
+)
 def test_a_layer_takes_as_many_kernels_as_a_padded_one(gpu, rows, everyone):
     forward, backward = launches_of_a_layer(gpu, rows, everyone, packed=True)
     padded, _ = launches_of_a_layer(gpu, 8, 4, packed=False)

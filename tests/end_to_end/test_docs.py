@@ -85,7 +85,8 @@ def test_python_on_pages_names_what_there_is():
 
 def test_the_api_page_has_every_public_name_with_its_text():
     listed = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    assert {name for _, name in listed} == set(trl_padfix.__all__) - {"__version__"}
+    # `Padding` is met as `trainer.padding`, and made by nobody else.
+    assert {name for _, name in listed} == set(trl_padfix.__all__) - {"__version__"} | {"Padding"}
     for module, name in listed:
         text = inspect.getdoc(getattr(importlib.import_module(module), name))
         assert "```python" in text or name in ON_THE_PAGE, name

@@ -86,7 +86,6 @@ def test_its_figures_are_those_of_the_page_on_speed():
 
 COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfix \w[^`]*)`", README + SPEED)})
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
-    "bench --report gpu": "bench --report gpu --device cpu --budget 0.2 --json {model}/gpu-report.json",
     "--model Qwen/Qwen2.5-0.5B-Instruct": "--model {model}",
     "plan Qwen/Qwen2.5-7B-Instruct": "plan {model}",
     "parity --config recipes/dpo_qwen2.5_0.5b.yaml": "parity --model {model} --data recipes/data/preferences --rows 2",

@@ -111,7 +111,8 @@ def installed(tmp_path_factory) -> Path:
     subprocess.run(build, check=True)
     (wheel,) = wheels.glob("*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
-    for name in ("recipes/dpo_tiny.yaml", "recipes/accelerate/fsdp2.yaml", "recipes/data/preferences/train.jsonl"):
+    recipes = ("recipes/dpo_tiny.yaml", "recipes/accelerate/fsdp2.yaml", "recipes/data/preferences/train.jsonl")
+    for name in (*recipes, "tools/known_errors.yaml"):
         assert f"trl_padfix/{name}" in inside
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
     return folder

@@ -15,48 +15,29 @@ import torch
 import trl
 from datasets import Dataset
 from kit.models import build
+from kit.trainer_runs import SIDED_MODES, lora, words
 from peft import LoraConfig, TaskType, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from trl_padfix import DPOTrainer, check_parity
 
 
-SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
-WORDS = [f"w{i}" for i in range(2, 39)]
 STEPS = 20
-MODES = {
-    f"{name}, {side}": mode | {"padding_side": side}
-    for name, mode in {
-        "padded": {},
-        "padding-free": {"padding_free": True},
-        "prefix sharing": {"padding_free": True, "prefix_sharing": True},
-    }.items()
-    for side in ("left", "right")
-}
+MODES = SIDED_MODES
 PACKED_MODES = [name for name in MODES if not name.startswith("padded")]
 TWO_MODES = ["padding-free, left", "prefix sharing, right"]
-
-
-def build_tokenizer(**settings) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per word, for the vocabulary of the models."""
-    tokenizer = Tokenizer(models.WordLevel(SPECIAL | {word: i + 2 for i, word in enumerate(WORDS)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special | settings)
 
 
 def build_pairs(count: int, seed: int = 0) -> Dataset:
     """Ragged pairs: prompts of 2 to 18 words, some common to several pairs, and answers of 1 to 12, some cut off."""
     draw = random.Random(seed)
-
-    def words(low: int, high: int) -> str:
-        return "".join(f"{word} " for word in draw.choices(WORDS, k=draw.randint(low, high)))
-
-    prompts = [words(2, 18) for _ in range(max(1, count // 2))]
+    prompts = [words(draw, 2, 18) for _ in range(max(1, count // 2))]
     return Dataset.from_list(
         [
-            {"prompt": draw.choice(prompts), "chosen": words(1, 12) + "<eos>", "rejected": words(1, 12) + "<eos>"}
+            {
+                "prompt": draw.choice(prompts),
+                "chosen": words(draw, 1, 12) + "<eos>",
+                "rejected": words(draw, 1, 12) + "<eos>",
+            }
             for _ in range(count)
         ]
     )
@@ -71,14 +52,13 @@ def build_alike_pairs() -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def lora() -> LoraConfig:
-    """Adapters that change the model from the first step on, so that reference and policy differ."""
-    return LoraConfig(task_type=TaskType.CAUSAL_LM, r=4, init_lora_weights=False, lora_dropout=0.0)
+def adapters() -> LoraConfig:
+    return lora(task_type=TaskType.CAUSAL_LM)
 
 
 def adapted_model():
     torch.manual_seed(0)
-    return get_peft_model(build("qwen2"), lora())
+    return get_peft_model(build("qwen2"), adapters())
 
 
 @dataclass(frozen=True)
@@ -91,15 +71,15 @@ class Case:
     """More arguments of the trainer, made anew for each."""
 
 
-OBJECTIVES = {
-    "sigmoid": Case(),
-    "ipo": Case({"loss_type": ["ipo"]}),
-    "wpo": Case({"use_weighting": True}),
-    "sft+sigmoid": Case({"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
-    "aot": Case({"loss_type": ["aot"]}),
-    "ld_alpha": Case({"ld_alpha": 0.4}),
-}
 SHORT = {"max_steps": 5}
+EPOCH = {"max_steps": 10}  # every batch that is collated is computed
+OBJECTIVES = {
+    "ipo": Case(EPOCH | {"loss_type": ["ipo"]}),
+    "wpo": Case(EPOCH | {"use_weighting": True}),
+    "sft+sigmoid": Case(EPOCH | {"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}),
+    "aot": Case(EPOCH | {"loss_type": ["aot"]}),
+    "ld_alpha": Case(EPOCH | {"ld_alpha": 0.4}),
+}
 OTHER_OBJECTIVES = {
     loss: Case(SHORT | {"loss_type": [loss]} | more)
     for loss, more in {
@@ -135,12 +115,14 @@ SET_UPS = {
     ),
     "precomputed reference": Case(SHORT | {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 7}),
     "precomputed reference, ld_alpha": Case(SHORT | {"precompute_ref_log_probs": True, "ld_alpha": 0.4}),
-    "lora": Case(SHORT, given=lambda: {"ref_model": None, "peft_config": lora()}),
+    "lora": Case(SHORT, given=lambda: {"ref_model": None, "peft_config": adapters()}),
     "lora, checkpointing": Case(
-        SHORT | {"gradient_checkpointing": True}, given=lambda: {"ref_model": None, "peft_config": lora()}
+        SHORT | {"gradient_checkpointing": True},
+        given=lambda: {"ref_model": None, "peft_config": adapters()},
     ),
     "lora, precomputed reference": Case(
-        SHORT | {"precompute_ref_log_probs": True}, given=lambda: {"ref_model": None, "peft_config": lora()}
+        SHORT | {"precompute_ref_log_probs": True},
+        given=lambda: {"ref_model": None, "peft_config": adapters()},
     ),
     "an adapter trained before": Case(SHORT, given=lambda: {"ref_model": None, "model": adapted_model()}),
     "experts": Case(SHORT | {"router_aux_loss_coef": 0.1}, architecture="qwen3_moe"),
@@ -154,7 +136,7 @@ SET_UPS = {
         SHORT, given=lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}
     ),
 }
-CASES = OBJECTIVES | OTHER_OBJECTIVES | DIVERGENCES | SET_UPS | {"short": Case(SHORT)}
+CASES = {"sigmoid": Case()} | OBJECTIVES | OTHER_OBJECTIVES | DIVERGENCES | SET_UPS | {"short": Case(SHORT)}
 
 
 @dataclass
@@ -199,17 +181,13 @@ def run(trainer: trl.DPOTrainer, **how) -> Run:
     trainer.data_collator = watch
     layers = getattr(getattr(trainer.ref_model, "model", None), "layers", None)
     hook = layers[0].register_forward_pre_hook(count) if layers else None
-    with patch("trl_padfix.trainers.base.check_parity", check):
+    with patch("trl_padfix.trainers.watch.parity.check_parity", check):
         trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
     if hook:
         hook.remove()
     return Run(trainer, trainer.state.log_history, batches, sum(entered))
-
-
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> dict[str, int]:
@@ -231,7 +209,7 @@ def assert_mode_ran(run: Run, mode: str) -> None:
     counts = count_tokens(run.batches)
     assert counts["prefix sharing"] < counts["padding-free"] < counts["padded"]
     assert run.entered == counts[name]
-    for handle in getattr(run.trainer, "_handles", []):
+    for handle in run.trainer.padding.handles if hasattr(run.trainer, "padding") else []:
         stats = handle.stats
         assert (stats.padded_tokens, stats.real_tokens) == (counts["padded"], counts["padding-free"])
         assert stats.packed_tokens == counts[name]

@@ -164,74 +164,12 @@ class LigerFusedLinearDPOLoss(nn.Module):
         return loss, (*logps.chunk(2), *means, loss.new_zeros(()), *rewards)
 
 
-class LigerFusedLinearKTOLoss(nn.Module):
-    """KTO of hidden states; returns the loss and the sums over desirable and undesirable rows that TRL logs."""
-
-    def __init__(self, ignore_index: int = -100, beta: float = 0.1, use_ref_model: bool = False, **unused: Any):
-        super().__init__()
-        self.ignore_index, self.beta = ignore_index, beta
-
-    def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        preference_labels: torch.Tensor,
-        bias: Any = None,
-        ref_input: Any = None,
-        ref_weight: Any = None,
-        ref_bias: Any = None,
-        kl: Any = None,
-    ) -> tuple:
-        _tokens["kto_loss"] += target.numel()
-        kept, liked = target != self.ignore_index, preference_labels.bool()
-        logits = functional.linear(_input, lin_weight, bias)
-        logps = (_token_logps(_input, lin_weight, bias, target) * kept).sum(1)
-        reference = (_token_logps(ref_input, ref_weight, ref_bias, target) * kept).sum(1)
-        ratios = logps - reference
-        ahead = torch.where(liked, ratios - kl, kl - ratios)
-        of_rows = [logps, (logits * kept[..., None]).sum((1, 2)), self.beta * ratios]
-        sums = [values[rows].sum() for values in of_rows for rows in (liked, ~liked)]
-        return (1 - torch.sigmoid(self.beta * ahead)).mean(), tuple(sums)
-
-
-class LigerFusedLinearGRPOLoss(nn.Module):
-    """GRPO of hidden states without clipping; returns the loss and the metrics that TRL reads."""
-
-    def __init__(self, beta: float = 0.04, temperature: float = 1.0, **unused: Any):
-        super().__init__()
-        self.beta, self.temperature = beta, temperature
-
-    def forward(
-        self,
-        _input: torch.Tensor,
-        lin_weight: torch.Tensor,
-        selected_token_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        advantages: torch.Tensor,
-        bias: Any = None,
-        ref_per_token_logps: Any = None,
-        old_per_token_logps: Any = None,
-        **unused: Any,
-    ) -> tuple:
-        _tokens["grpo_loss"] += selected_token_ids.numel()
-        logps = _token_logps(_input / self.temperature, lin_weight, bias, selected_token_ids)
-        old = logps.detach() if old_per_token_logps is None else old_per_token_logps
-        loss, metrics = -(logps - old).exp() * advantages[:, None], []
-        if self.beta:
-            ahead = ref_per_token_logps - logps
-            divergence = ahead.exp() - ahead - 1
-            loss = loss + self.beta * divergence
-            metrics.append((divergence * attention_mask).sum() / attention_mask.sum())
-        return (loss * attention_mask).sum() / attention_mask.sum(), [*metrics, loss.new_zeros(())]
-
-
 @contextlib.contextmanager
 def liger_stand_in() -> Iterator[Counter]:
     """`liger_kernel` is installed until the block ends; counts the tokens that its kernels see."""
     package, layers, losses = (ModuleType(f"liger_kernel{part}") for part in ("", ".transformers", ".chunked_loss"))
     layers._apply_liger_kernel_to_instance = _apply_liger_kernel_to_instance
-    fused = {c.__name__: c for c in (LigerFusedLinearDPOLoss, LigerFusedLinearGRPOLoss, LigerFusedLinearKTOLoss)}
+    fused = {"LigerFusedLinearDPOLoss": LigerFusedLinearDPOLoss}
     vars(losses).update(fused)
     package.transformers, package.chunked_loss = layers, losses
     names = {"liger_kernel": package, "liger_kernel.transformers": layers, "liger_kernel.chunked_loss": losses}

@@ -32,10 +32,9 @@ def half_the_loss(outputs, labels, num_items_in_batch=None):
 
 SHORT = {"max_steps": 5}
 OBJECTIVES = {
-    "texts": ({}, rows_of("texts")),
-    "completions only": ({}, dict),
-    "assistant only": ({"assistant_only_loss": True}, rows_of("chats")),
-    "dft": ({"loss_type": "dft"}, dict),
+    "texts": (SHORT, rows_of("texts")),
+    "assistant only": (SHORT | {"assistant_only_loss": True}, rows_of("chats")),
+    "dft": (SHORT | {"loss_type": "dft"}, dict),
 }
 SET_UPS = {
     "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2} | SHORT, dict),
@@ -48,7 +47,7 @@ SET_UPS = {
     "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"} | SHORT, dict),
     "a loss of one's own": (SHORT | {"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
     "a formatting function": (SHORT, lambda: {"formatting_func": lambda row: row["text"]} | rows_of("texts")()),
-    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
     "lora, checkpointing": (
         {"gradient_checkpointing": True} | SHORT,
         lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)},
@@ -63,13 +62,13 @@ SET_UPS = {
     "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24} | SHORT, dict),
 }
 TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
-CASES = OBJECTIVES | SET_UPS | {"short": (SHORT, dict), "prompt tuning": TUNED}
+CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": TUNED}
+CASES |= OBJECTIVES | SET_UPS
 
 
 def train(make, case: str, trainer_class=SFTTrainer, **config):
     settings, given = CASES[case]
-    steps = {"max_steps": STEPS} if case in OBJECTIVES else {}
-    return run(make(trainer_class, steps | settings | config, **given()), watch_inputs(""))
+    return run(make(trainer_class, settings | config, **given()), watch_inputs(""))
 
 
 def packing(strategy: str = "bfd") -> dict:

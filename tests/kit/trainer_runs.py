@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from trl_padfix import padding_free_layout, prefix_sharing_layout
+from trl_padfix import check_parity, padding_free_layout, prefix_sharing_layout
 
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
@@ -153,22 +154,20 @@ def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
         if counting[0] and kwargs.get("past_key_values") is None:
             entered.append(args[0].shape[:2].numel())
 
-    check = getattr(trainer, "_check_parity", None)
-    if check is not None:
+    def uncounted(*args, **kwargs):
+        counting[0] = False
+        report = check_parity(*args, **kwargs)
+        counting[0] = True
+        return report
 
-        def uncounted(*args):
-            counting[0] = False
-            check(*args)
-            counting[0] = True
-
-        trainer._check_parity = uncounted
     layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
     watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
+    with patch("trl_padfix.trainers.watch.parity.check_parity", uncounted):
+        trainer.train()
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
     hook.remove()
     return Run(trainer, trainer.state.log_history, sum(entered), batches)
 

@@ -2,20 +2,27 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 import torch
+import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.commands import build_pairs
+from typer.testing import CliRunner
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
+from trl_padfix.cli.app import app
 from trl_padfix.core.model.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
-from trl_padfix.tools.bench import BenchSettings, VariantResult
+from trl_padfix.tools.bench import BenchSettings, VariantResult, peak
+from trl_padfix.tools.bench.peak import Peak
+from trl_padfix.tools.bench.settings import ImpossibleFigureError
 
 
-TINY = BenchSettings(pairs=2, steps=2, warmup=1, shape="tiny", max_length=64)
+# The peak is given: no test depends on how fast this machine is.
+TINY = BenchSettings(pairs=2, steps=2, warmup=1, shape="tiny", max_length=64, peak_tflops=1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -213,8 +220,8 @@ def test_too_little_data_is_an_error_that_says_how_much_is_needed():
 
 
 def test_the_json_holds_settings_machine_versions_and_every_figure(results):
-    about = bench.describe(TINY, "pairs.jsonl")
-    saved = json.loads(bench.to_json(list(results.values()), about))
+    saved = bench.describe(TINY, "pairs.jsonl") | {"variants": [dataclasses.asdict(r) for r in results.values()]}
+    saved = json.loads(json.dumps(saved))
     assert saved["settings"] == dataclasses.asdict(TINY) | {"variants": list(TINY.variants)}
     assert saved["data"] == "pairs.jsonl"
     assert saved["device"]
@@ -311,3 +318,97 @@ def test_linear_attention_shares_a_tree():
     trl, packed, sharing = bench.run(bench.tree_rows(tree, 8), settings)
     assert sharing.tokens < packed.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
+
+
+# Figures
+
+
+def test_a_step_ends_at_its_deadline():
+    settings = bench.BenchSettings(
+        pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",), peak_tflops=1000.0
+    )
+    step = bench.prepare(build_pairs(), settings)
+    with pytest.raises(TimeoutError, match="No counted step"):
+        bench.measure(step, settings, deadline=time.monotonic() - 1)
+    run = step.run
+    now = time.monotonic()
+
+    def slow(*args):  # the second batch ends after the deadline
+        slow.calls += 1
+        if slow.calls == 2:
+            gpu_time[0] = now + 100
+        return run(*args)
+
+    slow.calls, gpu_time = 0, [now]
+    step.run = slow
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.time, "monotonic", lambda: gpu_time[0])
+        (result,) = bench.measure(step, settings, deadline=now + 50)
+    assert result.steps == 2
+
+
+def test_nothing_does_more_than_the_device_can():
+    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0, "A step") == 0.5
+    with pytest.raises(ImpossibleFigureError, match=r"A step would do 2 TFLOP/s, which is 200% of the 1 that was"):
+        Peak("cpu", [torch.float32], given=1.0).share(2e12, 1.0, "A step")
+    settings = bench.BenchSettings(
+        pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
+    )
+    with pytest.raises(ImpossibleFigureError, match="No step does more than the device can"):
+        bench.run(build_pairs(), settings)
+
+
+def clocked(monkeypatch, *seconds: float) -> None:
+    """Let matrix products seem to take so many seconds, one after another."""
+    readings = iter([t for i, passed in enumerate(seconds) for t in (10.0 * i, 10.0 * i + passed)])
+    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(readings))
+    monkeypatch.setattr(peak, "SIZES", {"cpu": (16,)})
+
+
+def test_the_peak_is_the_best_that_was_seen(monkeypatch):
+    clocked(monkeypatch, 1.0, 0.5, 2.0)
+    best = Peak("cpu", [torch.float32])
+    for _ in range(3):
+        best.measure()
+    assert best.tflops == pytest.approx(2 * 16**3 / 0.5 / 1e12)
+
+
+def test_the_peak_is_that_of_the_fastest_precision(monkeypatch):
+    clocked(monkeypatch, 4.0, 0.5, 0.25)  # bfloat16 without instructions for it, float32, and float32 again
+    best = Peak("cpu", [torch.bfloat16, torch.float32])
+    best.measure()
+    assert best.share(2 * 16**3, 1.0, "A step in float32") == pytest.approx(0.5)
+    best.measure()
+    assert best.tflops == pytest.approx(2 * 16**3 / 0.25 / 1e12)
+
+
+# The command
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
+
+
+OPTIONS = ["--data", "lengths:9/5", "--pairs", "1", "--steps", "3", "--warmup", "0", "--shape", "tiny", "--no-memory"]
+OPTIONS += ["--device", "cpu"]
+
+
+@pytest.mark.slow
+def test_compiled_variants_are_measured_and_compiled_once(tmp_path):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    path = tmp_path / "figures.json"
+    result = invoke(*OPTIONS, "--compile", "--compile-backend", "aot_eager", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    names = [variant["name"] for variant in json.loads(path.read_text())["variants"]]
+    packed = ["padding_free", "prefix_sharing"]
+    assert names == ["trl", *packed, *(f"{name}_compiled" for name in packed)]
+    # Policy and reference, with keys of their own and with shared ones: no step compiles anew.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    torch._dynamo.reset()
+
+
+def test_liger_is_for_gpus():
+    result = invoke(*OPTIONS, "--liger")
+    assert result.exit_code == 2
+    assert "GPUs only" in result.output

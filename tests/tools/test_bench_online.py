@@ -11,8 +11,9 @@ from trl_padfix.tools import bench
 
 
 SETTINGS = bench.BenchSettings(
-    trainer="grpo", pairs=2, generations=4, prompt_length=40, completion_length=8, steps=2, warmup=0, shape="tiny"
-)
+    trainer="grpo", pairs=2, generations=4, prompt_length=40, completion_length=8, steps=2, warmup=0, shape="tiny",
+    peak_tflops=1000.0,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_a_leaking_layout_gives_an_error_and_no_figures(mode, monkeypatch):
 
 def test_the_command_needs_no_data(tmp_path):
     options = {"trainer": "grpo", "pairs": 1, "generations": 2, "prompt-length": 20, "completion-length": 8}
-    options |= {"shape": "tiny", "steps": 1, "warmup": 0, "json": tmp_path / "figures.json"}
+    options |= {"shape": "tiny", "steps": 1, "warmup": 0, "peak-tflops": 1000, "json": tmp_path / "figures.json"}
     command = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     result = CliRunner().invoke(app, ["bench", *command], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

@@ -96,17 +96,17 @@ def test_doctor_shows_versions_and_whether_they_are_tested():
 
 def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypatch):
     monkeypatch.setattr(
-        "trl_padfix.tools.doctor._version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
+        "trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
     )
     result = doctor()
     assert result.exit_code == 0
     assert "are not a pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
     # The oldest pair is for `remove_padding` alone, without the trainers.
     monkeypatch.setattr(
-        "trl_padfix.tools.doctor._version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
+        "trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
     )
     assert doctor().exit_code == 0
-    monkeypatch.setattr("trl_padfix.tools.doctor._version", lambda name: {"trl": "0.9.0"}.get(name))
+    monkeypatch.setattr("trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
     assert result.exit_code == 1
     assert result.output.startswith("NOT READY.")
@@ -202,7 +202,7 @@ def test_the_share_of_work_on_rows_is_told(tmp_path):
     assert f"{model.rows_share:.0%} of the decoder's work runs on rows" in output
 
 
-@pytest.mark.parametrize(("name", "images"), [("gemma3", "refused: tokens of an image"), ("qwen2_vl", "packed")])
+@pytest.mark.parametrize(("name", "images"), [("gemma3", "packed under sdpa and eager"), ("qwen2_vl", "packed")])
 def test_text_and_images_are_told_apart(name, images, tmp_path):
     config = {"gemma3": Gemma3Config, "qwen2_vl": Qwen2VLConfig}[name]()
     config.architectures = [{"gemma3": "Gemma3", "qwen2_vl": "Qwen2VL"}[name] + "ForConditionalGeneration"]

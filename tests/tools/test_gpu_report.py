@@ -1,33 +1,36 @@
-"""The report on a GPU: right first, every cell written at once, nothing impossible, no CPU shown as a GPU."""
+"""`python benchmarks/gpu_report.py`: right first, every cell written at once, no CPU shown as a GPU."""
 
 import dataclasses
 import json
-import time
 import warnings
 
+import gpu_checks
+import gpu_report
 import pytest
 import torch
+from gpu_checks import Check, check_device
+from gpu_counts import launches_and_waits
+from gpu_plan import plan_of
+from gpu_report import main, measure_gpu
+from gpu_table import gpu_table, load_report
 from kit.commands import build_pairs
 from kit.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix.tools import bench
-from trl_padfix.tools.bench import gpu_checks, gpu_report, peak
-from trl_padfix.tools.bench.gpu_checks import Check, check_device
-from trl_padfix.tools.bench.gpu_plan import plan_of
-from trl_padfix.tools.bench.gpu_report import measure_gpu
-from trl_padfix.tools.bench.gpu_table import gpu_table, load_report
-from trl_padfix.tools.bench.peak import Peak
-from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
-from trl_padfix.tools.bench.steps import launches_and_waits
+from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
 
 
 RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
 
 
+def with_peak(cell):
+    return dataclasses.replace(cell, settings=dataclasses.replace(cell.settings, peak_tflops=1000.0))
+
+
 def cells(*trainers: str) -> list:
-    """The first cell of each trainer, at toy size."""
-    plan = plan_of(toy=True, backend=None)
+    """The first cell of each trainer, at toy size, with a peak that does not depend on this machine."""
+    plan = [with_peak(cell) for cell in plan_of(toy=True, backend=None)]
     return [next(cell for cell in plan if cell.settings.trainer == trainer) for trainer in trainers]
 
 
@@ -76,10 +79,10 @@ def test_a_report_is_measured_and_written(tmp_path):
         assert shared["tokens"] < packed["tokens"] < padded["tokens"]
         assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
         assert 0 < padded["mfu"] <= 1
-        assert padded["launches"] is None
+        assert "launches" not in padded  # they are counted on CUDA
     assert saved["checks"] == [dataclasses.asdict(RIGHT) | {"ok": True}]
     assert {"torch", "transformers", "trl", "python"} <= saved["versions"].keys()
-    assert saved["command"].split()[0] == "trl-padfix"
+    assert saved["command"].startswith("python benchmarks/gpu_report.py")
     assert saved["machine"]["name"].startswith("CPU, toy size")
     assert len(said) == 3
 
@@ -126,52 +129,6 @@ def test_packages_that_are_missing_are_named(tmp_path):
     cell = dataclasses.replace(cells("dpo")[0], needs=("no_such_package",))
     found = measure_gpu(tmp_path / "report.json", [cell], device="cpu", checks=no_checks)
     assert found["cells"][0]["status"] == "not measured: no_such_package is not installed"
-
-
-def test_a_step_ends_at_its_deadline():
-    settings = bench.BenchSettings(pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",))
-    step = bench.prepare(build_pairs(), settings)
-    with pytest.raises(TimeoutError, match="No counted step"):
-        bench.measure(step, settings, deadline=time.monotonic() - 1)
-    run = step.run
-    now = time.monotonic()
-
-    def slow(*args):  # the second batch ends after the deadline
-        slow.calls += 1
-        if slow.calls == 2:
-            gpu_time[0] = now + 100
-        return run(*args)
-
-    slow.calls, gpu_time = 0, [now]
-    step.run = slow
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench.time, "monotonic", lambda: gpu_time[0])
-        (result,) = bench.measure(step, settings, deadline=now + 50)
-    assert result.steps == 2
-
-
-# -- figures
-
-
-def test_nothing_does_more_than_the_device_can():
-    assert Peak("cpu", torch.float32, given=1.0).share(5e11, 1.0, "A step") == 0.5
-    with pytest.raises(ImpossibleFigureError, match=r"A step would do 2 TFLOP/s, which is 200% of the 1 that was"):
-        Peak("cpu", torch.float32, given=1.0).share(2e12, 1.0, "A step")
-    settings = bench.BenchSettings(
-        pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
-    )
-    with pytest.raises(ImpossibleFigureError, match="No step does more than the device can"):
-        bench.run(build_pairs(), settings)
-
-
-def test_the_peak_is_the_best_that_was_seen(monkeypatch):
-    times = iter([0.0, 1.0, 2.0, 2.5, 3.0, 5.0])
-    monkeypatch.setattr(peak.time, "perf_counter", lambda: next(times))
-    monkeypatch.setattr(peak, "SIZES", {"cpu": (16,)})
-    best = Peak("cpu", torch.float32)
-    for _ in range(3):
-        best.measure()
-    assert best.tflops == pytest.approx(2 * 16**3 / 0.5 / 1e12)
 
 
 def test_launches_and_waits_are_counted_and_ours_told_apart():
@@ -274,7 +231,7 @@ def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_plan_runs_at_toy_size(tmp_path):
-    plan = plan_of(toy=True, backend="aot_eager")
+    plan = [with_peak(cell) for cell in plan_of(toy=True, backend="aot_eager")]
     found = measure_gpu(tmp_path / "report.json", plan, device="cpu", backend="aot_eager")
     assert found["complete"]
     assert all(check["ok"] for check in found["checks"])
@@ -285,3 +242,70 @@ def test_the_whole_plan_runs_at_toy_size(tmp_path):
         if any(VARIANTS[name].compiled for name in cell["settings"]["variants"]) and cell["status"] == "measured":
             assert cell["variants"][-1]["name"].endswith("_compiled")
             assert cell["variants"][-1]["tokens"] == cell["variants"][-2]["tokens"]
+
+
+# -- the command
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_no_report(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--json", str(path)])
+    assert "There is no CUDA GPU here" in capsys.readouterr().err
+    assert not path.exists()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """One cell of the plan, and a check that has the result that the test gives it."""
+    figures, measure = {"check": 0.0}, gpu_report.measure_gpu
+    monkeypatch.setattr(gpu_report, "plan_of", lambda **options: cells("dpo"))
+    checks = lambda device, **options: [Check("a comparison", figures["check"], 1.0, 2.0)]  # noqa: E731
+    monkeypatch.setattr(gpu_report, "measure_gpu", lambda *a, **k: measure(*a, **k, checks=checks))
+    return figures
+
+
+def test_on_a_cpu_the_file_says_cpu_and_becomes_no_table(small, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert main(["--device", "cpu", "--json", str(path), "--data", "lengths:9/5"]) == 0
+    said = capsys.readouterr().out
+    assert "This was a CPU." in said
+    assert "|" not in said
+    saved = json.loads(path.read_text())
+    assert saved["device"] == "cpu"
+    assert saved["cells"][0]["data"] == "lengths:9/5, spread 0.75"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--table", str(path)])
+    assert "made on a CPU" in capsys.readouterr().err
+
+
+def test_wrong_numbers_stop_it_with_an_error(small, tmp_path, capsys):
+    small["check"] = 1.5
+    assert main(["--device", "cpu", "--json", str(tmp_path / "report.json")]) == 1
+    assert "STOPPED. a comparison: 1.5 where 1 is allowed" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_is_an_error_at_the_end(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_report, "prepare", lambda *args: 1 / 0)
+    assert main(["--device", "cpu", "--json", str(tmp_path / "report.json")]) == 1
+    assert "failed: ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
+def test_pairs_of_a_file_are_measured_on(small, tmp_path):
+    build_pairs().to_json(tmp_path / "pairs.jsonl")
+    arguments = ["--device", "cpu", "--json", str(tmp_path / "report.json"), "--data", str(tmp_path / "pairs.jsonl")]
+    assert main(arguments) == 0
+    assert json.loads((tmp_path / "report.json").read_text())["cells"][0]["data"] == "pairs.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"), (["--json", "."], "--json: ")],
+)
+def test_mistakes_are_said_before_anything_is_measured(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from kit.commands import trl_padfix_command
 from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 
-from trl_padfix.tools.plan import ModelSizes, Training, choose, load_sizes, memory
+from trl_padfix.tools.plan import ModelSizes, Training, load_sizes, memory, smallest_fit
 
 
 SHAPES = {
@@ -73,14 +73,14 @@ def test_the_table_of_the_page_is_that_of_the_formulas():
 def test_the_simplest_training_that_fits_is_chosen():
     sizes = ModelSizes.of(Qwen2Config(**SHAPES["wide"]))
     how = {"longest": 1024, "gpus": 8, "reference": True}
-    room = choose(sizes, available=10**10, **how)
+    room = smallest_fit(sizes, available=10**10, **how)
     assert (room.training.sharded, room.training.checkpointing) == (False, False)
     assert room.memory.total(room.tokens) <= 10**10
-    tight = choose(sizes, available=room.memory.fixed + 30 * 10**6, **how)
+    tight = smallest_fit(sizes, available=room.memory.fixed + 30 * 10**6, **how)
     assert tight.training.sharded
     assert 1024 <= tight.tokens < room.tokens
     with pytest.raises(ValueError, match="Nothing fits: with a row of 1024 tokens"):
-        choose(sizes, available=10**6, **how)
+        smallest_fit(sizes, available=10**6, **how)
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), MixtralConfig(num_hidden_layers=1)])

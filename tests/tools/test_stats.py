@@ -16,7 +16,7 @@ from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.tools.data import load_rows
-from trl_padfix.tools.stats import Lengths, batch_tokens, measure, memory_of, texts_of, truncated, waiting
+from trl_padfix.tools.stats import Lengths, batch_tokens, measure, memory_of, texts_of, token_rows, truncated, waiting
 from trl_padfix.tools.tiny import train_tokenizer
 from trl_padfix.trainers.steps.costs import text_costs
 
@@ -85,7 +85,7 @@ def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("max_length", [None, 40])
 def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_path):
-    lengths = measure(build_rows("pairs with prompts", 8), tokenizer).kept(max_length)
+    lengths = Lengths(measure(build_rows("pairs with prompts", 8), tokenizer).kept(max_length).parts)
     examples = [  # ids that only the prompts of a pair have in common
         {"prompt_ids": [3 * i] * p, "chosen_ids": [3 * i + 1] * c, "rejected_ids": [3 * i + 2] * r}
         for i, (p, c, r) in enumerate(zip(*lengths.parts.values(), strict=True))
@@ -96,6 +96,38 @@ def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_p
     assert found.real == padding_free_layout(batch["attention_mask"]).packed_tokens
     assert found.distinct == prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
     assert found.distinct < found.real < found.padded
+
+
+SYSTEM = "Question: alpha beta gamma delta "
+
+
+@pytest.mark.parametrize("kind", ["texts", "pairs with prompts"])
+@pytest.mark.parametrize("max_length", [None, 30])
+def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, tokenizer):
+    name = "text" if kind == "texts" else "prompt"
+    rows = build_rows(kind, 8).map(lambda row: {name: SYSTEM + row[name]})
+    lengths = measure(rows, tokenizer).kept(max_length)
+    (found,) = batch_tokens(lengths, [len(lengths)], max_length=max_length)
+    sequences = []
+    for row in token_rows(list(rows), tokenizer):
+        if "input_ids" in row:
+            sequences.append(row["input_ids"][:max_length])
+        elif max_length is None or len(row["prompt_ids"]) < max_length:
+            sequences += [(row["prompt_ids"] + row[f"{side}_ids"])[:max_length] for side in ("chosen", "rejected")]
+    own = len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+    assert found.real == sum(map(len, sequences))
+    assert own <= found.distinct <= 1.05 * own  # completions that begin alike are not looked for
+    if kind == "texts":
+        assert found.distinct == own
+    (single,) = batch_tokens(lengths, [1], max_length=max_length)
+    assert (single.real == single.distinct) == (kind == "texts")
+
+
+def test_rows_that_are_truncated_at_their_beginning_have_nothing_in_common(tokenizer):
+    lengths = measure(build_rows("texts", 8).map(lambda row: {"text": SYSTEM + row["text"]}), tokenizer)
+    shortest = int(lengths.parts["text"].min())
+    (found,) = batch_tokens(lengths, [8], max_length=shortest - 1, truncation_mode="keep_end")
+    assert found.real == found.distinct == 8 * (shortest - 1)
 
 
 def test_what_max_length_does_is_what_trl_does():

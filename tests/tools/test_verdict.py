@@ -9,7 +9,7 @@ from kit.commands import trl_padfix_command
 
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.bench import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
-from trl_padfix.tools.verdict import judge, prefix_tree, tokenized, verdict_lines
+from trl_padfix.tools.verdict import advise, prefix_tree, tokenized, verdict_lines
 
 
 TREE = parse_tree("tree:4x4/200/20")
@@ -25,7 +25,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_advice_follows_the_data(kind):
     build, shares, groups = KINDS[kind]
-    found = judge(build(), batch_size=8, budget=4096)
+    found = advise(build(), batch_size=8, budget=4096)
     assert (found.shares, found.groups) == (shares, groups)
     assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
     assert found.real <= found.padded
@@ -40,7 +40,7 @@ def test_the_advice_follows_the_data(kind):
 
 def test_one_batch_costs_what_its_layout_has():
     rows = tokenized(tree_rows(TREE, 16))
-    found = judge(rows, batch_size=16, budget=4096)
+    found = advise(rows, batch_size=16, budget=4096)
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     mask = (torch.arange(longest) < torch.tensor([[len(row["input_ids"])] for row in rows])).long()

@@ -25,11 +25,15 @@ from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
 import trl_padfix.core.call.layout_of
+from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
+from trl_padfix.trainers.data.layouts import Layouts
+from trl_padfix.trainers.online import OnlineLayouts
 from trl_padfix.trainers.steps.budget import MICRO_BATCHES, _halved
 from trl_padfix.trainers.watch.exact_means import without_repeated_rows
+from trl_padfix.trainers.watch.token_counts import TokenCounts
 
 
 def build_pairs(count: int) -> Dataset:
@@ -138,7 +142,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
     place_models(trainer)
     plain = [on_simulated(batch) for batch in batches]
     gpu.reset()
-    carried = trainer._with_layouts(plain)
+    carried = trainer.padding.part(OnlineLayouts).with_layouts(plain)
     assert len(carried) == 2
     assert list(gpu.ours().values()) == [1]
     first = step(trainer, carried[0])
@@ -149,7 +153,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
 
 
 def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
-    config = ONLINE_SETTINGS | {"padding_free": True, "gradient_accumulation_steps": 2, "parity_check": False}
+    config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": True, "parity_check": False}
     trainer = trl_padfix.GRPOTrainer(
         model=load_policy(save_policy(tmp_path / "policy")),
         reward_funcs=reward_words,
@@ -157,14 +161,14 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
         train_dataset=build_prompts(24),
         processing_class=build_tokenizer(),
     )
-    trainer.current_gradient_accumulation_steps = 2
+    trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     take = trainer._get_per_token_logps_and_entropies
     trainer._get_per_token_logps_and_entropies = lambda model, ids, *args, **kwargs: take(
-        model, ids.flip(0), *args, **kwargs
+        model, ids.roll(1, 0), *args, **kwargs
     )
-    with pytest.raises(RuntimeError, match="not the rows that the layout of this step was made of"):
+    with pytest.raises(PaddingRemovalError, match=r"rows of the batch are those .* in step 1 of train.*Rows: \["):
         trainer.compute_loss(trainer.model, inputs)
 
 
@@ -220,7 +224,7 @@ def test_images_repeat_only_if_their_grids_do():
 
     def repeat(**more: torch.Tensor) -> bool:
         collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
-        return collated[BATCH_LAYOUT].to("cpu").images_repeat
+        return collated.to("cpu")[BATCH_LAYOUT].facts[""].images_repeat
 
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     assert repeat()
@@ -263,7 +267,7 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     loading, stream, rows = trainer.accelerator.dataloader_config, trainer.train_dataset, trainer.eval_dataset
 
     def bring_layouts() -> list[bool]:
-        return [isinstance(trainer._layout_collator(data, True), LayoutCollator) for data in (stream, rows)]
+        return [trainer.padding.part(Layouts).brings(data, is_training=True) for data in (stream, rows)]
 
     assert bring_layouts() == [True, True]
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -290,7 +294,7 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     batch = next(iter(trainer.get_train_dataloader()))
     assert len(batch[MICRO_BATCHES]) > 1
     for micro_batch in batch[MICRO_BATCHES]:
-        assert isinstance(micro_batch[BATCH_LAYOUT], Layout)
+        assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
     pieces = [(b, 1.0) for b in batch[MICRO_BATCHES]]
     cut = [b for b, _ in _halved(pieces, len(pieces) + 1, 1)]
     assert sum(BATCH_LAYOUT in b for b in cut) == len(pieces) - 1
@@ -332,7 +336,7 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     batch = on_simulated(next(iter(trainer.get_train_dataloader())))
     place_models(trainer)
     step(trainer, batch)
-    counter = trainer._token_counters["train"]
+    counter = trainer.padding.part(TokenCounts).counters["train"]
     alone = counter.report(True)
     accelerator = trainer.accelerator
     monkeypatch.setattr(type(accelerator), "num_processes", 2)
@@ -348,12 +352,12 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     assert two["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
 
 
-def test_carried_layouts_have_one_block_each(tmp_path):
+def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch[BATCH_LAYOUT], FlatMaps)
-    assert isinstance(batch["KL_" + BATCH_LAYOUT], FlatMaps)
+    assert isinstance(batch[BATCH_LAYOUT].facts, FlatMaps)
+    assert batch.to("cpu")[BATCH_LAYOUT].layouts.keys() == {"", "KL_"}
 
 
 def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch_in_silence():

@@ -12,9 +12,10 @@ from kit.simulated_cuda import to_simulated
 from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, SFTConfig, SFTTrainer
+from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.flat_maps import FlatMaps
-from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, read_by, without_layouts
+from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
 
 
 def preferences(pairs: int) -> Dataset:
@@ -66,24 +67,29 @@ def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
     assert losses[0] == losses[1] == first
 
 
-def test_labels_that_the_collator_did_not_see_are_noticed(gpu, tmp_path):
+def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):
     trainer = dpo(tmp_path)
     (batch,) = trainer.get_train_dataloader()
     place_models(trainer)
     carried = on_simulated(batch)
     step(trainer, carried)
-    wrong = carried | {"completion_mask": carried["completion_mask"].roll(1, dims=1)}
-    with pytest.raises(RuntimeError, match="not those that its collator saw"):
-        step(trainer, wrong)
+    labels = carried["completion_mask"].held
+    labels.copy_(labels.roll(1, dims=1))
+    step(trainer, carried)
+    with pytest.raises(PaddingRemovalError, match=r"labels of the batch.* in step 1 of train"):
+        trainer.log({})
+    trainer.log({})  # said once
 
 
-def test_labels_that_differ_from_the_first_batch_on_are_read_from_the_device(gpu, tmp_path):
+def test_labels_that_are_replaced_are_read_from_the_device(gpu, tmp_path):
     trainer = dpo(tmp_path)
     (batch,) = trainer.get_train_dataloader()
     place_models(trainer)
-    wrong = on_simulated(batch) | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
-    plain, _ = without_layouts(wrong)
-    assert step(trainer, wrong) == step(trainer, plain)
+    carried = on_simulated(batch)
+    before = step(trainer, carried)
+    other = carried | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
+    plain, _ = without_layouts(other)
+    assert step(trainer, other) == step(trainer, plain) != before
 
 
 # -- what travels
@@ -94,15 +100,15 @@ def test_labels_that_differ_from_the_first_batch_on_are_read_from_the_device(gpu
 def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     trainer = dpo(tmp_path, pairs=4, prefix_sharing=sharing, dataloader_num_workers=workers)
     (batch,) = trainer.get_train_dataloader()
-    plain, layouts = without_layouts(batch)
-    layout = layouts[""]
-    want = trainer._handles[0].layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
+    plain, laid = without_layouts(batch)
+    layout = laid.layouts[""]
+    want = trainer.padding.handle.layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
     assert layout.query_lengths == want.query_lengths
     for name in ("real_index", "packed_index", "positions", "cu_seqlens_q", "cu_seqlens_k"):
         assert torch.equal(getattr(layout, name), getattr(want, name))
     assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
     labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
-    assert torch.equal(layout.scored, labels.flatten().nonzero().squeeze(1))
+    assert torch.equal(laid.facts[""].scored, labels.flatten().nonzero().squeeze(1))
     assert BATCH_LAYOUT not in plain
 
 
@@ -122,7 +128,7 @@ def sft_batch_layout():
     batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
         [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
     )
-    return without_layouts(batch)[1][""]
+    return batch[BATCH_LAYOUT].facts.to("cpu")[""].layout
 
 
 @pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])
@@ -138,13 +144,15 @@ def test_what_is_no_batch_of_tokens_is_left_as_it_is(batch):
 def test_ids_alone_do_not_say_what_rows_of_images_share(more):
     ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
     text = {"input_ids": ids, "attention_mask": mask}
-    assert read_by(text, True) == ("prefix sharing", (ids, mask, None))
-    kind, given = read_by(text | more, True)
-    assert (kind, given[0] is mask) == ("padding-free", True)
+    assert LayoutKey.read(text, prefix_sharing=True).shares
+    assert not LayoutKey.read(text | more, prefix_sharing="auto").shares
+    with pytest.raises(PaddingRemovalError, match="compares token ids and positions, and the call also carries"):
+        LayoutKey.read(text | more, prefix_sharing=True)
+    assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it
 
 
 def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
-    trainer = sft(tmp_path, max_steps=2)
+    trainer = sft(tmp_path, max_steps=2, parity_check=False)
     built = []
     name = "trl_padfix.core.call.layout_of.padding_free_layout"
     from trl_padfix import padding_free_layout
@@ -154,6 +162,5 @@ def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
         return padding_free_layout(mask)
 
     monkeypatch.setattr(name, counted)
-    trainer._parity_pending.clear()
     trainer.train()
     assert 2 <= len(built) <= 3  # by the data loader, which may be one batch ahead, and never by a forward

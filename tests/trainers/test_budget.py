@@ -21,12 +21,12 @@ import trl
 from datasets import Dataset
 from kit import budget_runs
 from kit.budget_runs import ALL_TRAINERS, BUDGET, GLOBAL_BATCH, LAUNCHED, TRAINERS, build_data, make
-from kit.cells import slow_but
+from kit.cells import every_pair, slow_but
 from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.steps import budget as token_budget
-from trl_padfix.trainers.steps.costs import pair_costs
+from trl_padfix.trainers.steps.measures import PairMeasure
 
 
 SHARING = {"prefix_sharing": True}
@@ -106,7 +106,7 @@ def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     assert any(len({len(batch) for batch in step}) > 1 for step in steps)
     if not config.get("prefix_sharing"):
         assert max(sum(batch) for step in steps for batch in step) <= BUDGET[name]
-        assert trainer._handles[0].stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
+        assert trainer.padding.stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -131,7 +131,7 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, 
     trainer = make(name, tmp_path, ours=True, max_steps=9)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
-    monkeypatch.setattr(trainer, "_metric_items", lambda batch: {})
+    monkeypatch.setattr(trainer.padding.task, "metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -170,9 +170,10 @@ def count_forwards(trainer):
 def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
     name, config = COMPARING[case]
     trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
-    monkeypatch.setattr(trainer, "_compares_rows", lambda: False)
-    monkeypatch.setattr(type(trainer), "_loss_items", lambda self, batch: len(batch["input_ids"]), raising=False)
-    monkeypatch.setattr(type(trainer), "_metric_items", lambda self, batch: {}, raising=False)
+    task = trainer.padding.task
+    monkeypatch.setattr(task, "compares_rows", lambda: False)
+    monkeypatch.setattr(task, "loss_items", lambda batch: len(batch["input_ids"]))
+    monkeypatch.setattr(task, "metric_items", lambda batch: {})
     trainer.train()
     ours, theirs = (
         torch.tensor([log["loss"] for log in history if "loss" in log][:3])
@@ -240,9 +241,7 @@ RAGGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", [{}, SHARING], ids=["padding-free", "sharing"])
-@pytest.mark.parametrize("case", RAGGED)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(("name", "case", "mode"), every_pair(TRAINERS, RAGGED, [{}, SHARING]))
 def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(name, case, mode, tmp_path):
     """Two epochs, shuffled; every prompt comes up several times."""
     config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5}
@@ -402,8 +401,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
         trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
         steps = watched(trainer)
     dataset = trainer.train_dataset
-    parts = [[len(ids) for ids in dataset[f"{part}_ids"]] for part in ("prompt", "chosen", "rejected")]
-    tokens = pair_costs(*parts, max_length=26).each
+    tokens = PairMeasure(max_length=26).dataset(dataset).each
     message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
     assert sum(message in text for text in caplog.messages) == 1
     assert any(sum(batch) > 26 for step in steps for batch in step)
@@ -492,7 +490,7 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert trainer.accelerator.gather == gather
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
-    assert trainer._weight is None
+    assert trainer.padding.part(token_budget.Budget).weight is None
 
 
 def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):

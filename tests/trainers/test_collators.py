@@ -135,7 +135,7 @@ def test_an_empty_completion_is_an_error_that_names_the_pair(empty, side):
 
 def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row():
     promptless = [PAIRS[0], {"prompt_ids": [], "chosen_ids": [4, 5, 6, 7, 8], "rejected_ids": [6]}]
-    with pytest.raises(ValueError, match=r"Rows \[3\] .* no prompt token .* Give every pair a prompt"):
+    with pytest.raises(ValueError, match=r"Rows \[3\] .* no prompt token .* Give every row a prompt"):
         collate(promptless, padding_side="left")
 
 

@@ -1,7 +1,5 @@
-"""Facts about columns by Arrow, against a loop over the rows."""
+"""Facts about columns against a loop over the rows."""
 
-import numpy as np
-import pytest
 from datasets import Dataset, Features, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,12 +8,11 @@ from trl_padfix.trainers.data.columns import (
     blank_texts,
     count_equal,
     empty_lists,
-    first_misplaced_image,
+    image_counts,
     list_lengths,
     rows_of_only,
     untrained_rows,
 )
-from trl_padfix.trainers.data.vision_collators import misplaced_images
 
 
 lists = st.lists(st.integers(-1, 1), max_size=3)
@@ -56,43 +53,7 @@ def test_texts_of_white_space_are_found():
     assert blank_texts(dataset, "number").tolist() == blank_texts(dataset, "chats").tolist() == []
 
 
-class Processor:
-    image_token = "<image>"
-
-
-parts = st.lists(st.sampled_from(["image", "text"]), max_size=3)
-roles = st.sampled_from(["user", "assistant", "tool"])
-FORMS = {
-    "text": st.lists(st.sampled_from(["<image> ", "w3 "]), max_size=4).map("".join),
-    "parts": st.lists(
-        st.fixed_dictionaries({"role": roles, "content": parts.map(lambda kinds: [{"type": kind} for kind in kinds])}),
-        max_size=3,
-    ),
-    "plain": st.lists(st.fixed_dictionaries({"role": roles, "content": st.sampled_from(["w3", "w4"])}), max_size=3),
-}
-CONTENT = {"parts": List({"type": Value("string")}), "plain": Value("string")}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@given(data=st.data())
-def test_images_and_placeholders_are_counted_as_the_collator_does(form, data):
-    rows = data.draw(st.lists(st.tuples(FORMS[form], st.integers(0, 2)), min_size=1, max_size=6))
-    text = Value("string") if form == "text" else List({"role": Value("string"), "content": CONTENT[form]})
-    features = Features({"prompt": text, "images": List(Value("int64"))})
-    dataset = Dataset.from_list([{"prompt": p, "images": [0] * count} for p, count in rows], features=features)
-    found = first_misplaced_image(dataset, "images", "prompt", Processor.image_token)
-    expected = misplaced_images([{"prompt": p, "images": [None] * count} for p, count in rows], Processor())
-    assert found == (expected[0] if expected else None)
-
-
-def test_a_form_of_messages_that_arrow_does_not_know_is_said():
-    dataset = Dataset.from_dict({"prompt": [[1, 2]], "images": [[0]]})
-    with pytest.raises(TypeError, match="messages of type"):
-        first_misplaced_image(dataset, "images", "prompt", None)
-
-
-def test_a_column_of_single_images_counts_them():
-    dataset = Dataset.from_dict({"prompt": ["<image>", "w3"], "image": ["a.png", None]})
-    assert first_misplaced_image(dataset, "image", "prompt", "<image>") is None
-    assert first_misplaced_image(dataset, "image", "prompt", "w3") == (0, 1, 0)
-    assert np.array_equal(empty_lists(Dataset.from_dict({"a": [[1], []]}), "a"), [1])
+def test_images_are_counted():
+    dataset = Dataset.from_dict({"images": [[0, 1], None, []], "image": ["a.png", None, "b.png"]})
+    assert image_counts(dataset, "images").tolist() == [2, 0, 0]
+    assert image_counts(dataset, "image").tolist() == [1, 0, 1]

@@ -13,7 +13,7 @@ from trl import TrlParser
 
 import trl_padfix
 from trl_padfix import DPOConfig
-from trl_padfix.trainers.field_types import parse_implementation
+from trl_padfix.trainers.field_types import help_from_docstring, parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -192,6 +192,44 @@ def test_every_field_of_ours_has_a_help_text(capsys):
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
     assert "compare the packed forward with the padded one" in text
+    for method in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"):
+        ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))
+        added = {field.name: field.metadata.get("help") for field in ours}.items() - {
+            field.name: field.metadata.get("help") for field in theirs
+        }.items()
+        assert len(dict(added)) > 5
+        assert all(dict(added).values())
+
+
+def test_a_field_is_described_in_its_docstring_only():
+    @help_from_docstring
+    @dataclasses.dataclass
+    class Config:
+        """
+        Two fields.
+
+        Args:
+            side (`str`, *optional*):
+                Which side;
+                two lines.
+            told (`int`, *optional*):
+                Not this.
+            size, more:
+                As elsewhere.
+
+        Example:
+            size (`int`): None.
+        """
+
+        side: str = "left"
+        told: int = dataclasses.field(default=1, metadata={"help": "This."})
+        size: int = dataclasses.field(default=1, metadata={"nargs": "?"})
+
+    assert [dict(field.metadata) for field in dataclasses.fields(Config)] == [
+        {"help": "Which side; two lines."},
+        {"help": "This."},
+        {"nargs": "?"},
+    ]
 
 
 def test_a_configuration_survives_to_dict():

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from trl_padfix.trainers.steps.costs import pair_costs, prefix_costs, text_costs
+from trl_padfix.trainers.steps.costs import prefix_costs, text_costs
 from trl_padfix.trainers.steps.dealing import StepPlan, assign, balance, split
 from trl_padfix.trainers.steps.grouping import prefix_order
+from trl_padfix.trainers.steps.measures import PairMeasure
 
 
 @st.composite
@@ -22,6 +23,12 @@ def drawn_rows(draw, most=24):
 def costs_of(rows):
     each = np.array([len(row) for row in rows])
     return prefix_costs(each, each, *prefix_order(rows))
+
+
+def pairs_of(prompts, chosen, rejected):
+    """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
+    parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
+    return PairMeasure(sharing=True).examples([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
 
 
 def drawn_costs(most=24):
@@ -46,7 +53,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
     everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
     while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
         everywhere -= 1
-    assert costs.in_all == everywhere
+    assert costs.common_to_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))
@@ -61,7 +68,7 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
 def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
-    costs = pair_costs([9] * len(prompts), [3] * len(prompts), [4] * len(prompts), prompts=prompts)
+    costs = pairs_of(prompts, 3, 4)
     parts = split(costs, budget)
     for prompt in set(prompts):
         rows = np.flatnonzero(np.array(prompts) == prompt)
@@ -111,7 +118,7 @@ def test_processes_have_even_work(processes):
 
 def test_rows_of_one_prompt_go_to_one_process():
     prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
-    parts = assign(pair_costs([9] * 8, [2] * 8, [3] * 8, prompts=prompts), 2)
+    parts = assign(pairs_of(prompts, 2, 3), 2)
     assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
@@ -122,6 +129,10 @@ def test_balanced_processes_have_each_row_once(costs, processes):
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     assert len(parts) == processes
     assert all(parts)
+
+
+def test_rows_that_are_all_alike_are_given_to_all_processes():
+    assert balance(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("processes", [8, 64])
@@ -228,14 +239,14 @@ def test_pairs_cost_at_least_what_is_computed(data):
         "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
     }
     batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
-    parts = [[len(pair[f"{name}_ids"]) for pair in pairs] for name in ("prompt", "chosen", "rejected")]
-    ids = [prompts.index(p) for p in prompts]
-    assert pair_costs(*parts, **settings).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    assert (
+        PairMeasure(**settings).examples(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    )
     shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    assert pair_costs(*parts, prompts=ids, **settings).total() >= shared
+    costs = PairMeasure(sharing=True, **settings).examples(pairs)
+    assert costs.total() >= shared
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
         tokens = prefix_sharing_layout(alone["input_ids"], alone["attention_mask"]).packed_tokens
-        each = pair_costs(*parts, prompts=ids, **settings).each[i]
-        assert each >= tokens
-        assert each == tokens or settings["truncation_mode"] == "keep_end"
+        assert costs.each[i] >= tokens
+        assert costs.each[i] == tokens or settings["truncation_mode"] == "keep_end"

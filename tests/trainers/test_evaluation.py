@@ -90,7 +90,7 @@ def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
     answers = rows["chosen" if name == "dpo" else "completion"]
     assert [row["reference"] for row in found] == [answer.removesuffix("<eos>").strip() for answer in answers]
     assert len({row["prediction"] for row in found}) > 4
-    for handle in trainer._handles:
+    for handle in trainer.padding.handles:
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
@@ -353,7 +353,7 @@ def test_everything_is_as_it_was(side, where, tmp_path):
             [module.training for module in model.modules()],
             (model.config.use_cache, model.generation_config.to_dict(), model.is_gradient_checkpointing),
             (tokenizer.padding_side, trainer.data_collator.padding_side),
-            (attachment_of(model) is trainer._handles[0], trainer._handles[0].enabled),
+            (attachment_of(model) is trainer.padding.handle, trainer.padding.handle.enabled),
         )
 
     def fail(layer, args, kwargs):

@@ -44,7 +44,7 @@ CASES = {
     "no reference": (SHORT | {"beta": 0.0}, dict),
     "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
     "temperature and multiples of 8": (SHORT | {"temperature": 0.7, "pad_to_multiple_of": 8}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
     "generation without a cache": (SHORT | {"generation_kwargs": {"use_cache": False}}, dict),
     "continuous batching": (
         {
@@ -119,7 +119,7 @@ def test_ten_steps_and_an_evaluation_are_trls(mode, make, trl_run):
 def assert_set_up_is_trls(case: str, mode: str, make, theirs: OnlineRun, atol: float = 1e-6) -> OnlineRun:
     ours = train(make, *(CASES | LOSSES)[case], **MODES[mode])
     # Means over micro-batches differ where these hold other rows.
-    means = {"kl", "entropy"} if ours.run.trainer._may_group() else set()
+    means = {"kl", "entropy"} if ours.run.trainer.padding.task.may_group() else set()
     metrics = [m for m in METRICS if m not in means and not (case == "no reference" and m == "kl")]
     assert ours.completions == theirs.completions
     assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), atol)
@@ -154,7 +154,7 @@ def test_accumulation_does_not_scatter_a_group(case, make, trl_run):
 )
 def test_rows_stay_where_their_micro_batch_counts(case, make):
     settings, given = CASES[case]
-    assert not make(config=settings | MODES["prefix sharing"], **given())._may_group()
+    assert not make(config=settings | MODES["prefix sharing"], **given()).padding.task.may_group()
 
 
 def test_rows_are_moved_whole():

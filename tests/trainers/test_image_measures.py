@@ -145,7 +145,7 @@ def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(c
         runs.append(figures(trainer.state.log_history))
         assert all(len(step) > 1 for step in steps) == (library is trl_padfix)
     assert_same(*runs)
-    monkeypatch.setattr(trl_padfix.SFTTrainer, "_averages_tokens", lambda trainer: False)
+    monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "averages_tokens", lambda task: False)
     trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, **config)
     trainer.train()
     trainer.evaluate()
@@ -292,7 +292,7 @@ def test_a_forward_with_images_is_never_cut():
 def test_losses_that_compare_rows_with_images_are_refused(kind, tmp_path):
     data: Dataset = build_captions(4).add_column("label", [True, False] * 2)
     more = {"DPO": {"loss_type": ["aot"]}, "KTO": {"train_dataset": data, "eval_dataset": None}}[kind]
-    if kind == "KTO" and not trl_padfix.KTOTrainer._takes_images:
+    if kind == "KTO" and not trl_padfix.KTOTrainer.task_class.takes_images:
         pytest.skip("this TRL has no images in KTO")
     with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
         build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)

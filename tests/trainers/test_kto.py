@@ -62,7 +62,7 @@ CASES = {
     "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
     "clipped to multiples of 8": (SHORT | {"max_length": 22, "pad_to_multiple_of": 8}, dict),
     "precomputed reference": (SHORT | {"precompute_ref_log_probs": True}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
     "pairs": (SHORT, lambda: {"train_dataset": build_pairs(20)}),
 }
 
@@ -123,7 +123,7 @@ def test_every_set_up_is_trls(case, mode, make, trl_run):
     if case not in ("checkpointing", "lora", "pairs"):  # layers run twice, or for the reference, or share nothing
         assert_mode_ran(ours, mode)
     if case == "precomputed reference":
-        reference = ours.trainer._handles[1].stats
+        reference = ours.trainer.padding.ref_handle.stats
         assert 0 < reference.packed_tokens < reference.padded_tokens
 
 
@@ -202,7 +202,7 @@ def test_right_padding_is_trls(max_length):
 
 def test_a_row_without_a_prompt_cannot_be_padded_left():
     rows = [{**row, "prompt_ids": []} for row in EXAMPLES]
-    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every example a prompt"):
+    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every row a prompt"):
         DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(rows)
 
 

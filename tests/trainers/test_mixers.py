@@ -105,7 +105,7 @@ def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_pat
         )
 
     make().restore_padding()
-    monkeypatch.setattr(trainer_class, "_shards_parameters", lambda trainer: True)
+    monkeypatch.setattr("trl_padfix.trainers.packing.is_zero_3", lambda accelerator: True)
     with pytest.raises(
         PaddingRemovalError, match=r"CpmAntModel puts `prompt_length=\d+` .* called once for each length"
     ):

@@ -11,8 +11,9 @@ from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_mod
 from transformers import PrinterCallback
 
 from trl_padfix import ParityError
-from trl_padfix.trainers.base import PaddingRemovalMixin
+from trl_padfix.trainers.base import PaddingFreeMixin
 from trl_padfix.trainers.config import PackingConfig
+from trl_padfix.trainers.task import Task
 
 
 orpo = pytest.importorskip("trl.experimental.orpo")
@@ -23,12 +24,18 @@ class ORPOConfig(PackingConfig, orpo.ORPOConfig):
     """TRL's, with `padding_free`, `prefix_sharing` and `parity_check`."""
 
 
-class ORPOTrainer(PaddingRemovalMixin, orpo.ORPOTrainer):
+class ORPOTask(Task):
+    """Pairs that TRL joins in the step."""
+
+    def padded_batches(self, inputs):
+        both = self.trainer.concatenated_inputs(inputs, padding_value=self.trainer.padding_value)
+        return [{name: both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}]
+
+
+class ORPOTrainer(PaddingFreeMixin, orpo.ORPOTrainer):
     """TRL's, without padding."""
 
-    def _padded_batches(self, inputs):
-        both = self.concatenated_inputs(inputs, padding_value=self.padding_value)
-        return [{name: both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask")}]
+    task_class = ORPOTask
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
         with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
@@ -79,11 +86,11 @@ def test_orpo_is_trls_in_every_mode(mode, theirs, tmp_path):
     if mode == "padded":
         assert trajectory(trainer).tolist() == theirs[0].tolist()
         return
-    stats = trainer._handles[0].stats
+    stats = trainer.padding.stats
     assert stats.packed_tokens <= stats.real_tokens < stats.padded_tokens
     assert (stats.packed_tokens < stats.real_tokens) == (mode == "prefix sharing")
     assert all(log["padfix/pad_fraction"] > 0 for log in steps)
-    assert not trainer._parity_pending  # compared in training and in evaluation
+    assert trainer.padding.parity.keys() == {"train", "eval"}  # compared in training and in evaluation
 
 
 @pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])

@@ -187,7 +187,11 @@ def test_warnings_come_at_the_first_row_and_at_every_power_of_ten(caplog):
 @pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward"])
 def test_an_empty_completion_of_a_dataset_is_found_before_the_first_step(kind, tmp_path, monkeypatch):
     rows = rows_of("KTO" if kind == "KTO" else "DPO", empty=True)
-    monkeypatch.setattr(getattr(trl, f"{kind}Trainer"), "_prepare_dataset", lambda self, dataset, *_, **__: dataset)
+
+    def prepare(self, dataset, processing_class, args, dataset_name):
+        return dataset
+
+    monkeypatch.setattr(getattr(trl, f"{kind}Trainer"), "_prepare_dataset", prepare)
     columns = {"DPO": ("chosen", "rejected"), "KTO": ("prompt", "completion"), "Reward": ()}[kind]
     data = Dataset.from_list([row | dict.fromkeys(columns, "w3") for row in rows])
     with pytest.raises(ValueError, match=r"(pair|example) 1 of the train dataset has no token"):

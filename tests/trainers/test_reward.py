@@ -274,7 +274,7 @@ def test_batches_of_somebody_else_are_looked_at(make, looks):
     with pytest.raises(PaddingRemovalError, match="scores the last token that is not `pad_token_id=38`"):
         trainer.compute_loss(trainer.model, dict(batch))
     assert len(looks) == 2
-    trainer._wrap_model_for_loss = lambda model: lambda input_ids, **inputs: model(input_ids.clone(), **inputs)
+    trainer.padding.task.model_for_loss = lambda model: lambda input_ids, **inputs: model(input_ids.clone(), **inputs)
     trainer.model.config.pad_token_id = 39
     trainer.compute_loss(trainer.model, dict(batch))
     assert len(looks) == 3

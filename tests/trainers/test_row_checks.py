@@ -4,15 +4,15 @@ import logging
 
 import pytest
 import trl
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.online_runs import ONLINE_SETTINGS, reward_words
-from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from transformers import PrinterCallback
 
 import trl_padfix
-from trl_padfix.trainers.data.columns import ids_outside, may_lack_text
+from trl_padfix.trainers.data.columns import ids_outside
 from trl_padfix.trainers.data.row_checks import check_row, sound_rows
 
 
@@ -131,7 +131,7 @@ messages = st.lists(
 
 
 @given(st.one_of(st.lists(texts, min_size=1, max_size=5), st.lists(messages, min_size=1, max_size=5)))
-def test_arrow_finds_a_bad_row_where_a_loop_does(values):
+def test_a_bad_row_is_found_where_a_loop_finds_it(values):
     dataset = Dataset.from_list([{"prompt": value} for value in values])
 
     def bad(row):
@@ -142,7 +142,6 @@ def test_arrow_finds_a_bad_row_where_a_loop_does(values):
         return False
 
     looped = [bad(row) for row in dataset]
-    assert may_lack_text(dataset, "prompt") or not any(looped)
     if any(looped):
         with pytest.raises(ValueError, match=f"Row {looped.index(True)} "):
             sound_rows(dataset, "train", ("prompt",))
@@ -152,12 +151,7 @@ def test_arrow_finds_a_bad_row_where_a_loop_does(values):
 
 @given(st.lists(st.lists(st.sampled_from([-100, -1, 0, 39, 40]), max_size=3), min_size=1, max_size=6))
 def test_ids_are_looked_at_as_in_a_loop(rows):
-    from datasets import Features, List, Value
-
     dataset = Dataset.from_list([{"a": row} for row in rows], features=Features({"a": List(Value("int64"))}))
-    for ignored in (None, -100):
-        found = [(i, x) for i, row in enumerate(rows) for x in row if not 0 <= x < 40 and x != ignored]
+    for ignored in ((), (-100,)):
+        found = [(i, x) for i, row in enumerate(rows) for x in row if not 0 <= x < 40 and x not in ignored]
         assert ids_outside(dataset, "a", 40, ignored) == (found[0] if found else None)
-
-
-__all__ = ["assert_same"]

@@ -75,7 +75,7 @@ def test_grouping_computes_what_several_rows_begin_with_once(tmp_path):
     for group in (True, False):
         trainer = grouped("sft", tmp_path, group_by_prefix=group)
         trainer.train()
-        stats = trainer._handles[0].stats
+        stats = trainer.padding.stats
         computed[group] = stats.packed_tokens / stats.real_tokens
     assert computed[True] < computed[False] - 0.1
 

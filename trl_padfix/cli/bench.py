@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from .bench_report import measure_report, print_table
-from .console import console, device_of, one_of, outputs, write_output, write_text
+from .console import (
+    JsonOption,
+    console,
+    device_of,
+    figure_table,
+    one_of,
+    outputs,
+    print_as_is,
+    write_json,
+    write_output,
+)
 from .mistakes import mistakes_of
 
 
@@ -24,11 +34,11 @@ __all__ = ["bench"]
 
 def bench(
     data: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Local file of preference pairs (sft: also of texts or conversations), Hub id, 'equal', "
             "'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair for each turn. "
-            "[default: Anthropic/hh-rlhf; with --report random lengths]"
+            "[default: Anthropic/hh-rlhf]"
         ),
     ] = None,
     trainer: Annotated[
@@ -68,25 +78,21 @@ def bench(
     shape: Annotated[
         str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
     ] = "small",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: cuda where there is one. With --report, auto is cuda.")
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+        int | None, typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
     ] = None,
     max_tokens_per_batch: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches."),
+        int | None, typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
     ] = None,
     lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
     memory: Annotated[bool, typer.Option(help="Measure peak memory; on CPU one more step of each variant.")] = True,
     peak_tflops: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
@@ -95,28 +101,11 @@ def bench(
     ] = False,
     compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
     liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
-    report: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(
-            help="'gpu': check and measure a GPU within --budget, to --json. With --device cpu the same plan at toy "
-            "size, which says nothing about a GPU."
-        ),
-    ] = None,
-    budget: Annotated[float, typer.Option(min=0.01, help="With --report: minutes in all.")] = 24,
-    table: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Print the file of a --report as a table in Markdown, and measure nothing."),
-    ] = None,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
-    plot: Annotated[Optional[Path], typer.Option(help="Draw them to this PNG file.")] = None,  # noqa: UP045
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them to this PNG file.")] = None,
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
-    if table is not None:
-        return print_table(table)
-    if report is not None:
-        device = "cuda" if device == "auto" else device
-        return measure_report(report, device, data, budget, json or Path("gpu-report.json"), compile_backend)
     data, device = data or "Anthropic/hh-rlhf", device_of(device)
     from ..core.attention.attention import refuse_implementation
     from ..tools import bench as b
@@ -166,9 +155,8 @@ def bench(
     console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
     if profile:
         for variant, operations in b.profile(step, settings).items():
-            console.print(f"\n{variant}", operations, sep="\n", markup=False, highlight=False, soft_wrap=True)
-    if json is not None:
-        write_text("--json", json, b.to_json(results, about))
+            print_as_is(f"\n{variant}", operations)
+    write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
         from ..tools.report import plot_bench
 
@@ -189,32 +177,17 @@ def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, st
     if settings.trainer == "grpo":
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
-    if tree := b.parse_tree(data):
-        rows = b.tree_rows if settings.trainer == "sft" else b.tree_pairs
-        return rows(tree, count, settings.seed), data
-    if data == "equal":
-        return b.equal_length_pairs(count), data
-    if lengths := b.parse_lengths(data):
-        return b.pairs_of_lengths(count, *lengths, spread, settings.seed), f"{data}, spread {spread:g}"
+    if (rows := b.made_up(data, settings.trainer, count, spread, settings.seed)) is not None:
+        return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
     if settings.trainer == "sft":
         return b.load_dialogues(data, settings.expand_turns), Path(data).name
     return b.load_pairs(data), Path(data).name
 
 
 def _table(results: list[VariantResult], title: str) -> Table:
-    table = Table(
-        box=SIMPLE,
-        padding=0,
-        title=title,
-        caption="s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the "
-        "arithmetic that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the "
-        "graph of a step keeps for its backward",
-    )
-    table.add_column("variant", no_wrap=True)
-    for column in ("s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for r in results:
-        table.add_row(
+    columns = ("variant", "s", "min-max", "x TRL", "limit", "share", "tok/s", "MFU", "GiB", "kept")
+    rows = (
+        (
             r.name,
             f"{r.seconds:.2f}",
             f"{r.low:.2f}-{r.high:.2f}",
@@ -226,4 +199,11 @@ def _table(results: list[VariantResult], title: str) -> Table:
             "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
             "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
         )
-    return table
+        for r in results
+    )
+    caption = (
+        "s: median step; limit: TRL's padded tokens over those computed; share: of that limit; MFU: the arithmetic "
+        "that distinct tokens need at the least, over time and peak; GiB: peak memory; kept: MiB that the graph of a "
+        "step keeps for its backward"
+    )
+    return figure_table(columns, rows, box=SIMPLE, padding=0, title=title, caption=caption)

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 
-__all__ = ["console", "device_of", "one_of", "outputs", "write_output", "write_text"]
+__all__ = [
+    "JsonOption",
+    "console",
+    "device_of",
+    "figure_table",
+    "one_of",
+    "outputs",
+    "print_as_is",
+    "write_json",
+    "write_output",
+    "write_text",
+]
 
 console = Console()
 
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - prints them.")]
+
+
+def print_as_is(*lines: str) -> None:
+    """Print lines that rich neither colours nor wraps."""
+    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def figure_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **style: Any) -> Table:
+    """A table whose first column names what the others, aligned to the right, are figures of."""
+    table = Table(**style)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=bool(style))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
 
 def one_of(option: str, value: str, known: Iterable[str]) -> None:
-    """
-    Raises:
-        typer.BadParameter: If `value` of `option` is not among the `known`.
-    """
+    """Refuse a value of an option that is not among the `known`."""
     if value not in known:
         raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=option)
 
 
 def device_of(device: str) -> str:
-    """
-    The device that `--device` names; `auto` is the GPU where there is one.
-
-    Raises:
-        typer.BadParameter: If it is not there.
-    """
+    """The device that `--device` names, if it is there; `auto` is the GPU where there is one."""
     import torch
 
     there = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
@@ -40,16 +63,7 @@ def device_of(device: str) -> str:
 
 
 def outputs(**paths: Path | None) -> None:
-    """
-    Ask whether the files that a command is to write can be written, before it works for them.
-
-    Args:
-        **paths:
-            Options by their names, and where they write.
-
-    Raises:
-        typer.BadParameter: If one cannot.
-    """
+    """Refuse files (options by their names) that cannot be written, before the command works for them."""
     from ..files import refuse_output
 
     given = {name: path for name, path in paths.items() if path is not None and str(path) != "-"}
@@ -61,12 +75,7 @@ def outputs(**paths: Path | None) -> None:
 
 
 def write_output(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    """
-    Write a file whole or not at all, after the figures were printed.
-
-    Raises:
-        typer.BadParameter: If it cannot be written.
-    """
+    """Write a file whole or not at all, after the figures were printed."""
     from ..files import write_whole
     from .mistakes import describe
 
@@ -81,9 +90,7 @@ def write_output(option: str, path: Path, write: Callable[[Path], object]) -> No
 
 
 def write_text(option: str, path: Path, text: str) -> None:
-    """
-    The same for a text; with the path `-` it is printed. A text that cannot be written is printed: it is not lost.
-    """
+    """The same for a text, printed with the path `-`. A text that cannot be written is printed: it is not lost."""
     if str(path) == "-":
         typer.echo(text)
         return
@@ -92,3 +99,9 @@ def write_text(option: str, path: Path, text: str) -> None:
     except typer.BadParameter:
         typer.echo(text)
         raise
+
+
+def write_json(path: Path | None, found: Any) -> None:
+    """What `--json` asks for: nothing without it, else [`write_text`] of the figures."""
+    if path is not None:
+        write_text("--json", path, json.dumps(found, indent=2))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..versions import TESTED
-from .console import one_of, outputs, write_text
+from .console import one_of, outputs, write_json
 
 
 if TYPE_CHECKING:
@@ -22,24 +23,20 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[Optional[str], typer.Option(help="Path or Hub id: what becomes of it.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[str], typer.Option(help="Attention implementation that is to run.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Path or Hub id: what becomes of it.")] = None,
+    attn: Annotated[str | None, typer.Option(help="Attention implementation that is to run.")] = None,
     dtype: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator."),
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
     ] = None,
     json: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="Write everything to this file, for a bug report; - prints it."),
+        Path | None, typer.Option(help="Write everything to this file, for a bug report; - prints it.")
     ] = None,
     explain: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:
     """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
-    from json import dumps
-
     outputs(json=json)
     if explain is not None:
         if model or attn or dtype:
@@ -54,28 +51,22 @@ def doctor(
     if str(json) != "-":
         for line in describe(found):
             typer.echo(line)
-    if json is not None:
-        write_text("--json", json, dumps(found.to_dict(), indent=2))
+    write_json(json, found.to_dict())
     raise typer.Exit(1 if found.problems else 0)
 
 
 def describe(found: Diagnosis) -> list[str]:
     """What `trl-padfix doctor` prints: the verdict first, in lines of at most 80 characters."""
-    what = found.model.architecture if found.model is not None else "Padding"
-    lines = []
+    attention = f"`{found.auto.name}` attention"
     if found.problems:
-        lines += ["NOT READY."]
-        for problem in found.problems:
-            lines += _wrapped("", problem)
-    elif found.model is not None:
-        sharing = ""
-        if any(mixer.how == "whole rows" for mixer in found.model.mixers):
-            sharing = "; prefix_sharing is refused, because its decoder is given whole rows"
-        lines += _wrapped(
-            "", f"READY. {what}: padding is removed exactly, with `{found.auto.name}` attention{sharing}."
-        )
+        verdict = ["NOT READY.", *found.problems]
+    elif found.model is None:
+        verdict = [f"READY. Padding can be removed here, with {attention}."]
     else:
-        lines += _wrapped("", f"READY. Padding can be removed here, with `{found.auto.name}` attention.")
+        refused = any(mixer.how == "whole rows" for mixer in found.model.mixers)
+        sharing = "; prefix_sharing is refused, because its decoder is given whole rows" if refused else ""
+        verdict = [f"READY. {found.model.architecture}: padding is removed exactly, with {attention}{sharing}."]
+    lines = [line for text in verdict for line in _wrapped("", text)]
     lines += ["", *_machine(found), *_packages(found), *_attention(found)]
     if found.model is not None:
         lines += ["", *_model(found.model)]
@@ -84,13 +75,8 @@ def describe(found: Diagnosis) -> list[str]:
 
 def _machine(found: Diagnosis) -> list[str]:
     system, machine = found.system, found.machine
-    names: dict[str, int] = {}
-    for gpu in system["gpus"]:
-        name = f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)"
-        names[name] = names.get(name, 0) + 1
-    gpus = (
-        ", ".join(f"{count} x {name}" for name, count in names.items()) or f"{machine.name} ({system['cores']} cores)"
-    )
+    count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
+    gpus = ", ".join(f"{n} x {name}" for name, n in count.items()) or f"{machine.name} ({system['cores']} cores)"
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
     precisions = ", ".join(f"{name} ({word})" for name, word in found.dtypes.items())
     return _wrapped("machine", f"{gpus}{capability}; {precisions}")
@@ -100,11 +86,9 @@ def _packages(found: Diagnosis) -> list[str]:
     there = ", ".join(f"{name} {version}" for name, version in found.versions.items() if version)
     absent = ", ".join(name for name, version in found.versions.items() if not version)
     tested = ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
-    pair = (
-        "transformers and TRL are a pair that is tested together"
-        if found.tested
-        else f"transformers and TRL are not a pair that is tested together; tested: {tested}"
-    )
+    pair = "transformers and TRL are a pair that is tested together"
+    if not found.tested:
+        pair = f"transformers and TRL are not a pair that is tested together; tested: {tested}"
     return [*_wrapped("packages", there), *(_wrapped("absent", absent) if absent else []), *_wrapped("stack", pair)]
 
 
@@ -156,8 +140,6 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def _explain(text: str, json: Path | None) -> int:
     """Print what is known of a text; the exit status."""
-    from json import dumps
-
     from ..tools.known_errors import explain
 
     errors = explain(text)
@@ -168,6 +150,5 @@ def _explain(text: str, json: Path | None) -> int:
             typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
         if not errors:
             typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
-    if json is not None:
-        write_text("--json", json, dumps([asdict(error) for error in errors], indent=2))
+    write_json(json, [asdict(error) for error in errors])
     return 0 if errors else 1

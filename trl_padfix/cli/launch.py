@@ -31,13 +31,7 @@ TINY = ("dpo", "sft")
 
 
 def make_parser(method: str) -> TrlParser:
-    """
-    The parser of TRL's script for our configuration, whose own fields `--help` shows first.
-
-    Args:
-        method (`str`):
-            One of [`METHODS`].
-    """
+    """The parser of TRL's script for our configuration, whose own fields `--help` shows first."""
     from transformers import TrainingArguments
 
     with _ours_in_trl(method) as (_, config):
@@ -55,31 +49,14 @@ def make_parser(method: str) -> TrlParser:
 
 def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     """
-    Read the flags of a command, and the YAML that they name.
+    Read the flags of a command (of TRL's script, our configuration and `accelerate launch`, in any order) and its
+    YAML.
 
-    Args:
-        method (`str`):
-            One of [`METHODS`].
-        args (`Sequence[str]`):
-            Flags of TRL's script, of our configuration and of `accelerate launch`, in any order.
-
-    Returns:
-        `tuple[list, Namespace]`: what the parser of the script makes of them (script, training, model and data
-        arguments), and what `accelerate launch` is to be called with to run the script with the same flags.
+    Returns what the parser of the script makes of them (script, training, model and data arguments), and what
+    `accelerate launch` is to be called with to run the script with the same flags.
 
     Raises:
         ValueError: For flags and keys that neither of them knows.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.cli.launch import parse
-
-    >>> (_, config, *_), launch = parse("dpo", ["--padding_free", "true", "--use_cpu", "--num_processes", "2"])
-    >>> type(config).__module__, config.padding_free, launch.num_processes
-    ('trl_padfix.trainers.config', True, 2)
-
-    ```
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -142,15 +119,7 @@ def _unknown_flags(parser: TrlParser, args: Sequence[str], config: str | None) -
 
 
 def main(method: str, args: Sequence[str]) -> None:
-    """
-    Train, in this process, as TRL's script does.
-
-    Args:
-        method (`str`):
-            One of [`METHODS`].
-        args (`Sequence[str]`):
-            Flags, as for [`parse`].
-    """
+    """Train, in this process, as TRL's script does; flags as for [`parse`]."""
     import torch
     from transformers import set_seed
 
@@ -184,8 +153,8 @@ def run(method: str, args: Sequence[str]) -> None:
 @contextmanager
 def _ours_in_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
     """
-    Let `from trl import ...` find our trainer and configuration of a method until the block ends; with `reports`, the
-    trainer ends with a report.
+    Let `from trl import ...` find our trainer (with `reports`, one that ends with a report) and configuration
+    meanwhile.
     """
     import trl
 

@@ -71,11 +71,7 @@ class MistakesExplained(TyperGroup):
 def explained(command: str | Callable[[], str]) -> Iterator[None]:
     """
     End the process with a message and exit code 2 for a mistake of the user. An error that is none goes on, after a
-    line that asks to report it.
-
-    Args:
-        command (`str` or `Callable`):
-            What the message begins with, or a function that says it.
+    line that asks to report it. `command` is what the message begins with, or says it.
     """
     from typer.exceptions import TyperException
 
@@ -101,16 +97,7 @@ def explained(command: str | Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def mistakes_of(option: str) -> Iterator[None]:
-    """
-    Mistakes that are found in the block as usage errors of an option.
-
-    Args:
-        option (`str`):
-            Its name, for the message.
-
-    Raises:
-        typer.BadParameter: For an error that [`describe`] explains.
-    """
+    """Mistakes in the block, by [`describe`], as usage errors of an option."""
     try:
         yield
     except Exception as error:
@@ -126,18 +113,6 @@ def describe(error: BaseException) -> str | None:
 
     It is a mistake of the user if the system refused a path, if a package that reads files raised it, or if it is an
     error with a message that was raised on purpose by code that checks what it is given.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.cli.mistakes import describe
-
-    >>> describe(IsADirectoryError(21, "Is a directory", "figures.json"))
-    "'figures.json': it is a folder, and a file is needed. Name a file."
-    >>> describe(KeyError("logits")) is None
-    True
-
-    ```
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
@@ -152,7 +127,8 @@ def describe(error: BaseException) -> str | None:
     if (why := why_unwritable(error)) is not None:
         return f"{why}."
     if isinstance(error, OSError) and error.errno is not None:
-        return _system(error)
+        path = "" if error.filename is None else f"{str(error.filename)!r}: "
+        return f"{path}{_OF_THE_SYSTEM.get(error.errno) or error.strerror or error}."
     if isinstance(error, (UnreadableError, PaddingRemovalError)):
         return str(error)
     package, defined_in = package_of(error), type(error).__module__.split(".")[0]
@@ -171,9 +147,3 @@ def _on_purpose(error: BaseException) -> bool:
     """Whether an error comes from a `raise`, not from an operation that failed."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and (frames[-1].line or "").startswith("raise")
-
-
-def _system(error: OSError) -> str:
-    path = "" if error.filename is None else f"{str(error.filename)!r}: "
-    known = _OF_THE_SYSTEM.get(error.errno or 0)
-    return f"{path}{known or error.strerror or error}."

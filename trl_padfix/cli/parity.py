@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from .console import console, device_of, one_of, outputs, write_text
+from .console import JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
-
-
-if TYPE_CHECKING:
-    from ..tools.parity import Comparison
 
 
 __all__ = ["parity"]
@@ -26,19 +22,18 @@ WIDTH = 80
 
 
 def parity(
-    model: Annotated[Optional[str], typer.Option(help="Model id or path.")] = None,  # noqa: UP045
-    data: Annotated[Optional[str], typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,  # noqa: UP045
-    config: Annotated[Optional[Path], typer.Option(help="YAML of a training: its model, data and max_length.")] = None,  # noqa: UP045
-    attn: Annotated[Optional[list[str]], typer.Option(help="Attention implementation; may be repeated.")] = None,  # noqa: UP045
+    model: Annotated[str | None, typer.Option(help="Model id or path.")] = None,
+    data: Annotated[str | None, typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML of a training: its model, data and max_length.")] = None,
+    attn: Annotated[list[str] | None, typer.Option(help="Attention implementation; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
-    max_length: Annotated[Optional[int], typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    json: JsonOption = None,
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
-    import json as json_module
     import platform
     from importlib.metadata import version
 
@@ -83,20 +78,19 @@ def parity(
 
     flash = dtype != "float32" and device == "cuda" and is_flash_attn_2_available()
     backends = attn or ["eager", "sdpa", *(["flash_attention_2"] if flash else [])]
-    table = Table(box=box.MARKDOWN)  # as an issue shows it
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True)
+    table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=box.MARKDOWN)  # as an issue shows it
     failed, found = [], []
     padded = batch["attention_mask"].numel()
     with console.status("comparing"), mistakes_of("--model"):
         for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
-            figures = ["-"] * 4 if c.note else [str(c.tokens), f"{c.logps:.1e}", _or_dash(c.gradient), "-"]
-            if c.parity is not None:
-                figures[3] = f"{c.parity.maximum:.1e}"
-            found.append(_figures(c))
-            table.add_row(c.backend, c.mode, *figures, "ok" if c.ok else "FAILED")
-            failed += [] if c.ok else [f"{c.backend}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}"]
-    longest = max((len(name) for name in backends), default=0)
+            packed = c.parity and c.parity.maximum
+            found.append({**vars(c), "parity": packed})
+            tokens = "-" if c.tokens is None else str(c.tokens)
+            figures = [_or_dash(value) for value in (c.logps, c.gradient, packed)]
+            table.add_row(c.attention, c.mode, tokens, *figures, "ok" if c.ok else "FAILED")
+            if not c.ok:
+                failed.append(f"{c.attention}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}")
+    longest = max(map(len, backends))
     Console(width=WIDTH + max(0, longest - len(COLUMNS[0]))).print(table)  # a name is not cut
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
     lengths = batch["attention_mask"].sum(1).tolist()
@@ -112,26 +106,17 @@ def parity(
             f"There was no padding to compare: all {len(lengths)} rows have {max(lengths)} tokens. Take more rows "
             "(`--rows`), a larger `--max-length`, or other data."
         )
-    if json is not None:
-        report = {
+    write_json(
+        json,
+        {
             "model": Path(model).name, "device": device, "dtype": dtype, "lengths": lengths, "padded_tokens": padded,
             "versions": versions, "compared": compared, "ok": not failed, "results": found,
-        }  # fmt: skip
-        write_text("--json", json, json_module.dumps(report, indent=2))
+        },
+    )  # fmt: skip
     for line in failed:
         typer.echo(line, err=True)
     if failed:
         raise typer.Exit(1)
-
-
-def _figures(c: Comparison) -> dict[str, Any]:
-    """A comparison, for JSON, which has no NaN."""
-    measured = not c.note
-    return {
-        "attention": c.backend, "mode": c.mode, "tokens": c.tokens if measured else None,
-        "logps": c.logps if measured else None, "gradient": c.gradient,
-        "parity": c.parity.maximum if c.parity is not None else None, "ok": c.ok, "note": c.note,
-    }  # fmt: skip
 
 
 def _or_dash(value: float | None) -> str:

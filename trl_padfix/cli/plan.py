@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from .console import console, one_of, outputs, write_text
+from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_text
 from .mistakes import mistakes_of
 
 
@@ -21,17 +20,15 @@ def plan(
     memory: Annotated[float, typer.Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
     method: Annotated[str, typer.Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
-    max_length: Annotated[Optional[int], typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,  # noqa: UP045
-    stats: Annotated[Optional[Path], typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,
+    stats: Annotated[Path | None, typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
     head_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
-    accelerate: Annotated[Optional[Path], typer.Option(help="Write accelerate's configuration to this file.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    accelerate: Annotated[Path | None, typer.Option(help="Write accelerate's configuration to this file.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
-    import json as json_module
-
     import yaml
 
     from ..tools import plan as p
@@ -45,20 +42,17 @@ def plan(
     with mistakes_of("MODEL"):
         sizes = p.load_sizes(model)
     with mistakes_of("--memory"):
-        found = p.choose(
+        found = p.smallest_fit(
             sizes, gpus=gpus, available=int(memory * 1e9), longest=tokens, lora=lora,
             reference=method in ("dpo", "kto"), head_tokens=head_tokens,
         )  # fmt: skip
     what = f"LoRA of rank {lora}" if lora else "all weights"
     console.print(f"{model}: {sizes.parameters / 1e9:.2f}e9 parameters, {method}, {what}, {gpus} x {memory:g} GB")
-    table = Table("item", "GB of each GPU")
-    table.columns[1].justify = "right"
-    for name, size in found.memory.items.items():
-        table.add_row(name, f"{size / 1e9:.2f}")
+    items = dict(found.memory.items)
     for name, size in found.memory.per_token.items():
-        table.add_row(f"{name}: {size / 1e6:.3f} MB x {found.tokens:,} tokens", f"{size * found.tokens / 1e9:.2f}")
-    table.add_row("together", f"{found.memory.total(found.tokens) / 1e9:.2f}")
-    console.print(table)
+        items[f"{name}: {size / 1e6:.3f} MB x {found.tokens:,} tokens"] = size * found.tokens
+    items["together"] = found.memory.total(found.tokens)
+    console.print(figure_table(("item", "GB of each GPU"), ((name, f"{n / 1e9:.2f}") for name, n in items.items())))
     how = found.training
     sharding = f"sharded over {gpus} GPUs (FSDP2)" if how.sharded else "not sharded"
     console.print(f"{sharding}, {'with' if how.checkpointing else 'without'} gradient checkpointing")
@@ -69,25 +63,17 @@ def plan(
     console.print("estimated by the formulas of docs/scaling.md, in bfloat16; nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
     command = f"accelerate launch --config_file {path} -m trl_padfix {method} --model_name_or_path {model}"
-    console.print(
-        "\n" + " \\\n  ".join([command, *p.flags(found, tokens)]), soft_wrap=True, highlight=False, markup=False
-    )
+    print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, tokens)]))
     config = yaml.safe_dump(p.accelerate_config(how), sort_keys=False)
     if accelerate is None:
-        console.print(f"\n{path}:\n{config}", highlight=False, markup=False)
+        print_as_is(f"\n{path}:\n{config}")
     else:
         write_text("--accelerate", accelerate, config.rstrip())
-    if json is not None:
-        write_text("--json", json, json_module.dumps({"model": model, "method": method, **found.to_dict()}, indent=2))
+    write_json(json, {"model": model, "method": method, **found.to_dict()})
 
 
 def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None]:
-    """
-    The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`.
-
-    Raises:
-        ValueError: If the file has no such figures.
-    """
+    """The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`."""
     import json as json_module
 
     from ..tools.reading import reading

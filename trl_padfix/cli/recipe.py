@@ -44,11 +44,8 @@ def list_recipes() -> None:
     """Name every recipe with what it trains."""
     root = folder()
     for path in sorted([*root.glob("*.yaml"), *root.glob("accelerate/*.yaml")]):
-        first = path.read_text().splitlines()[0]
-        about = first.lstrip("# ").rstrip(":.") if first.startswith("#") else ""
-        console.print(
-            f"[bold]{path.relative_to(root)}[/bold]\n    {about}" if about else f"[bold]{path.relative_to(root)}"
-        )
+        about = path.read_text().splitlines()[0].lstrip("# ").rstrip(":.")
+        console.print(f"[bold]{path.relative_to(root)}[/bold]\n    {about}")
 
 
 @app.command()
@@ -68,13 +65,12 @@ def copy(
         files = [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     else:
         files = [_find(name)]
-    there = [to / path.relative_to(root) for path in files if (to / path.relative_to(root)).exists()]
-    if there:
+    targets = {path: to / path.relative_to(root) for path in files}
+    if there := next((target for target in targets.values() if target.exists()), None):
         raise typer.BadParameter(
-            f"{str(there[0])!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
+            f"{str(there)!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
         )
-    for path in files:
-        target = to / path.relative_to(root)
+    for path, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     typer.echo(f"{len(files)} file{'s' * (len(files) != 1)} copied to {to}")

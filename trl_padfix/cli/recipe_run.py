@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import TrainerCallback
 from trl.data_utils import is_conversational
 
+from ..tools.data import texts_of_row
 from ..tools.initial_model import built_once, fingerprint
 from ..tools.report import plot_curves, summary_table, write_report
 from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
@@ -76,12 +77,7 @@ def to_dialogues(dataset: Any) -> Any:
 
 
 def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | None:
-    """
-    The model that is named, or a tiny one built for the data.
-
-    Raises:
-        ValueError: If both are asked for, or no data is named.
-    """
+    """The model that is named, or a tiny one built for the data; asking for both is a `ValueError`."""
     if not getattr(script, "tiny_model", None):
         return model.model_name_or_path
     if model.model_name_or_path:
@@ -100,16 +96,9 @@ def _build_tiny(shape: str, rows: Any, directory: Path) -> str:
     """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
 
     def build(folder: Path) -> None:
-        tokenizer = train_tokenizer((text for row in rows for text in _texts(row)), SHAPES[shape]["vocab_size"])
+        tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])
         tokenizer.save_pretrained(folder)
         build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
 
-    data = fingerprint(text for row in rows for text in _texts(row))
+    data = fingerprint(text for row in rows for text in texts_of_row(row))
     return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
-
-
-def _texts(row: dict[str, Any]) -> list[str]:
-    """All text of a row, standard or conversational."""
-    names = ("prompt", "chosen", "rejected", "completion", "messages", "text")
-    fields = [row[name] for name in names if name in row]
-    return [m["content"] for messages in fields for m in messages] if is_conversational(row) else fields

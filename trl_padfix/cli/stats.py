@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from .console import console, one_of, outputs, write_output, write_text
+from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
 
 
@@ -24,32 +23,29 @@ def stats(
             "`bench` makes up: 'equal', 'lengths:PROMPT/COMPLETION' or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN'."
         ),
     ],
-    tokenizer: Annotated[Optional[str], typer.Option(help="Id or path of the tokenizer.")] = None,  # noqa: UP045
+    tokenizer: Annotated[str | None, typer.Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text."),
+        int | None, typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
     columns: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Columns of other names: 'question=prompt,answer=completion'."),
+        str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
-    max_length: Annotated[Optional[int], typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,  # noqa: UP045
-    truncation_mode: Annotated[Optional[str], typer.Option(help="keep_start or keep_end. [keep_start]")] = None,  # noqa: UP045
+    max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
+    truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
-    batch_size: Annotated[Optional[int], typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,  # noqa: UP045
-    accumulation: Annotated[Optional[int], typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,  # noqa: UP045
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,
     max_tokens_per_batch: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
     trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
-    plot: Annotated[Optional[Path], typer.Option(help="Draw lengths and a batch to this PNG.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write the figures to this file; - prints them.")] = None,  # noqa: UP045
+    plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
+    json: JsonOption = None,
 ) -> None:
     """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation, waiting."""
-    import json as json_module
     from dataclasses import asdict
 
     if data == "equal" or data.startswith(("tree:", "lengths:")):
@@ -62,12 +58,9 @@ def stats(
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
 
-    try:
-        sizes = [int(size) for size in world_size.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{world_size!r} is no list of numbers.", param_hint="--world-size") from None
+    sizes = [int(size) if size.strip().isdecimal() else 0 for size in world_size.split(",")]
     if min(sizes) < 1:
-        raise typer.BadParameter(f"{min(sizes)} is no number of processes: give 1 or more.", param_hint="--world-size")
+        raise typer.BadParameter(f"{world_size!r} is no list of numbers of 1 or more.", param_hint="--world-size")
     outputs(plot=plot, json=json)
     with mistakes_of("DATA"):
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
@@ -110,54 +103,44 @@ def stats(
     unit = "pairs" if lengths.are_pairs else "rows"
 
     console.print(f"{len(lengths):,} {unit} of {Path(data).name}, tokenized with {name}")
-    table = Table("tokens")
-    for column in ("mean", "median", "95%", "max"):
-        table.add_column(column, justify="right")
-    for part, figures in parts.items():
-        table.add_row(part, *(f"{value:,.0f}" for value in figures.values()))
-    console.print(table)
+    table = ((part, *(f"{value:,.0f}" for value in figures.values())) for part, figures in parts.items())
+    console.print(figure_table(("tokens", "mean", "median", "95%", "max"), table))
     if max_length:
         share = cut["truncated"] / len(lengths)
         kind = f"max_length={max_length} ({truncation_mode})"
         console.print(f"{kind} truncates {cut['truncated']:,} {unit} ({share:.1%}) and drops {cut['dropped']:,}.")
     console.print(f"\nTokens of random batches, and the speed-ups that they allow ({unit} per batch):")
-    table = Table()
-    for column in ("batch", "padded", "real", "distinct", "padded/real", "real/dist.", "padded/dist."):
-        table.add_column(column, justify="right")
-    for b in batches:
-        ratios = (b.padded / b.real, b.real / b.distinct, b.padded / b.distinct)
-        counts = (b.padded, b.real, b.distinct)
-        table.add_row(str(b.batch_size), *(f"{n:,.0f}" for n in counts), *(f"{r:.2f}" for r in ratios))
-    console.print(table)
+    table = (
+        (
+            str(b.batch_size),
+            *(f"{n:,.0f}" for n in (b.padded, b.real, b.distinct)),
+            *(f"{ratio:.2f}" for ratio in (b.padded / b.real, b.real / b.distinct, b.padded / b.distinct)),
+        )
+        for b in batches
+    )
+    headings = ("batch", "padded", "real", "distinct", "padded/real", "real/dist.", "padded/dist.")
+    console.print(figure_table(headings, table))
     console.print(
         "\nShare of the time that processes compute and do not wait, by distinct tokens; steps of "
         f"{accumulation} x {batch_size} {unit} per process:"
     )
-    table = Table()
-    for column in ("processes", "fixed batches", f"max_tokens_per_batch={budget}"):
-        table.add_column(column, justify="right")
-    for wait in waits:
-        table.add_row(str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}")
-    console.print(table)
+    table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in waits)
+    console.print(figure_table(("processes", "fixed batches", f"max_tokens_per_batch={budget}"), table))
     seen = v.sample(rows, loaded, max_length)
-    judged = v.judge(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
-    lines = [] if judged is None else v.verdict_lines(judged, data)
-    if judged is not None:
-        console.print(f"\nVerdict, by the first {judged.rows:,} {unit}:")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if json is not None:
-        found = {
+    verdict = v.advise(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
+    if verdict is not None:
+        console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
+        print_as_is(*v.verdict_lines(verdict, data))
+    write_json(
+        json,
+        {
             "data": data, "tokenizer": name, **how, "seed": seed, "lengths": parts, "truncation": cut,
             "batches": [asdict(b) for b in batches],
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
-            "verdict": None if judged is None else {
-                **asdict(judged), "shares": judged.shares, "groups": judged.groups, "speed": judged.speed,
-                "by_tokens": judged.by_tokens, "lines": lines,
-            },
-        }  # fmt: skip
-        write_text("--json", json, json_module.dumps(found, indent=2))
+            "verdict": verdict and verdict.to_dict(data),
+        },
+    )  # fmt: skip
     if plot is not None:
         tree = v.prefix_tree(seen) if seen else None
         draw = partial(draw_picture, kept, batch_size=batch_size, max_length=max_length, seed=seed, tree=tree)
@@ -168,43 +151,25 @@ def _made_up(
     data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int, json: Path | None
 ) -> None:
     """The verdict on data that `bench` makes up."""
-    import json as json_module
-    from dataclasses import asdict, replace
-
-    from datasets import Dataset
+    from dataclasses import replace
 
     from ..tools import bench as b
     from ..tools import verdict as v
 
     one_of("--trainer", trainer, ["dpo", "sft"])
     with mistakes_of("DATA"):
-        tree, lengths = b.parse_tree(data), b.parse_lengths(data)
-        if tree is not None:
-            batch_size = batch_size or tree.rows
-            rows = (b.tree_rows if trainer == "sft" else b.tree_pairs)(tree, 12 * max(batch_size, tree.rows), seed)
-        else:
-            batch_size = batch_size or 8
-            rows = b.pairs_of_lengths(400, *lengths, seed=seed) if lengths else b.equal_length_pairs(400, seed=seed)
-            if trainer == "sft":
-                whole = [row["prompt_ids"] + row["chosen_ids"] for row in rows]
-                rows = Dataset.from_dict({"input_ids": whole, "labels": whole})
-    seen = v.tokenized(rows)
-    found = v.judge(seen, batch_size=batch_size, budget=budget or 0, seed=seed)
+        tree = b.parse_tree(data)
+        batch_size = batch_size or (8 if tree is None else tree.rows)
+        count = 400 if tree is None else 12 * max(batch_size, tree.rows)
+        rows = v.tokenized(b.made_up(data, trainer, count, seed=seed))
+    found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed)
     found = replace(found, budget=budget or round(found.tokens))
-    lines = v.verdict_lines(found, data)
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    if json is not None:
-        figures = asdict(found) | {"speed": found.speed, "by_tokens": found.by_tokens, "lines": lines}
-        write_text("--json", json, json_module.dumps({"data": data, "verdict": figures}, indent=2))
+    print_as_is(*v.verdict_lines(found, data))
+    write_json(json, {"data": data, "verdict": found.to_dict(data)})
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
-    """
-    A whole number of a recipe.
-
-    Raises:
-        ValueError: If there is something else.
-    """
+    """A whole number of a recipe, or a `ValueError`."""
     value = recipe.get(name, default)
     if value is None:
         return 0 if name == "max_length" else default

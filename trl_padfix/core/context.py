@@ -10,14 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-if TYPE_CHECKING:
-    from .call.calls import ModelCall, PackedCall, RowsCall
-    from .call.layers import LayerCall
-    from .call.step import Step
-    from .model.patching import Attachment
 
 __all__ = ["Context", "context", "outside_calls", "set_until_reset", "within"]
 
@@ -35,12 +29,12 @@ class Context:
         attention (`str`, *optional*): What padded forwards compute with, if not with what their config names.
     """
 
-    model: ModelCall | None = None
-    packed: PackedCall | None = None
-    rows: RowsCall | None = None
-    layer: LayerCall | None = None
-    step: Step | None = None
-    disabled: frozenset[Attachment] = frozenset()
+    model: Any = None
+    packed: Any = None
+    rows: Any = None
+    layer: Any = None
+    step: Any = None
+    disabled: frozenset[Any] = frozenset()
     attention: str | None = None
 
 

@@ -145,7 +145,7 @@ class DecoderPatch(ForwardPatch):
             decoder=self.module,
             position_ids=positions,
             last_position=last,
-            dry_run=DryRun(self.module, self.layers, packed, last),
+            dry_run=DryRun(self, self.layers, packed, last),
             prepared=prepared,
             one_block=self._needs_equal_calls(),
         )
@@ -166,7 +166,7 @@ class DecoderPatch(ForwardPatch):
     def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Look how layers are called, as processes do whose batches are packed; a forward with them as they are."""
         if self._needs_equal_calls():
-            DryRun(self.module, self.layers, self._accepted(call), 0).as_called()
+            DryRun(self, self.layers, self._accepted(call), 0).as_called()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """Drop arguments that the decoder does not accept."""

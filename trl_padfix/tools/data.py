@@ -13,7 +13,10 @@ from ..trainers.data.row_checks import check_row
 from .reading import reading
 
 
-__all__ = ["check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns"]
+__all__ = ["TEXT_COLUMNS", "check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns", "texts_of_row"]
+
+TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
+"""Columns that TRL trains on."""
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
@@ -27,16 +30,9 @@ def load_rows(data: str, split: str = "train") -> Dataset:
     """
     A dataset from a local `.jsonl`, `.json`, `.json.gz` or `.parquet`, a folder, a Hub id, or the YAML of a recipe.
 
-    Args:
-        data (`str`):
-            Where the rows are.
-        split (`str`, *optional*, defaults to `"train"`):
-            Which of them, where there are several; a file has one.
-
     Raises:
         FileNotFoundError: If `data` looks like a local file and there is none.
-        UnreadableError: If what is there is no dataset.
-        ValueError: If there is no such split, or no row.
+        ValueError: If what is there is no dataset, or has no such split or no row.
     """
     rows = _load(data, split)
     if not len(rows):
@@ -64,9 +60,6 @@ def _load(data: str, split: str) -> Dataset:
 def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     """
     Rows with columns renamed as `"question=prompt,answer=completion"` says; a column that has the new name is dropped.
-
-    Raises:
-        ValueError: If that is no mapping, or names a column that is not there.
     """
     if columns is None:
         return rows
@@ -81,14 +74,7 @@ def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
 
 
 def load_recipe(path: str) -> dict[str, Any]:
-    """
-    The fields of a recipe.
-
-    Raises:
-        OSError: If there is no such file.
-        UnreadableError: If it is no YAML.
-        ValueError: If the file holds something else.
-    """
+    """The fields of a recipe; an [`UnreadableError`] if it is no YAML."""
     with Path(path).open("rb") as file, reading(f"the YAML {path!r}", "Mend the file."):
         recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict):
@@ -115,19 +101,7 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
 
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """
-    The rows of a dataset, each with text where text is needed; see [`check_row`].
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            From [`load_rows`].
-        start, stop (`int`, *optional*):
-            Which rows; by default all.
-
-    Raises:
-        UnreadableError: If a row cannot be decoded.
-        ValueError: If it has no text.
-    """
+    """The rows of a dataset from `start` to `stop`; a `ValueError` for one without text, see [`check_row`]."""
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
         with reading(
             f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or mend the row."
@@ -135,3 +109,10 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
             row = dataset[number]
         check_row(row, number)
         yield row
+
+
+def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
+    """All text of a row, plain or conversational."""
+    for value in (row[name] for name in TEXT_COLUMNS if name in row):
+        for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
+            yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]

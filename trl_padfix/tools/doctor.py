@@ -13,7 +13,6 @@ import platform
 import shutil
 import subprocess
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.mixers.mixers import Mixers
 from ..core.model.find import find_decoder, find_multimodal
 from ..core.refusals import refusal
-from ..versions import BOUNDS, TESTED
+from ..versions import BOUNDS, TESTED, installed_version
 from .reading import UnreadableError, reading, reason
 
 
@@ -60,83 +59,49 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class ModelReport:
-    """
-    What becomes of a model.
-
-    Attributes:
-        name (`str`): Id or path.
-        family (`str`): Its `model_type`.
-        architecture (`str`): Class that it is loaded as.
-        refusal (`str`, *optional*): Why padding cannot be removed from it; `None` if packed forwards are exact.
-        checks_padding_side (`bool`): Whether this transformers raises the `padding_side` error for it.
-        mixers (`tuple` of [`MixerReport`]): The modules of its decoder that mix tokens, in their order.
-        images (`str`): What becomes of batches with images: `"no images"` for a model of text alone, `"packed"`, or
-            why they are refused.
-        rows_share (`float`): Share of the decoder's work, by its weights, that runs on rows and not on packed tokens.
-    """
+    """What becomes of a model."""
 
     name: str
-    family: str
-    architecture: str
-    refusal: str | None
-    checks_padding_side: bool
-    mixers: tuple[MixerReport, ...] = ()
-    images: str = "no images"
-    rows_share: float = 0.0
+    family: str  # `model_type`
+    architecture: str  # class that it is loaded as
+    refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
+    checks_padding_side: bool  # whether this transformers raises the `padding_side` error for it
+    mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
+    images: str = "no images"  # what becomes of batches with images, with the attention that they need
+    rows_share: float = 0.0  # share of the decoder's work, by its weights, that runs on rows and not on packed tokens
 
 
 @dataclass(frozen=True)
 class MixerReport:
-    """
-    A module that mixes tokens.
-
-    Attributes:
-        name (`str`): Its name in the decoder.
-        module (`str`): Its class.
-        how (`str`): How it runs: `packed`, `forked`, `rows` or `whole rows`.
-        why (`str`): What it is that a packed row cannot serve; empty for packed ones.
-    """
+    """A module that mixes tokens."""
 
     name: str
-    module: str
-    how: str
-    why: str
+    module: str  # its class
+    how: str  # `packed`, `forked`, `rows` or `whole rows`
+    why: str  # what it is that a packed row cannot serve; empty for packed ones
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """
-    What `trl-padfix doctor` found.
-
-    Attributes:
-        system (`dict`): Operating system, processor, memory, driver, CUDA, GPUs with their memory, and kernels.
-        versions (`dict`): Of Python and of packages; `None` where one is not installed.
-        tested (`bool`): Whether transformers and TRL are a pair that is tested together.
-        machine ([`Machine`]): The accelerator.
-        dtypes (`dict[str, str]`): Precisions, and what can be said of them here.
-        dtype (`str`): The one that the rest is for.
-        backends (`list[Backend]`): Every attention implementation.
-        auto ([`Backend`]): The one that `"auto"` chooses.
-        model ([`ModelReport`], *optional*): The model that was asked about.
-        problems (`list[str]`): Why what was asked for cannot run; nothing if it can.
-    """
+    """What `trl-padfix doctor` found."""
 
     system: dict[str, Any]
-    versions: dict[str, str | None]
-    tested: bool
+    versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
+    tested: bool  # whether transformers and TRL are a pair that is tested together
     machine: Machine
-    dtypes: dict[str, str]
-    dtype: str
+    dtypes: dict[str, str]  # precisions, and what can be said of them here
+    dtype: str  # the one that the rest is for
     backends: list[Backend]
-    auto: Backend
+    auto: Backend  # the one that `"auto"` chooses
     model: ModelReport | None
-    problems: list[str]
+    problems: list[str]  # why what was asked for cannot run
 
     def to_install(self) -> list[str]:
         """Commands that install what is all that is missing; nothing that could not run here."""
-        found = [b for b in self.backends if b.install and len(b.obstacles) == 1 and platform.system() == "Linux"]
-        commands = [b.install for b in found if b.install and ("git+" not in b.install or shutil.which("nvcc"))]
-        return list(dict.fromkeys(commands))
+        if platform.system() != "Linux":
+            return []
+        commands = [b.install for b in self.backends if b.install and len(b.obstacles) == 1]
+        return list(dict.fromkeys(c for c in commands if "git+" not in c or shutil.which("nvcc")))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; a backend also says whether it is usable, and why not."""
@@ -148,33 +113,15 @@ class Diagnosis:
 
 def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
     """
-    Look at this machine, and at a model if one is named.
+    Look at this machine, and at a model if one is named: of that nothing but its configuration is read.
 
-    Args:
-        model (`str`, *optional*):
-            Path or Hub id; nothing but its configuration is read.
-        attn (`str`, *optional*):
-            Attention implementation that is to run.
-        dtype (`str`, *optional*):
-            Precision that attention is computed in; by default bfloat16 on a GPU that has it, else float32.
-
-    Returns:
-        [`Diagnosis`]; what cannot be read or cannot run is among its problems.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.doctor import diagnose
-
-    >>> diagnose(attn="telepathy").problems
-    ['`telepathy` cannot run: transformers knows no attention implementation of this name']
-
-    ```
+    `attn` is the implementation that is to run, `dtype` the precision that attention is computed in; by default
+    bfloat16 on a GPU that has it, else float32. What cannot be read or cannot run is among the `problems`.
     """
     machine = Machine.of()
     dtypes = _dtypes(machine)
     dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
         f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
@@ -224,16 +171,16 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
             build = cls._from_config if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
             model = build(config, attn_implementation="eager")
     except Exception as error:
-        reason = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
-        return ModelReport(name, config.model_type, cls.__name__, reason, False)
+        why = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
+        return ModelReport(name, config.model_type, cls.__name__, why, False)
     decoder = find_decoder(model)
-    reason = refusal(model, model, decoder)
-    mixers = () if reason else Mixers.of(decoder).mixers
+    why = refusal(model, model, decoder)
+    mixers = () if why else Mixers.of(decoder).mixers
     return ModelReport(
         name=name,
         family=config.model_type,
         architecture=type(model).__name__,
-        refusal=reason,
+        refusal=why,
         checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.how, m.why) for m in mixers),
         images=_images(model, decoder),
@@ -247,7 +194,7 @@ def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
-        return "refused: tokens of an image see each other, and a packed batch is attended causally"
+        return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
 
 
@@ -278,9 +225,9 @@ def describe_system() -> dict[str, Any]:
         ],
         "kernels": {
             "torch_varlen": torch_varlen_is_complete(),
-            **{name: _version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
-            "hub": _version("kernels"),
-            "triton": _version("triton"),
+            **{name: installed_version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
+            "hub": installed_version("kernels"),
+            "triton": installed_version("triton"),
         },
     }
 
@@ -308,10 +255,3 @@ def _dtypes(machine: Machine) -> dict[str, str]:
     if machine.device == "cpu":
         return {"float32": "yes", "float16": "slow: use bfloat16 or float32", "bfloat16": "yes"}
     return {"float32": "yes", "float16": "yes", "bfloat16": "depends on the device"}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

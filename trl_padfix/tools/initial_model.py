@@ -23,16 +23,9 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     """
     Build a model and its tokenizer into a folder, or take those that are there if they were built from the same.
 
-    Args:
-        directory (`str` or `Path`):
-            The folder. It appears whole or not at all; over several processes, the main one builds it.
-        built_from (`dict`):
-            Everything that the model depends on, as JSON takes it: its sizes, its seed, the data. Kept in the folder.
-        build (`Callable`):
-            Is called with an empty folder, and saves model and tokenizer there.
-
-    Returns:
-        `str`: `directory`.
+    `built_from` is everything that the model depends on, as JSON takes it, and is kept in the folder; `build` saves
+    model and tokenizer into the empty folder it is given. The folder appears whole or not at all; of several
+    processes, the main one builds it.
 
     Raises:
         ValueError: If what is there was built from something else, or is half-written.
@@ -42,7 +35,8 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
         if directory.exists():
             _check(directory, json.loads(json.dumps(built_from)))
         else:
-            write_whole_folder(directory, lambda beside: _build(beside, built_from, build))
+            record = json.dumps(built_from, indent=2) + "\n"
+            write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(record)))
     return str(directory)
 
 
@@ -54,11 +48,6 @@ def fingerprint(texts: Iterable[str]) -> str:
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
-
-
-def _build(folder: Path, built_from: dict[str, Any], build: Callable[[Path], object]) -> None:
-    build(folder)
-    (folder / RECORD).write_text(json.dumps(built_from, indent=2) + "\n")
 
 
 def _check(directory: Path, built_from: dict[str, Any]) -> None:

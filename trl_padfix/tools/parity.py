@@ -39,49 +39,24 @@ ROUNDING = 2.0
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    One mode with one backend.
+    """One mode with one backend; figures are `None` where there are none, and the `note` says why."""
 
-    Attributes:
-        backend, mode, dtype (`str`): What was computed.
-        tokens (`int`): Tokens that entered the decoder.
-        logps (`float`): Largest difference of a log-probability from the yardstick's.
-        gradient (`float`, *optional*): Norm of the difference of the gradients over the norm of the yardstick's.
-        parity ([`ParityReport`], *optional*): Packed against padded with this backend; none where it is padded.
-        ok (`bool`): Whether all of them are within tolerance.
-        note (`str`): Why there are no figures, where there are none.
-    """
-
-    backend: str
+    attention: str
     mode: str
-    dtype: str
-    tokens: int = 0
-    logps: float = float("nan")
-    gradient: float | None = None
-    parity: ParityReport | None = None
-    ok: bool = True
+    ok: bool = False  # whether all figures are within tolerance
     note: str = ""
+    tokens: int | None = None  # that entered the decoder
+    logps: float | None = None  # largest difference of a log-probability from the yardstick's
+    gradient: float | None = None  # norm of the difference of the gradients over the norm of the yardstick's
+    parity: ParityReport | None = None  # packed against padded with this backend
 
 
 def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:
     """
-    Rows of a dataset of any of TRL's types as a batch, padded right.
+    `count` examples of any of TRL's dataset types as a batch padded right: `input_ids` and `attention_mask`, `(B, L)`.
 
     They are the first ones, unless these are all of one length: then there would be no padding to compare, and rows of
-    other lengths are looked for among the following ones.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Preference pairs, prompts with completions, conversations or text.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Tokenizer, with a chat template where the data is conversational.
-        count (`int`):
-            Examples to take; a preference pair gives two rows.
-        max_length (`int`):
-            Longest row, in tokens.
-
-    Returns:
-        `dict`: `input_ids` and `attention_mask`, both `(B, L)`.
+    other lengths are looked for among the following ones. A preference pair gives two rows.
 
     Raises:
         ValueError: If the rows have no text that TRL would train on, or none at all.
@@ -133,39 +108,9 @@ def compare(
     """
     Compute a batch in every mode with every backend, and tell how far each is from float32 with eager attention.
 
-    Args:
-        load (`Callable`):
-            Loads the model with an attention implementation and a dtype, on the device where it is to run. It is
-            called anew for each backend, and one model is held at a time.
-        batch (`dict`):
-            `input_ids` and `attention_mask`, both `(B, L)`, on that device.
-        backends (`list[str]`):
-            Attention implementations.
-        dtype (`torch.dtype`):
-            Precision of the model.
-        gradients (`bool`, *optional*, defaults to `True`):
-            Whether to compare gradients too; three times the memory of the weights in float32.
-
-    Returns:
-        `Iterator[Comparison]`: one for each backend and mode, as they are computed.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from trl_padfix.tools.parity import compare
-    >>> from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
-
-    >>> def load(backend, dtype):
-    ...     shape = dict(layers=1, hidden_size=16, heads=2, kv_heads=1, intermediate_size=16)
-    ...     return build_qwen2(train_tokenizer([""], 300), **shape, attn_implementation=backend).to(dtype)
-
-    >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]]),
-    ...          "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
-    >>> [(c.mode, c.tokens, c.ok) for c in compare(load, batch, ["sdpa"], torch.float32)]
-    [('padded', 8, True), ('padding-free', 7, True), ('prefix sharing', 5, True)]
-
-    ```
+    `load` loads the model with an attention implementation and a dtype, on the device of the batch (`input_ids` and
+    `attention_mask`, `(B, L)`). It is called anew for each backend, and one model is held at a time. Comparing
+    gradients takes three times the memory of the weights in float32.
     """
     model = load("eager", torch.float32)
     known, largest = model.get_input_embeddings().num_embeddings, int(batch["input_ids"].max())
@@ -180,24 +125,27 @@ def compare(
         try:
             model = load(backend, dtype)
         except (ImportError, ValueError) as error:  # the backend cannot run here, or not on this model
-            yield Comparison(backend, "-", _name(dtype), ok=False, note=str(error))
+            yield Comparison(backend, "-", note=str(error))
             continue
         room = (TOLERANCES[torch.float32][1], GRADIENT)
         for mode, sharing in MODES.items():
             try:
-                found = _compare(model, batch, sharing, yardstick)
+                tokens, logps, gradient, parity = _compare(model, batch, sharing, yardstick)
             except (PaddingRemovalError, RuntimeError) as error:
-                yield Comparison(backend, mode, _name(dtype), ok=False, note=str(error))
+                yield Comparison(backend, mode, note=str(error))
                 continue
             if mode == "padded" and dtype != torch.float32:
-                room = (ROUNDING * found["logps"], ROUNDING * (found["gradient"] or 0.0))
-            near = found["logps"] <= room[0] and (found["gradient"] is None or found["gradient"] <= room[1])
-            parity = found["parity"]
-            yield Comparison(backend, mode, _name(dtype), ok=near and (parity is None or parity.ok), **found)
+                room = (ROUNDING * logps, ROUNDING * (gradient or 0.0))
+            near = logps <= room[0] and (gradient is None or gradient <= room[1])
+            ok = near and (parity is None or parity.ok)
+            yield Comparison(backend, mode, ok, "", tokens, logps, gradient, parity)
         del model
 
 
-def _compare(model: nn.Module, batch: dict[str, torch.Tensor], sharing: bool | None, yardstick: _Figures) -> dict:
+def _compare(
+    model: nn.Module, batch: dict[str, torch.Tensor], sharing: bool | None, yardstick: _Figures
+) -> tuple[int, float, float | None, ParityReport | None]:
+    """The figures of a [`Comparison`]: tokens, and how far log-probabilities, gradient and packing are off."""
     tokens, parity = batch["attention_mask"].numel(), None
     with contextlib.ExitStack() as stack:
         if sharing is not None:
@@ -207,7 +155,7 @@ def _compare(model: nn.Module, batch: dict[str, torch.Tensor], sharing: bool | N
         if sharing is not None:
             tokens = handle.stats.packed_tokens
     difference = (computed.logps - yardstick.logps).abs().max().item()
-    return {"tokens": tokens, "logps": difference, "gradient": yardstick.distance(computed), "parity": parity}
+    return tokens, difference, yardstick.distance(computed), parity
 
 
 @dataclass(frozen=True)
@@ -221,10 +169,9 @@ class _Figures:
         """Relative difference of the gradient of `other`."""
         if not self.gradient:
             return None
-        norms = [(other.gradient[name] - mine).norm() for name, mine in self.gradient.items()]
-        return (
-            torch.stack(norms).norm() / torch.stack([mine.norm() for mine in self.gradient.values()]).norm()
-        ).item()
+        differences = [(other.gradient[name] - mine).norm() for name, mine in self.gradient.items()]
+        norms = [mine.norm() for mine in self.gradient.values()]
+        return (torch.stack(differences).norm() / torch.stack(norms).norm()).item()
 
 
 def _compute(model: nn.Module, batch: dict[str, torch.Tensor], gradients: bool) -> _Figures:
@@ -239,7 +186,3 @@ def _compute(model: nn.Module, batch: dict[str, torch.Tensor], gradients: bool) 
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return _Figures(logps.detach().cpu(), found)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

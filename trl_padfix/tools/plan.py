@@ -18,7 +18,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .reading import reading
 
 
-__all__ = ["Memory", "ModelSizes", "Plan", "Training", "accelerate_config", "choose", "flags", "load_sizes", "memory"]
+__all__ = [
+    "Memory",
+    "ModelSizes",
+    "Plan",
+    "Training",
+    "accelerate_config",
+    "flags",
+    "load_sizes",
+    "memory",
+    "smallest_fit",
+]
 
 ROOM = 0.92
 """Share of a GPU's memory that is planned with; the rest is for the context, the allocator's gaps and the kernels."""
@@ -29,19 +39,10 @@ ENOUGH = 4096
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """
-    What the memory of a model follows from.
+    """What the memory of a model follows from."""
 
-    Attributes:
-        parameters (`int`): All of them, tied ones once.
-        layer_parameters (`int`): Those of the largest decoder layer.
-        layers, hidden_size, intermediate_size, vocab_size (`int`): As in its config.
-        heads, kv_heads, head_size (`int`): Of attention.
-        linear_sides (`int`): Inputs and outputs of all linear layers but the LM head, summed: adapters of rank 1.
-    """
-
-    parameters: int
-    layer_parameters: int
+    parameters: int  # tied ones once
+    layer_parameters: int  # those of the largest decoder layer
     layers: int
     hidden_size: int
     intermediate_size: int
@@ -49,21 +50,15 @@ class ModelSizes:
     heads: int
     kv_heads: int
     head_size: int
-    linear_sides: int
+    linear_sides: int  # inputs and outputs of all linear layers but the LM head, summed: adapters of rank 1
 
     @classmethod
     def of(cls, config: Any) -> ModelSizes:
-        """
-        The sizes of a text model with this config; no memory is taken for its weights.
-
-        Raises:
-            NotImplementedError: If a layer is not attention and one gated MLP.
-        """
+        """The sizes of a text model of attention and one gated MLP a layer; no memory is taken for its weights."""
         text = config.get_text_config()
         experts = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(text, n, None)]
-        mixers = {
-            kind for kind in getattr(text, "layer_types", None) or [] if "attention" not in kind or "linear" in kind
-        }
+        kinds = set(getattr(text, "layer_types", None) or [])
+        mixers = {kind for kind in kinds if "attention" not in kind or "linear" in kind}
         names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
         missing = [name for name in names if not isinstance(getattr(text, name, None), int)]
         if experts or mixers or missing:
@@ -94,26 +89,15 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Training:
-    """
-    How a model is trained.
-
-    Attributes:
-        gpus (`int`): How many.
-        sharded (`bool`): Whether weights, gradients and moments are sharded over them (FSDP2); else each has all.
-        checkpointing (`bool`): Whether activations are computed again in backward, layer by layer.
-        lora (`int`): Rank of adapters on all linear layers; 0 trains all weights.
-        reference (`bool`): Whether there is a frozen reference model; with adapters it is the policy without them.
-        half (`bool`): Whether forwards compute in bfloat16, trained weights being float32; else all is float32.
-        head_tokens (`int`): Tokens whose scores over the vocabulary are held at once; 0 for all of a forward.
-    """
+    """How a model is trained."""
 
     gpus: int = 1
-    sharded: bool = False
+    sharded: bool = False  # weights, gradients and moments, over the GPUs (FSDP2); else each has all
     checkpointing: bool = False
-    lora: int = 0
-    reference: bool = False
-    half: bool = True
-    head_tokens: int = 1024
+    lora: int = 0  # rank of adapters on all linear layers; 0 trains all weights
+    reference: bool = False  # a frozen model beside it; with adapters it is the policy without them
+    half: bool = True  # forwards compute in bfloat16, trained weights being float32; else all is float32
+    head_tokens: int = 1024  # tokens whose scores over the vocabulary are held at once; 0 for all of a forward
 
 
 @dataclass(frozen=True)
@@ -138,20 +122,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """
-    A training that fits.
-
-    Attributes:
-        training ([`Training`]): How.
-        memory ([`Memory`]): What it takes of each GPU.
-        tokens (`int`): `max_tokens_per_batch`: most tokens of a forward that there is room for.
-        available (`int`): Bytes of a GPU.
-    """
+    """A training that fits."""
 
     training: Training
     memory: Memory
-    tokens: int
-    available: int
+    tokens: int  # `max_tokens_per_batch`: most tokens of a forward that there is room for
+    available: int  # bytes of a GPU
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"total": self.memory.total(self.tokens)}
@@ -165,23 +141,7 @@ def load_sizes(model: str) -> ModelSizes:
 
 
 def memory(sizes: ModelSizes, how: Training) -> Memory:
-    """
-    Memory of one GPU by item.
-
-    Example: the table of docs/scaling.md has 17.7 GB of weights, gradients and moments for 70.6e9 parameters on 64.
-
-    ```python
-    >>> from trl_padfix.tools.plan import ModelSizes, Training, memory
-
-    >>> sizes = ModelSizes(70_600_000_000, 855_000_000, 80, 8192, 28672, 128256, 64, 8, 128, 0)
-    >>> found = memory(sizes, Training(gpus=64, sharded=True, checkpointing=True, reference=True))
-    >>> [round(found.items[name] / 1e9, 1) for name in ("weights, gradients, moments", "reference")]
-    [17.6, 2.2]
-    >>> found.per_token["checkpoints"]
-    1310720
-
-    ```
-    """
+    """Memory of one GPU by item, by the formulas of docs/scaling.md."""
     size = 2 if how.half else 4
     shards = how.gpus if how.sharded else 1
     adapters = how.lora * sizes.linear_sides
@@ -218,29 +178,15 @@ def memory(sizes: ModelSizes, how: Training) -> Memory:
     return Memory(items, per_token)
 
 
-def choose(
+def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, lora: int = 0, reference: bool = False,
     head_tokens: int = 1024,
 ) -> Plan:  # fmt: skip
     """
     The simplest training that fits: without sharding before with it, without checkpointing before with it.
 
-    Args:
-        sizes ([`ModelSizes`]):
-            Of the model.
-        gpus, available (`int`):
-            How many GPUs, and bytes of each.
-        longest (`int`):
-            Tokens of the longest row: a forward must hold it.
-        lora (`int`, *optional*, defaults to `0`):
-            Rank of adapters; 0 trains all weights.
-        reference (`bool`, *optional*, defaults to `False`):
-            Whether there is a reference model.
-        head_tokens (`int`, *optional*, defaults to `1024`):
-            Tokens whose scores are held at once.
-
-    Raises:
-        ValueError: If nothing fits; the message says what is missing.
+    `available` are the bytes of each GPU, and `longest` the tokens of the longest row: a forward must hold it. That
+    nothing fits is a `ValueError` that says what is missing.
     """
     room, found = int(ROOM * available), []
     for sharded in (False, True)[: 1 if gpus == 1 else 2]:

@@ -28,31 +28,8 @@ class UnreadableError(ValueError):
 @contextmanager
 def reading(what: str, advice: str) -> Iterator[None]:
     """
-    Name what is read, if reading it fails. The block holds calls of libraries and nothing else.
-
-    Args:
-        what (`str`):
-            What is read, with its path or id.
-        advice (`str`):
-            What to do about it, as a sentence.
-
-    Raises:
-        UnreadableError: If a library raises. What our own code raises is left as it is.
-
-    Example:
-
-    ```python
-    >>> import yaml
-    >>> from trl_padfix.tools.reading import UnreadableError, reading
-
-    >>> try:
-    ...     with reading("the YAML 'x.yaml'", "Mend the file."):
-    ...         yaml.safe_load("a: b: c")
-    ... except UnreadableError as error:
-    ...     str(error)[:59]
-    "the YAML 'x.yaml' cannot be read: mapping values are not al"
-
-    ```
+    Make whatever the libraries in the block raise an [`UnreadableError`], which names `what` is read (with its path or
+    id) and what to do (`advice`, a sentence). What our own code raises is left as it is.
     """
     try:
         yield
@@ -88,12 +65,7 @@ def package_of(error: BaseException) -> str | None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """
-    The tokenizer of a folder or Hub id; code that lies there is not run.
-
-    Raises:
-        UnreadableError: If there is none.
-    """
+    """The tokenizer of a folder or Hub id; code that lies there is not run."""
     from transformers import AutoTokenizer
 
     advice = "Give a folder with `tokenizer.json` (or the id of a Hub model that has one)."
@@ -106,18 +78,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_model(name: str, **how: Any) -> Any:
-    """
-    The causal language model of a folder or Hub id: weights from safetensors alone, and no code that lies there.
-
-    Args:
-        name (`str`):
-            Folder or id.
-        **how:
-            More arguments of `from_pretrained`.
-
-    Raises:
-        UnreadableError: If there is none that can be loaded.
-    """
+    """The causal language model of a folder or Hub id: weights from safetensors alone, and no code that lies there."""
     from transformers import AutoModelForCausalLM
 
     advice = (

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..files import write_whole
+from ..versions import installed_version
 
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
 
+_REWARDS = "rewards/accuracies"
 _ROWS = (
     ("loss", "loss", "{:.4f}"),
     ("token accuracy", "mean_token_accuracy", "{:.3f}"),
-    ("reward accuracy", "rewards/accuracies", "{:.3f}"),
+    ("reward accuracy", _REWARDS, "{:.3f}"),
     ("reward margin", "rewards/margins", "{:.3f}"),
 )
 _MEANS = (
@@ -28,16 +29,7 @@ _MEANS = (
     ("speed", "perf/tokens_per_second", "{:,.0f} real tokens/s"),
 )
 
-
-_REWARDS = "rewards/accuracies"
 _PACKAGES = ("trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -47,24 +39,12 @@ def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 def summary_table(history: list[dict[str, Any]]) -> Table:
-    """
-    Where a run began and ended, and what it did not compute.
-
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-
-    Returns:
-        [`rich.table.Table`]; evaluation figures where there were evaluations.
-    """
+    """Where a run began and ended by a trainer's `state.log_history`, and what it did not compute."""
     # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
-    has_rewards = any("rewards/accuracies" in entry for entry in history)
     caption = None
-    if has_rewards:
+    if any(_REWARDS in entry for entry in history):
         caption = "Before the first step the model prefers neither reply: all ties, which count as wrong (0.000)."
-    table = Table(title="Run", caption=caption)
-    for column in ("", "first", "last"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table("", Column("first", justify="right"), Column("last", justify="right"), title="Run", caption=caption)
     for split, prefix in (("training", ""), ("held-out", "eval_")):
         for label, name, form in _ROWS:
             _, values = curves(history, prefix + name)
@@ -79,17 +59,7 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
 
 
 def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -> Path:
-    """
-    Write where a run came out, with its effective configuration and the versions of the packages.
-
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-        config ([`~transformers.TrainingArguments`]):
-            The trainer's configuration.
-        path (`str` or `Path`):
-            JSON file to write.
-    """
+    """Write where a run came out, with its effective configuration and the versions of the packages, as JSON."""
     names = sorted({name for entry in history for name in entry} - {"step", "epoch"})
     metrics = {}
     for name in names:
@@ -98,7 +68,7 @@ def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -
     found = {
         "metrics": metrics,
         "configuration": {"class": type(config).__name__, **config.to_dict()},
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         "history": history,
     }
     text = json.dumps(found, indent=2, default=str) + "\n"
@@ -109,20 +79,13 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     """
     Draw loss, accuracy (of rewards, or of tokens) and tokens per second over the steps of a run.
 
-    Args:
-        history (`list[dict]`):
-            A trainer's `state.log_history`.
-        path (`str` or `Path`):
-            PNG file to write.
-
-    Returns:
-        `Path`, *optional*: the file; `None` for a run too short for a curve, of which nothing is written.
+    `None` for a run too short for a curve, of which nothing is written.
     """
     # A figure of its own, not pyplot's: no display is needed and no state stays behind.
     from matplotlib.figure import Figure
 
-    if any("rewards/accuracies" in entry for entry in history):
-        accuracy = ("reward accuracy", ("rewards/accuracies", "eval_rewards/accuracies"))
+    if any(_REWARDS in entry for entry in history):
+        accuracy = ("reward accuracy", (_REWARDS, f"eval_{_REWARDS}"))
     else:
         accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"))
     panels = [("loss", ("loss", "eval_loss")), accuracy, ("real tokens/s", ("perf/tokens_per_second",))]
@@ -138,10 +101,10 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
                 axes.plot(steps, values, "o-" if held_out else ".-", label="held-out" if held_out else "training")
         if title == "reward accuracy":
             axes.axhline(0.5, color="grey", linestyle=":", label="chance: a coin chooses between the replies")
-            if (found[f"eval_{_REWARDS}"][1] or [1.0])[0] == 0.0:
+            steps, values = found[f"eval_{_REWARDS}"]
+            if values and values[0] == 0.0:
                 note = "all ties before training,\nwhich count as wrong"
-                first = found[f"eval_{_REWARDS}"][0][0]
-                axes.annotate(note, (first, 0.0), (40, 2), textcoords="offset points", fontsize=8)
+                axes.annotate(note, (steps[0], 0.0), (40, 2), textcoords="offset points", fontsize=8)
         if title.endswith("accuracy"):
             axes.set_ylim(-0.03, 1.03)
         elif title == "real tokens/s":
@@ -153,18 +116,8 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 
-def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
-    """
-    Draw the speed-up and the memory of each variant of a benchmark.
-
-    Args:
-        results (`list[VariantResult]`):
-            What [`bench.run`] returned.
-        title (`str`):
-            What was measured, and on what.
-        path (`str` or `Path`):
-            PNG file to write.
-    """
+def plot_bench(results: list[Any], title: str, path: Path) -> None:
+    """Draw the speed-up and the memory of each variant of a benchmark."""
     from matplotlib.figure import Figure
 
     names = [result.name.replace("_", " ") for result in results]
@@ -181,6 +134,4 @@ def plot_bench(results: list[Any], title: str, path: str | Path) -> Path:
     memory.bar_label(memory.barh(names, peaks, color="tab:orange"), [f"{peak:.2f}" for peak in peaks], padding=3)
     memory.set(xlabel="peak memory of a step, GiB", xlim=(0, 1.15 * max(*peaks, 1e-3)))
     figure.suptitle(title, fontsize=10)
-    path = Path(path)
     figure.savefig(path, dpi=120)
-    return path

@@ -1,14 +1,15 @@
 """
 What a dataset's lengths say about padding, before anything is trained.
 
-Rows are tokenized as TRL's trainers do; what is kept of them is their lengths. Everything else is counted from those:
-how many tokens batches hold, what `max_length` cuts off, and how long processes would wait for one another.
+Rows are tokenized as TRL's trainers do; what is kept of them is their lengths, and what they begin with in common.
+Everything else is counted from those: how many tokens batches hold, what `max_length` cuts off, and how long processes
+would wait for one another.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.steps.costs import RowCosts, pair_costs, text_costs
+from ..trainers.steps.costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.steps.dealing import balance, split
-from .data import checked_rows
+from ..trainers.steps.grouping import prefix_order
+from .data import TEXT_COLUMNS, checked_rows, texts_of_row
 
 
 __all__ = [
@@ -41,8 +43,13 @@ __all__ = [
 LARGEST_STEP = 2**15
 """Most rows of an optimizer step that is simulated: some ten seconds."""
 
+_PAIR = ("prompt", "chosen", "rejected")
+
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
+
+SHARED = 512
+"""Random batches that are sorted, to count what different rows of a batch begin with in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +57,12 @@ class Lengths:
     """
     Tokens of every row of a dataset, as TRL's DPO or SFT trainer would have them before truncation.
 
-    Attributes:
-        parts (`dict[str, np.ndarray]`): `prompt`, `chosen` and `rejected` of pairs, or `text`; each of shape `(n,)`.
+    `parts` are `prompt`, `chosen` and `rejected` of pairs, or `text`, each `(n,)`. `sorted` are the rows sorted by
+    their prompts or texts, and how many tokens each has in common with the one before it, both `(n,)`.
     """
 
     parts: dict[str, np.ndarray]
+    sorted: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def are_pairs(self) -> bool:
@@ -75,19 +83,22 @@ class Lengths:
         if not self.are_pairs or max_length is None or truncation_mode != "keep_start":
             return self
         keep = self.parts["prompt"] < max_length
-        return Lengths({name: part[keep] for name, part in self.parts.items()})
+        kept = None if self.sorted is None else RowCosts(self.parts["prompt"], *self.sorted)[keep]
+        parts = {name: part[keep] for name, part in self.parts.items()}
+        return Lengths(parts, kept and (kept.order, kept.common))
 
     def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
-        """Tokens that each row puts through the decoder without padding, with its prompt computed once or not."""
-        if not self.are_pairs:
-            return text_costs(self.parts["text"], max_length=max_length)
-        own = np.arange(len(self)) if sharing else None
-        return pair_costs(**self.parts, prompts=own, max_length=max_length, truncation_mode=truncation_mode)
+        """Tokens that rows put through the decoder without padding, with common prefixes computed once or not."""
+        begins = self.parts["prompt" if self.are_pairs else "text"]
+        each, begins = truncated_tokens(self.sequences.T, begins, max_length, truncation_mode)
+        if sharing and self.are_pairs:
+            each = each - begins
+        return prefix_costs(each, begins, *self.sorted) if sharing and self.sorted else text_costs(each)
 
 
 @dataclass(frozen=True)
 class BatchTokens:
-    """Tokens of random batches of one size, on average: with padding, without, and without repeated prompts."""
+    """Tokens of random batches of one size, on average: with padding, without, and without repeated prefixes."""
 
     batch_size: int
     padded: float
@@ -97,73 +108,51 @@ class BatchTokens:
 
 @dataclass(frozen=True)
 class Waiting:
-    """
-    Share of the time that processes compute, where each forward takes as long as its tokens on the fullest process.
-
-    Attributes:
-        processes (`int`): How many.
-        fixed (`float`): With batches of equally many rows as they come.
-        budget (`float`): With the rows of a step dealt out evenly and split by a token budget.
-    """
+    """Share of the time that processes compute, a forward taking as long as its tokens on the fullest process."""
 
     processes: int
-    fixed: float
-    budget: float
+    fixed: float  # with batches of equally many rows as they come
+    budget: float  # with the rows of a step dealt out evenly and split by a token budget
 
 
 def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
     """
-    Tokenize a dataset as TRL does, and keep its lengths.
+    Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
-            `messages`, or `prompt` and `completion`); plain or conversational.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            The model's.
-        progress (`bool`, *optional*, defaults to `False`):
-            Whether to show a progress bar.
-
-    Returns:
-        [`Lengths`].
-
-    Raises:
-        ValueError: If the dataset is empty, or has neither pairs nor texts.
+    It holds preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
+    `messages`, or `prompt` and `completion`), plain or conversational; anything else is a `ValueError`.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")
     columns = set(dataset.column_names)
-    count = _pair_lengths if {"chosen", "rejected"} <= columns else _text_lengths
-    if count is _text_lengths and not columns & {"text", "messages"} and not {"prompt", "completion"} <= columns:
+    known = ({"text"}, {"messages"}, {"chosen", "rejected"}, {"prompt", "completion"})
+    if not any(names <= columns for names in known):
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
             "`messages`, or `prompt` and `completion`: rename its columns."
         )
     size = 1000
     batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
-    found = [count(list(checked_rows(dataset, b, b + size)), tokenizer) for b in batches]
-    return Lengths({name: np.concatenate([lengths[name] for lengths in found]) for name in found[0]})
+    lengths: dict[str, list[int]] = {}
+    begins: list[np.ndarray] = []
+    for at in batches:
+        for row in token_rows(list(checked_rows(dataset, at, at + size)), tokenizer):
+            ids = {"text": row["input_ids"]} if "input_ids" in row else {n: row[f"{n}_ids"] for n in _PAIR}
+            for name, part in ids.items():
+                lengths.setdefault(name, []).append(len(part))
+            begins.append(np.array(next(iter(ids.values())), dtype=np.uint32))
+    return Lengths({name: np.array(part, dtype=np.int64) for name, part in lengths.items()}, prefix_order(begins))
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
-    """
-    All text of a dataset, plain or conversational, to train a tokenizer on.
-
-    Raises:
-        ValueError: If a row has something else.
-    """
-    names = {"prompt", "chosen", "rejected", "completion", "text", "messages"} & set(dataset.column_names)
-    for row in checked_rows(dataset.select_columns(sorted(names))):
-        for value in row.values():
-            for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
-                yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = [name for name in dataset.column_names if name in TEXT_COLUMNS]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)
 
 
 def check_size(processes: int, batch_size: int, accumulation: int) -> None:
-    """
-    Raises:
-        ValueError: If a step of so many rows would take minutes to simulate.
-    """
+    """Refuse, with a `ValueError`, a step of so many rows that it would take minutes to simulate."""
     rows = processes * batch_size * accumulation
     if rows > LARGEST_STEP:
         raise ValueError(
@@ -173,10 +162,7 @@ def check_size(processes: int, batch_size: int, accumulation: int) -> None:
 
 
 def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -> None:
-    """
-    Raises:
-        ValueError: If TRL would train on no row.
-    """
+    """Refuse, with a `ValueError`, rows of which TRL would train on none."""
     if not len(lengths.kept(max_length, truncation_mode)):
         raise ValueError(
             f"max_length={max_length} ({truncation_mode}) leaves no row: every prompt alone is as long. Raise it, or "
@@ -189,31 +175,20 @@ def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -
 def batch_tokens(
     lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0, **how: Any
 ) -> list[BatchTokens]:
-    """
-    Tokens of random batches, averaged.
-
-    Args:
-        lengths ([`Lengths`]):
-            Of the rows.
-        batch_sizes (`Sequence[int]`):
-            Rows of a batch; those that the dataset cannot fill are left out.
-        max_length (`int`, *optional*):
-            Longest sequence.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the batches.
-        **how:
-            `truncation_mode`.
-    """
+    """Tokens of random batches, averaged; sizes that the dataset cannot fill are left out."""
     sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
     real = lengths.costs(max_length, sharing=False, **how).each
-    distinct = lengths.costs(max_length, **how).each
+    costs = lengths.costs(max_length, **how)
     draw = np.random.default_rng(seed)
     found = []
     for size in (s for s in batch_sizes if s <= len(lengths)):
         whole = len(lengths) // size * size
         orders = np.stack([draw.permutation(len(lengths))[:whole] for _ in range(DRAWS)]).reshape(-1, size)
         padded = sequences[orders].max((1, 2)) * size * sequences.shape[1]
-        found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), distinct[orders].sum(1).mean()))
+        distinct = costs.each[orders].sum(1).mean()
+        if costs.common.any():
+            distinct -= np.mean([costs[batch].common.sum() for batch in orders[:SHARED]])
+        found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), float(distinct)))
     return found
 
 
@@ -232,30 +207,8 @@ def waiting(
     Simulate how long processes would wait for the one with the most tokens.
 
     Processes meet in every forward, as FSDP and ZeRO-3 have it. An optimizer step has `batch_size` x `accumulation`
-    rows on each process; datasets with fewer are gone through several times.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows.
-        processes (`int`):
-            How many.
-        batch_size, accumulation (`int`, *optional*, defaults to `8` and `4`):
-            Rows of a forward, and forwards of a step, with fixed batches.
-        budget (`int`, *optional*):
-            `max_tokens_per_batch`; by default [`memory_of`] the fixed batches.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the order.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.tools.stats import waiting
-
-    >>> waiting(text_costs([100] * 64), processes=2, batch_size=1, accumulation=2)
-    Waiting(processes=2, fixed=1.0, budget=1.0)
-
-    ```
+    rows on each process; datasets with fewer are gone through several times. `budget` is `max_tokens_per_batch`, by
+    default [`memory_of`] the fixed batches.
     """
     budget = budget or memory_of(costs, batch_size)
     rows = batch_size * accumulation * processes
@@ -289,22 +242,23 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
     parts = dict(lengths.parts)
     if lengths.are_pairs:
         parts["sequence"] = lengths.sequences.ravel()
-    figures: dict[str, Callable[[np.ndarray], Any]] = {
-        "mean": np.mean,
-        "median": np.median,
-        "p95": lambda part: np.percentile(part, 95),
-        "max": np.max,
+    return {
+        name: {
+            "mean": float(part.mean()),
+            "median": float(np.median(part)),
+            "p95": float(np.percentile(part, 95)),
+            "max": float(part.max()),
+        }
+        for name, part in parts.items()
     }
-    return {name: {figure: float(f(part)) for figure, f in figures.items()} for name, part in parts.items()}
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """
     Rows as TRL's DPO or SFT trainer tokenizes them, before truncation.
 
-    Returns:
-        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids` of pairs; of texts `input_ids`, and `prompt`, how
-        many of them are a prompt that is not trained on.
+    Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; of texts `input_ids`, and `prompt`, how many of them are a
+    prompt that is not trained on.
     """
     if "chosen" in rows[0]:
         if "prompt" not in rows[0]:
@@ -314,30 +268,12 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
         found = []
         for prompt, chosen, rejected in zip(prompts, *both, strict=True):
             at = min(_common(prompt, chosen), _common(prompt, rejected))
-            parts = {"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]}
-            found.append(parts)
+            found.append({"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]})
         return found
     names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
     whole = _token_ids(rows, names, tokenizer)
     prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
     return [{"input_ids": ids, "prompt": _common(p, ids)} for p, ids in zip(prompts, whole, strict=True)]
-
-
-def _pair_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
-    if "prompt" not in rows[0]:
-        rows = [extract_prompt(row) for row in rows]
-    prompts = _token_ids(rows, ["prompt"], tokenizer)
-    chosen, rejected = (_token_ids(rows, ["prompt", side], tokenizer) for side in ("chosen", "rejected"))
-    # As in TRL, the prompt ends where its tokens and those of a whole row part.
-    parted = [min(_common(p, c), _common(p, r)) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
-    prompt = np.array(parted, dtype=np.int64)
-    whole = {"chosen": chosen, "rejected": rejected}
-    return {"prompt": prompt} | {name: np.array([len(row) for row in ids]) - prompt for name, ids in whole.items()}
-
-
-def _text_lengths(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
-    names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
-    return {"text": np.array([len(ids) for ids in _token_ids(rows, names, tokenizer)], dtype=np.int64)}
 
 
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -26,35 +26,20 @@ def plot(
     """
     Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
 
-    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens.
-
-    Args:
-        lengths ([`Lengths`]):
-            Of the rows.
-        path (`str` or `Path`):
-            PNG file to write.
-        batch_size (`int`, *optional*, defaults to `8`):
-            Rows of the batch.
-        max_length (`int`, *optional*):
-            Longest sequence.
-        seed (`int`, *optional*, defaults to `0`):
-            Which batch.
-        tree ([`PrefixTree`], *optional*):
-            Rows sorted by their tokens, to draw what each has in common with the one before it.
+    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens. A
+    `tree` is drawn below.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
     rows = np.random.default_rng(seed).permutation(len(lengths))[:batch_size]
-    pieces = _pieces(lengths, rows, max_length)
-    width = max(sum(n for _, n in sequence) for sequence in pieces)
-    padded = np.full((len(pieces), width), 1)
-    for i, sequence in enumerate(pieces):
-        tokens = np.repeat([kind for kind, _ in sequence], [n for _, n in sequence])
-        padded[i, : len(tokens)] = tokens
-    packed = padded[padded > 1]
-    once = [[piece for piece in s if i % 2 == 0 or piece[0] != _PROMPT] for i, s in enumerate(pieces)]
-    shared = np.concatenate([np.repeat([k for k, _ in s], [n for _, n in s]) for s in once])
+    sequences = _sequences(lengths, rows, max_length)
+    width = max(map(len, sequences))
+    padded = np.array([np.pad(s, (0, width - len(s)), constant_values=_PADDING) for s in sequences])
+    drawn = {"padded": padded, "packed": _wrapped(np.concatenate(sequences), width)}
+    if lengths.are_pairs:
+        once = [s if i % 2 == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
+        drawn["each prompt once"] = _wrapped(np.concatenate(once), width)
 
     figure = Figure(figsize=(13, 6.4 if tree is None else 9.6), layout="constrained")
     heights = (1, 1.2) if tree is None else (1, 1.2, 1.2)
@@ -64,14 +49,11 @@ def plot(
         axes.hist(part, bins=50, color=_COLOURS[_KINDS[name]])
         axes.set(title=f"{name}: {part.mean():.0f} tokens, at most {part.max()}", xlabel="tokens", ylabel="rows")
     colours = ListedColormap(_COLOURS)
-    drawn = {"padded": padded, "packed": _wrapped(packed, width)}
-    if lengths.are_pairs:
-        drawn["each prompt once"] = _wrapped(shared, width)
     for axes, (name, image) in zip(picture.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
         axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
         axes.set_ylim(len(padded) - 0.5, -0.5)
-    parts = {"padding": _COLOURS[1]} | {name: _COLOURS[_KINDS[name]] for name in lengths.parts}
+    parts = {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in lengths.parts}
     _explain(picture, parts)
     if tree is not None:
         draw_tree(below[0], tree)
@@ -79,27 +61,19 @@ def plot(
 
 
 def draw_tree(figure: Any, tree: PrefixTree) -> None:
-    """
-    Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row.
-
-    Args:
-        figure (`Figure` or `SubFigure` of matplotlib):
-            To draw on, with a constrained layout.
-        tree ([`PrefixTree`]):
-            Rows sorted by their tokens.
-    """
+    """Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row."""
     depth = np.arange(int(tree.lengths.max()) + 1)
     reach, alike = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.common))
     axes = figure.subplots()
     axes.fill_between(depth, reach, step="post", color=_COLOURS[_PROMPT], linewidth=0)
-    axes.fill_between(depth, alike, step="post", color=_COLOURS[1], linewidth=0)
+    axes.fill_between(depth, alike, step="post", color=_COLOURS[_PADDING], linewidth=0)
     saved = tree.common.sum() / max(tree.lengths.sum(), 1)
     axes.set(
         title=f"prefix tree: of {len(tree.lengths):,} rows together {saved:.0%} of the tokens are computed already",
         xlabel="depth in tokens", ylabel="rows", xlim=(0, len(depth)), ylim=(0, None),
     )  # fmt: skip
     grey = "rows that begin with the same tokens as another one, up to this depth"
-    _explain(figure, {grey: _COLOURS[1], "rows with tokens of their own at this depth": _COLOURS[_PROMPT]})
+    _explain(figure, {grey: _COLOURS[_PADDING], "rows with tokens of their own at this depth": _COLOURS[_PROMPT]})
 
 
 def _explain(figure: Any, colours: dict[str, str]) -> None:
@@ -111,23 +85,18 @@ def _explain(figure: Any, colours: dict[str, str]) -> None:
 
 
 _COLOURS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]
-_PROMPT = 2
+_PADDING, _PROMPT = 1, 2
 _KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "text": 3}
 
 
-def _pieces(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[list[tuple[int, int]]]:
-    """Kind and tokens of the parts of each sequence of a batch, truncated at the end; pairs next to each other."""
+def _sequences(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[np.ndarray]:
+    """The kind of each token of the sequences of a batch, truncated at the end; those of a pair next to each other."""
     names = [["prompt", "chosen"], ["prompt", "rejected"]] if lengths.are_pairs else [["text"]]
-    found = []
-    for row in rows:
-        for sequence in names:
-            room, parts = max_length or np.iinfo(np.int64).max, []
-            for name in sequence:
-                tokens = min(room, int(lengths.parts[name][row]))
-                parts.append((_KINDS[name], tokens))
-                room -= tokens
-            found.append(parts)
-    return found
+    return [
+        np.repeat([_KINDS[name] for name in sequence], [lengths.parts[name][row] for name in sequence])[:max_length]
+        for row in rows
+        for sequence in names
+    ]
 
 
 def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
 
@@ -63,14 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     Train a byte-level BPE tokenizer with pad and EOS tokens and a chat template.
 
-    Args:
-        texts (`Iterable[str]`):
-            Text to train on.
-        vocab_size (`int`):
-            Most entries of the vocabulary, special tokens included; little text gives fewer.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`].
+    It has at most `vocab_size` entries, special tokens included; little text gives fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -89,102 +83,56 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def build_qwen2(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    vocab_size: int | None = None,
-    seed: int = 0,
-    **config: Any,
-) -> PreTrainedModel:
+def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen2 for a tokenizer.
+    Build a randomly initialised Qwen2 for a tokenizer, with its vocabulary unless `vocab_size` is given.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Gives the vocabulary and the special tokens.
-        layers, hidden_size, heads, kv_heads, intermediate_size (`int`):
-            Shape of the model.
-        vocab_size (`int`, *optional*):
-            Vocabulary of the model; by default the tokenizer's.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the global generator is left as it was.
-        **config:
-            More of [`~transformers.Qwen2Config`].
+    The shape is one of [`SHAPES`], and may have more fields of [`~transformers.Qwen2Config`]. The global generator is
+    left as it was.
     """
-    fork = torch.random.fork_rng(devices=[])
-    with fork:
+    config = Qwen2Config(**_fields(tokenizer, shape), tie_word_embeddings=True)
+    return _seeded(lambda: Qwen2ForCausalLM(config), seed)
+
+
+_FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+
+
+def _fields(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> dict[str, Any]:
+    """A shape as fields of a configuration, with the vocabulary and the special tokens of a tokenizer."""
+    tokens = dict(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
+
+
+def _seeded(build: Callable[[], Any], seed: int) -> Any:
+    """What `build` returns from this seed; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=vocab_size or len(tokenizer),
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                tie_word_embeddings=True,
-                **config,
-            )
-        )
+        return build()
 
 
 def build_hybrid(
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    layers: int,
-    hidden_size: int,
-    heads: int,
-    kv_heads: int,
-    intermediate_size: int,
-    linear_heads: int,
-    vocab_size: int | None = None,
-    seed: int = 0,
-    **config: Any,
+    tokenizer: PreTrainedTokenizerFast, *, linear_heads: int, seed: int = 0, **shape: Any
 ) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention.
-
-    Args:
-        tokenizer, layers, hidden_size, heads, kv_heads, intermediate_size, vocab_size, seed:
-            As in [`build_qwen2`].
-        linear_heads (`int`):
-            Heads of linear attention.
-        **config:
-            More of [`~transformers.Qwen3_5TextConfig`].
+    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention
+    with `linear_heads`. For the rest see [`build_qwen2`].
     """
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
-
-    size = hidden_size // heads
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3_5ForCausalLM(
-            Qwen3_5TextConfig(
-                vocab_size=vocab_size or len(tokenizer),
-                hidden_size=hidden_size,
-                intermediate_size=intermediate_size,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                head_dim=size,
-                linear_num_key_heads=linear_heads,
-                linear_num_value_heads=linear_heads,
-                linear_key_head_dim=size,
-                linear_value_head_dim=size,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-                tie_word_embeddings=True,
-                **config,
-            )
-        )
+    size = shape["hidden_size"] // shape["heads"]
+    config = transformers.Qwen3_5TextConfig(
+        **_fields(tokenizer, shape),
+        head_dim=size,
+        linear_num_key_heads=linear_heads,
+        linear_num_value_heads=linear_heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        tie_word_embeddings=True,
+    )
+    return _seeded(lambda: transformers.Qwen3_5ForCausalLM(config), seed)
 
 
 def build_llava(
@@ -193,36 +141,19 @@ def build_llava(
     """
     Build a randomly initialised LLaVA, a CLIP tower and a Qwen2, and the processor for it.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            From [`train_tokenizer`]; is given a token for images.
-        image_size, patch_size (`int`, *optional*):
-            Pixels of an image and of a patch, along one side.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the weights; the global generator is left as it was.
-
-    Returns:
-        `tuple` of the model and its [`~transformers.ProcessorMixin`].
+    The tokenizer is given a token for images; sizes are pixels of one side. The global generator is left as it was.
     """
-    from transformers import (
-        CLIPImageProcessorPil,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
-
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
     size = {"height": image_size, "width": image_size}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size=size, crop_size=size),
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=size, crop_size=size),
         tokenizer,
         patch_size=patch_size,
         vision_feature_select_strategy="full",
         chat_template=VISION_CHAT_TEMPLATE,
         num_additional_image_tokens=1,
     )
-    vision = CLIPVisionConfig(
+    vision = transformers.CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -230,18 +161,8 @@ def build_llava(
         image_size=image_size,
         patch_size=patch_size,
     )
-    text = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    config = LlavaConfig(
+    text = Qwen2Config(**_fields(tokenizer, SHAPES["tiny"] | {"vocab_size": len(tokenizer)}))
+    config = transformers.LlavaConfig(
         vision_config=vision,
         text_config=text,
         image_token_id=processor.image_token_id,
@@ -249,6 +170,4 @@ def build_llava(
         vision_feature_select_strategy="full",
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlavaForConditionalGeneration(config), processor
+    return _seeded(lambda: transformers.LlavaForConditionalGeneration(config), seed), processor

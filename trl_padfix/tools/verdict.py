@@ -11,23 +11,21 @@ counts alone are the estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.layout.layout import KEYS_PER_TOKEN
-from ..core.layout.trie import merge_prefixes
-from ..trainers.steps.grouping import group_rows
+from ..trainers.steps.grouping import group_rows, prefix_order
 from ..trainers.steps.measures import PairMeasure, TextMeasure
 from .data import checked_rows
 from .stats import token_rows
 
 
-__all__ = ["PrefixTree", "Verdict", "judge", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+__all__ = ["PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
 
 SAMPLE = 4096
 """Rows that are looked at, the first ones: rows that begin alike often stand together."""
@@ -47,32 +45,18 @@ WORTH_GROUPING = 0.9
 
 @dataclass(frozen=True)
 class Verdict:
-    """
-    Tokens of a batch on average, and what follows from them.
-
-    Attributes:
-        batch_size (`int`): Rows of a batch.
-        trainer (`str`): `"dpo"` or `"sft"`.
-        padded, grouped_by_length, real (`float`):
-            What TRL computes: padded, padded with rows of like length together, and with its own `padding_free` or
-            packing (SFT only).
-        auto (`float`): With padding removed and `prefix_sharing="auto"`.
-        grouped (`float`): The same, with rows that begin alike together.
-        scored (`float`): Tokens that are trained on.
-        rows (`int`): Rows of the sample.
-        budget (`int`): `max_tokens_per_batch` of the same memory as the largest batch.
-    """
+    """Tokens of a batch on average, and what follows from them."""
 
     batch_size: int
     trainer: str
-    padded: float
-    grouped_by_length: float
-    real: float
-    auto: float
-    grouped: float
-    scored: float
-    rows: int
-    budget: int
+    padded: float  # what TRL computes
+    grouped_by_length: float  # the same, with rows of like length together
+    real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
+    auto: float  # with padding removed and `prefix_sharing="auto"`
+    grouped: float  # the same, with rows that begin alike together
+    scored: float  # trained on
+    rows: int  # of the sample
+    budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
 
     @property
     def shares(self) -> bool:
@@ -98,16 +82,15 @@ class Verdict:
         by_work = self.padded * (1 + SCORING) / (self.tokens + SCORING * self.scored)
         return by_work * self.by_tokens**GROWTH
 
+    def to_dict(self, data: str) -> dict[str, Any]:
+        """For JSON, with what follows from the counts, and the verdict on `data` in words."""
+        derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
+        return asdict(self) | derived | {"lines": verdict_lines(self, data)}
+
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """
-    Rows sorted by their tokens.
-
-    Attributes:
-        lengths (`np.ndarray` of shape `(n,)`): Tokens of each row, in sorted order.
-        common (`np.ndarray` of shape `(n,)`): What each begins with in common with the row before it.
-    """
+    """Rows sorted by their tokens: how many each has, and what it has in common with the row before it, `(n,)`."""
 
     lengths: np.ndarray
     common: np.ndarray
@@ -117,9 +100,8 @@ def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
     """
     The first rows of a dataset, tokenized as TRL does, truncated at the end.
 
-    Returns:
-        `list[dict]`: `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are
-        trained on.
+    They have `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are trained
+    on.
     """
     rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer)
     kept = []
@@ -147,32 +129,8 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
-    """
-    Count what the batches of a sample cost in every way.
-
-    Args:
-        rows (`Sequence[dict]`):
-            From [`sample`].
-        batch_size (`int`):
-            Rows of a batch.
-        budget (`int`):
-            `max_tokens_per_batch` to name.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the batches.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.verdict import judge
-
-    >>> rows = [{"input_ids": [group] * 90 + [i] * 10, "scored": 10} for i in range(8) for group in (1, 2)]
-    >>> found = judge(rows, batch_size=4, budget=400)
-    >>> found.real, found.grouped < found.auto < found.real, found.groups
-    (400.0, True, True)
-
-    ```
-    """
+def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
+    """Count what the batches of a [`sample`] cost in every way; `budget` is the `max_tokens_per_batch` to name."""
     draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
     order = draw.permutation(len(rows))
     is_text = "input_ids" in rows[0]
@@ -180,12 +138,8 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
     grouped = group_rows(order, costs, size)
     longest = np.array([max(map(len, _sequences(row))) for row in rows])
     # As transformers does it: sorted by length within fifty batches.
-    by_length = np.concatenate(
-        [
-            part[np.argsort(-longest[part], kind="stable")]
-            for part in np.split(order, range(50 * size, len(order), 50 * size))
-        ]
-    )
+    parts = np.split(order, range(50 * size, len(order), 50 * size))
+    by_length = np.concatenate([part[np.argsort(-longest[part], kind="stable")] for part in parts])
 
     def batches(of: np.ndarray) -> list[np.ndarray]:
         whole = of[: len(of) // size * size].reshape(-1, size)
@@ -194,17 +148,19 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
     def padded(batch: np.ndarray) -> float:
         return float(longest[batch].max()) * len(batch) * len(_sequences(rows[0]))
 
+    def counts(batch: np.ndarray) -> tuple[int, int]:
+        return _counts([s for i in batch for s in _sequences(rows[i])])
+
     random = batches(order)
-    counted = [_counts([s for i in batch for s in _sequences(rows[i])]) for batch in random]
-    together = [_counts([s for i in batch for s in _sequences(rows[i])])[1] for batch in batches(grouped)]
+    real, auto = np.mean([counts(batch) for batch in random], axis=0)
     return Verdict(
         batch_size=size,
         trainer="sft" if is_text else "dpo",
         padded=float(np.mean([padded(batch) for batch in random])),
         grouped_by_length=float(np.mean([padded(batch) for batch in batches(by_length)])),
-        real=float(np.mean([real for real, _ in counted])),
-        auto=float(np.mean([tokens for _, tokens in counted])),
-        grouped=float(np.mean(together)),
+        real=float(real),
+        auto=float(auto),
+        grouped=float(np.mean([counts(batch)[1] for batch in batches(grouped)])),
         scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
         rows=len(rows),
         budget=budget,
@@ -214,9 +170,8 @@ def judge(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed:
 def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
     """The sequences of a sample in sorted order."""
     sequences = [s for row in rows for s in _sequences(row) if len(s)]
-    lengths = [len(s) for s in sequences]
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences))], lengths)
-    return PrefixTree(np.array(lengths)[order], np.array(shared))
+    order, common = prefix_order(sequences)
+    return PrefixTree(np.array([len(s) for s in sequences])[order], common)
 
 
 def verdict_lines(found: Verdict, data: str) -> list[str]:
@@ -226,14 +181,11 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
     settings = ["padding_free=True", 'prefix_sharing="auto"' if found.shares else "prefix_sharing=False"]
     settings += ["group_by_prefix=True"] * found.groups
     unit = "rows" if found.trainer == "sft" else "pairs"
+    grouping = f"grouped ones save {more:.0%} more" if found.groups else f"grouping would save {max(more, 0):.0%}"
     lines = [
         f"Use {', '.join(settings)}; {found.batch_size} {unit} a batch, or max_tokens_per_batch={found.budget}.",
-        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, "
-        + (
-            f"and grouped ones save {more:.0%} more."
-            if found.groups
-            else f"and grouping would save {max(more, 0):.0%}."
-        ),
+        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, and "
+        f"{grouping}.",
         f"Speed: about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, {found.by_tokens:.1f}x by "
         "the tokens of the decoder alone, as with a fused LM head.",
         f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
@@ -246,10 +198,10 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
         )
     else:
         lines.append("TRL's padding_free and packing: none for DPO.")
-    grouping = " --group-by-prefix" if found.groups else ""
+    flag = " --group-by-prefix" if found.groups else ""
     lines.append(
         f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} --variants "
-        f"trl,padding_free,auto{grouping}"
+        f"trl,padding_free,auto{flag}"
     )
     return lines
 
@@ -266,9 +218,7 @@ def _sequences(row: dict[str, Any]) -> list[list[int]]:
 
 def _counts(sequences: list[list[int]]) -> tuple[int, int]:
     """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
-    lengths = [len(s) for s in sequences if len(s)]
-    real = sum(lengths)
-    order, shared = merge_prefixes([torch.from_numpy(np.concatenate(sequences).astype(np.int64))], lengths)
-    saved = sum(shared)
-    keys = sum(lengths[row] for row, own in zip(order, shared, strict=True) if lengths[row] > own)
+    order, common = prefix_order(sequences)
+    lengths = np.array([len(s) for s in sequences])[order]
+    real, saved, keys = (int(tokens.sum()) for tokens in (lengths, common, lengths[lengths > common]))
     return real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real

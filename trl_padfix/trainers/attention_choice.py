@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..core.attention.backends import Implementation, Machine, Workload, assess, best_backend, require_usable, spread
 from ..core.model.find import find_pretrained
-from .field_types import field_set, parse_implementation
+from .field_types import parse_implementation, temporarily_set
 from .parts import Part, Settings
 
 
@@ -65,7 +65,7 @@ class AttentionChoice(Part):
         if not self._loads_policy or self._policys is None:
             return contextlib.nullcontext()
         given = (config.model_init_kwargs or {}) | {"attn_implementation": self._policys}
-        return field_set(config, "model_init_kwargs", given)
+        return temporarily_set(config, "model_init_kwargs", given)
 
     def _refuse_other_reference(self, policys: Implementation, why: str) -> None:
         if self._references != policys:
@@ -91,33 +91,10 @@ class AttentionChoice(Part):
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
     """
-    Let a loaded model run with another attention implementation.
-
-    Args:
-        model (`torch.nn.Module`):
-            A [`~transformers.PreTrainedModel`] or a wrapper of one.
-        implementation (`str` or `dict[str, str]`):
-            A name, or a name for each part.
-
-    Returns:
-        `Callable`: undoes it.
+    Let a loaded model run with another attention implementation; what is returned undoes it.
 
     Raises:
         ValueError: If the model cannot be switched once it is loaded.
-
-    Example:
-
-    ```python
-    >>> from transformers import Qwen2Config, Qwen2ForCausalLM
-    >>> from trl_padfix.trainers.attention_choice import set_attention
-
-    >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-    ...                                      num_attention_heads=2, num_key_value_heads=1))
-    >>> undo = set_attention(model, "eager")
-    >>> model.config._attn_implementation
-    'eager'
-
-    ```
     """
     pretrained = find_pretrained(model)
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()

@@ -28,6 +28,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -155,12 +156,12 @@ class PaddingFreeMixin:
 
     def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(super()._prepare_dataset).bind(*args, **kwargs)
-        task, named = self.padding.task, dict(call.arguments)
-        first = next(iter(named))
-        call.arguments[first] = checked = task.check_dataset(named.pop(first), **named)
+        task, given = self.padding.task, SimpleNamespace(**call.arguments)
+        dataset = next(iter(call.arguments))
+        call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], given)
         prepared = super()._prepare_dataset(*call.args, **call.kwargs)
         if isinstance(prepared, Dataset):
-            task.check_prepared(prepared, len(checked), **named)
+            task.check_prepared(prepared, len(checked), given)
         return prepared
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,8 +241,8 @@ class PaddingFreeMixin:
             padding.is_observing = False
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        # TRL takes the labels of `compute_metrics` from here.
-        return super().prediction_step(model, self.padding.task.scored(inputs), *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        return loss, *self.padding.task.for_metrics(inputs, logits, labels)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)

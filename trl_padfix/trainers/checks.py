@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
 from .data.collators import check_padding_side
-from .data.columns import first_misplaced_image, list_lengths
+from .data.columns import image_counts, values
 from .data.vision_collators import misplaced, misplaced_images
 from .field_types import check_field_types, check_prefix_sharing, check_processing_class
 from .parts import Settings
@@ -29,12 +29,12 @@ __all__ = [
     "column_names",
     "explain_missing_flash_attention",
     "is_zero_3",
-    "length_dependent_rope",
     "refuse_images",
     "refuse_whole_rows",
     "require_columns",
     "require_eos",
     "require_rows",
+    "rope_kind_beyond",
     "splitting_parallelism",
 ]
 
@@ -183,7 +183,7 @@ def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
 
 
-def length_dependent_rope(model: torch.nn.Module, max_length: int | None) -> str | None:
+def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:
     """
     The kind of a rotary embedding whose frequencies depend on the longest row of a forward.
 
@@ -232,31 +232,11 @@ def check_vision(dataset: Any, processor: Any, dataset_name: str) -> None:
     if not images or not isinstance(dataset, Dataset):
         return
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
-    if not texts:
-        return
-    placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
-    try:
-        if len(texts) > 1:
-            raise TypeError(f"columns {texts}")
-        found = first_misplaced_image(dataset, images[-1], texts[0], placeholder)
-    except TypeError:  # a form of messages that Arrow does not look into
-        found = _first_misplaced_of_rows(dataset, images[-1], texts, processor)
-    if found is not None:
-        raise ValueError(misplaced(found, f"the {dataset_name} dataset"))
-
-
-def _first_misplaced_of_rows(
-    dataset: Dataset, image: str, texts: list[str], processor: Any
-) -> tuple[int, int, int] | None:
-    """[`first_misplaced_image`], row by row."""
-    given = list_lengths(dataset, image) if image == "images" else None
-    rows: Iterable[Any] = dataset.select_columns(texts)
-    for i, row in enumerate(rows):
-        example = dict(row)
-        example["images"] = [None] * (int(given[i]) if given is not None else 1)
-        for _, images, placeholders in misplaced_images([example], processor):
-            return i, images, placeholders
-    return None
+    rows = zip(image_counts(dataset, images[-1]).tolist(), *(values(dataset, text) for text in texts), strict=True)
+    for number, (count, *words) in enumerate(rows):
+        example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
+        for _, given, wanted in misplaced_images([example], processor):
+            raise ValueError(misplaced((number, given, wanted), f"the {dataset_name} dataset"))
 
 
 def is_zero_3(accelerator: Any) -> bool:

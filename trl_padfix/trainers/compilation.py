@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import PaddingRemovalError
 from .checks import is_zero_3
-from .field_types import field_set
+from .field_types import temporarily_set
 from .parts import Part
 
 
@@ -24,7 +24,7 @@ class Compilation(Part):
         with contextlib.ExitStack() as stack:
             # accelerate goes by the backend, whether or not anything is to be compiled.
             for name, value in {"torch_compile": False, "torch_compile_backend": None}.items() if compiles else ():
-                stack.enter_context(field_set(config, name, value))
+                stack.enter_context(temporarily_set(config, name, value))
             yield
 
     def ready(self) -> None:

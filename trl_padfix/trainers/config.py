@@ -1,4 +1,9 @@
-"""TRL's configurations with our fields."""
+"""
+TRL's configurations with our fields.
+
+What a field means is written once, in the docstring of the first configuration that has it; `--help` and the page of
+options read it there.
+"""
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
 # `InitVar` only where it is not a string.
@@ -10,7 +15,13 @@ import trl
 from ..core.attention.backends import Implementation
 from .data.collators import check_padding_side
 from .data.turns import check_turn_settings
-from .field_types import Sharing, check_field_types, check_prefix_sharing, parse_implementation
+from .field_types import (
+    Sharing,
+    check_field_types,
+    check_prefix_sharing,
+    help_from_docstring,
+    parse_implementation,
+)
 from .generation.config import GeneratingConfig
 from .steps.config import BudgetConfig, OnlineBudgetConfig
 
@@ -41,14 +52,7 @@ class AttentionConfig:
 class ReferenceAttentionConfig(AttentionConfig):
     """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
 
-    ref_attn_implementation: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Attention implementation of the reference model, as `attn_implementation` is the policy's: a "
-            "name, 'auto', or for a vision model a name for each part, "
-            """such as '{"text_config": "sdpa", "vision_config": "eager"}'. By default the policy's."""
-        },
-    )
+    ref_attn_implementation: dict[str, Any] | str | None = None
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
@@ -59,39 +63,10 @@ class ReferenceAttentionConfig(AttentionConfig):
 class PackingConfig:
     """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
 
-    padding_free: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute no padding: batches are packed at the decoder's door, on either padding side, with any "
-            "attention implementation and with the numbers of the padded computation. What cannot be packed exactly "
-            "is refused."
-        },
-    )
-    prefix_sharing: Sharing = field(
-        default=False,
-        metadata={
-            "help": "Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a "
-            "system prompt of many. A batch in which that would cost more than it saves is computed without. 'auto': "
-            "where it is possible and pays, and log how often that is. Needs `padding_free`.",
-            "nargs": "?",
-            "const": True,
-        },
-    )
-    parity_check: bool = field(
-        default=True,
-        metadata={
-            "help": "With `padding_free`: compare the packed forward with the padded one on a few rows of the first "
-            "training and the first evaluation batch, and stop if they differ."
-        },
-    )
-
-    stop_on_nonfinite: bool = field(
-        default=False,
-        metadata={
-            "help": "Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with "
-            "the step and the rows, and the run goes on, as in TRL."
-        },
-    )
+    padding_free: bool = False
+    prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
+    parity_check: bool = True
+    stop_on_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -103,13 +78,7 @@ class PackingConfig:
 class PaddingConfig(PackingConfig):
     """[`PackingConfig`] and `padding_side`, for trainers with a collator."""
 
-    padding_side: str | None = field(
-        default=None,
-        metadata={
-            "help": "Side on which the collator pads. By default the tokenizer's `padding_side`.",
-            "choices": ["left", "right"],
-        },
-    )
+    padding_side: str | None = field(default=None, metadata={"choices": ["left", "right"]})
 
     def __post_init__(self) -> None:
         check_padding_side(self.padding_side, optional=True)
@@ -120,15 +89,10 @@ class PaddingConfig(PackingConfig):
 class ExactEvalConfig(PaddingConfig):
     """[`PaddingConfig`] and `exact_eval_means`, for trainers that can average over all items of an evaluation."""
 
-    exact_eval_means: bool = field(
-        default=False,
-        metadata={
-            "help": "Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT), "
-            "whatever the batch size. By default they are TRL's means over batches."
-        },
-    )
+    exact_eval_means: bool = False
 
 
+@help_from_docstring
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.DPOConfig):
     """
@@ -136,40 +100,59 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to compute no padding.
+            Compute no padding: batches are packed at the decoder's door, on either padding side, with any attention
+            implementation and with the numbers of the padded computation. What cannot be packed exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Whether to compute prefixes that rows have in common only once; with `"auto"` where that is possible and
-            pays. Needs `padding_free`.
+            Compute token prefixes that rows of a batch have in common only once: the prompt of a pair, a system prompt
+            of many. A batch in which that would cost more than it saves is computed without. 'auto': where it is
+            possible and pays, and log how often that is. Needs `padding_free`.
         padding_side (`str`, *optional*):
-            `"left"` or `"right"`; by default the tokenizer's.
+            Side on which the collator pads. By default the tokenizer's `padding_side`.
         parity_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare packed with padded on the first batch of training and of evaluation.
+            With `padding_free`: compare the packed forward with the padded one on a few rows of the first training and
+            the first evaluation batch, and stop if they differ.
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
-            Whether a loss or gradient that is NaN or infinite stops the run; by default it is reported.
+            Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with the step and
+            the rows, and the run goes on, as in TRL.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation that the policy runs with: a name, `"auto"` for the fastest that is installed
-            here, or for a vision model a name for each part. By default transformers' choice.
+            Attention implementation of the model: a name, `"auto"` for the fastest that is installed here, or for a
+            vision model a name for each part. By default transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            The same for the reference model; by default the policy's.
+            Attention implementation of the reference model, as `attn_implementation` is the policy's: a name, 'auto',
+            or for a vision model a name for each part, such as '{"text_config": "sdpa", "vision_config": "eager"}'. By
+            default the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Whether to continue the prompts of the evaluation set during evaluation.
+            Continue the prompts of the evaluation set during evaluation. `compute_metrics` then receives the generated
+            tokens (`predictions`, padded with the pad token) and those of the data (`label_ids`, padded with -100), as
+            `Seq2SeqTrainer` hands them over; the texts go to `generations/` in the output directory, and a few of them
+            to the log and the trackers.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            Tokens to generate after a prompt, at most.
+            With `predict_with_generate`: tokens to generate after a prompt, at most.
         generation_kwargs (`dict`, *optional*):
-            More keyword arguments of `generate`; they go before the model's own generation config.
+            With `predict_with_generate`: more keyword arguments of `generate`. They go before the model's own
+            generation config: `{'do_sample': False}` for greedy decoding whatever it says.
         eval_generation_samples (`int`, *optional*):
-            Rows of each evaluation set to generate from, the first ones; by default all.
+            With `predict_with_generate`: how many rows of each evaluation set to generate from, the first ones. By
+            default all.
         generation_rows_shown (`int`, *optional*, defaults to `2`):
-            Generated texts that an evaluation shows in the log and the trackers.
+            With `predict_with_generate`: how many of the generated texts an evaluation shows in the log and the
+            trackers; 0 for none. All of them are in `generations/`.
         max_tokens_per_batch (`int`, *optional*):
-            Most tokens of a forward on one device; by default a batch is not split. `per_device_train_batch_size` is
-            then multiplied with `gradient_accumulation_steps`, which becomes 1; a step keeps its rows and its loss.
+            Most tokens that one forward computes on a device: the rows of an optimizer step are split into
+            micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of them.
+            The batch of an optimizer step stays `per_device_train_batch_size` x `gradient_accumulation_steps` x
+            processes: the first is multiplied with the second, which becomes 1. Batches of evaluation are split, too,
+            but not with images. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Whether rows with long common prefixes come in one optimizer step. Needs `prefix_sharing`.
+            Bring rows with long common prefixes into the same optimizer step and forward: several pairs of a prompt,
+            the turns of a conversation, rollouts of a task. Which groups meet is drawn anew in every epoch, by the
+            seed. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
-            Rows of a streamed dataset among which they are looked for.
+            With `group_by_prefix` and a streamed dataset: how many rows are read ahead and grouped among themselves.
+            Several optimizer steps of rows at least.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Whether an evaluation averages over all its pairs (or tokens). By default over batches, as TRL does.
+            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT), whatever the
+            batch size. By default they are TRL's means over batches.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -192,6 +175,7 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
+@help_from_docstring
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
     """
@@ -202,9 +186,9 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: whether the score of a row is that of the last token of its attention mask. By default
-            it is the score of the padded computation: that of the last token which is not the pad token, another one
-            where a row ends in the pad token itself (`pad_token == eos_token`).
+            With `padding_free`: score the last token of each row's attention mask. By default the token that the
+            padded computation scores: the last one which is not the pad token, another one where a row ends in the pad
+            token itself (`pad_token == eos_token`).
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -223,13 +207,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     ```
     """
 
-    pool_last_token: bool = field(
-        default=False,
-        metadata={
-            "help": "With `padding_free`: score the last token of each row's attention mask. By default the token "
-            "that the padded computation scores: another one where a row ends in the pad token."
-        },
-    )
+    pool_last_token: bool = False
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         if self.pool_last_token and not self.padding_free:
@@ -237,6 +215,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         super().__post_init__(attn_implementation)
 
 
+@help_from_docstring
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
@@ -265,6 +244,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
+@help_from_docstring
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
@@ -277,9 +257,11 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
             As in [`DPOConfig`]. Padding is removed where log-probabilities are taken; with `prefix_sharing` the prompt
             of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
-            Most tokens of a forward that takes log-probabilities. `per_device_train_batch_size` is then multiplied
-            with `gradient_accumulation_steps`, which becomes 1, where the steps of a generation are whole optimizer
-            steps and `generation_batch_size` is not given; a step keeps its rows and its loss.
+            Most tokens of a forward that takes log-probabilities, of the policy and of the reference: batches are
+            computed in pieces of as many rows as fit, with `prefix_sharing` the completions of a prompt together. The
+            rows and the loss of an optimizer step stay; `per_device_train_batch_size` is multiplied with
+            `gradient_accumulation_steps`, which becomes 1, where the steps of a generation are whole optimizer steps
+            and `generation_batch_size` is not given. Needs `padding_free`.
         **kwargs:
             All fields of [`~trl.GRPOConfig`].
 
@@ -299,6 +281,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
+@help_from_docstring
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
@@ -327,6 +310,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
+@help_from_docstring
 @dataclass
 class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.SFTConfig):
     """
@@ -338,7 +322,9 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
         generation_max_new_tokens, generation_kwargs, eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Whether a conversation becomes one row for each turn of the assistant; see [`expand_turns`].
+            Make one row of each turn of the assistant in `messages`, as the chat template renders it then, trained on
+            that turn, as the function `expand_turns` does. For templates that drop earlier thinking, and for agents'
+            rollouts.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
@@ -358,13 +344,7 @@ class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig
     ```
     """
 
-    expand_turns: bool = field(
-        default=False,
-        metadata={
-            "help": "Make one row of each turn of the assistant in `messages`, as the chat template renders it then, "
-            "trained on that turn. For templates that drop earlier thinking, and for agents' rollouts."
-        },
-    )
+    expand_turns: bool = False
 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 

@@ -36,15 +36,13 @@ class DPOTask(PairTask):
     }
     measure = PairMeasure
 
-    def check_dataset(self, dataset: Any, processing_class: Any = None, *args: Any, **more: Any) -> Any:
-        dataset = super().check_dataset(dataset, processing_class, *args, **more)
-        require_eos(dataset, processing_class)
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
+        dataset = super().check_dataset(dataset, given)
+        require_eos(dataset, given.processing_class)
         return dataset
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
-        _report_pairs(prepared, given, args.max_length, dataset_name)
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+        _report_pairs(prepared, rows, given.args.max_length, given.dataset_name)
 
     def compares_rows(self) -> bool:
         # These sort the rows of a forward, or weigh them by their tokens.

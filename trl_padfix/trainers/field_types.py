@@ -1,23 +1,28 @@
-"""Fields of a configuration and arguments of a trainer that are of another type than is meant."""
+"""The fields of a configuration: their types, their texts for `--help`, and values of another type than is meant."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers import ProcessorMixin
 from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
+    from ..core.attention.backends import Implementation
+
     Sharing = bool | Literal["auto"]
 else:
 
     class Sharing:
-        """What `--prefix_sharing` stands for on the command line and in YAML: `True`, `False` or `"auto"`."""
+        """Type of `prefix_sharing`, called with its text on the command line or in YAML."""
 
         def __new__(cls, value: str) -> bool | str:
             return "auto" if value.strip().lower() == "auto" else string_to_bool(value)
@@ -28,14 +33,12 @@ __all__ = [
     "check_field_types",
     "check_prefix_sharing",
     "check_processing_class",
-    "field_set",
+    "help_from_docstring",
     "parse_implementation",
+    "temporarily_set",
 ]
 
-
-if TYPE_CHECKING:
-    from ..core.attention.backends import Implementation
-
+Configuration = TypeVar("Configuration", bound=type)
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
@@ -43,18 +46,18 @@ OURS = ("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "
         "exact_eval_means", "pool_last_token")  # fmt: skip
 
 
+def help_from_docstring(config: Configuration) -> Configuration:
+    """Class decorator that gives fields without a `help` the text of their entry in the configuration's docstring."""
+    entries = re.findall(r"^ {4}(\w+) \(.+\):\n((?: {8}.+\n)+)", inspect.cleandoc(config.__doc__ or ""), re.MULTILINE)
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    for field in fields(config):  # type: ignore[arg-type]
+        if field.name in texts and "help" not in field.metadata:
+            field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+    return config
+
+
 def check_field_types(config: Any) -> None:
-    """
-    Check fields that Python would take for something else.
-
-    Args:
-        config ([`DPOConfig`] or another, *optional*):
-            A configuration of this package, or of TRL.
-
-    Raises:
-        TypeError: For a flag that is neither `True` nor `False` (every string that is not empty counts as true), and
-            for `model_init_kwargs` that are no mapping.
-    """
+    """Raise a `TypeError` for what Python would take for something else: flags in words count as true."""
     if not is_dataclass(config):
         return
     for field in fields(config):
@@ -62,9 +65,10 @@ def check_field_types(config: Any) -> None:
         if field.type not in FLAGS or value in (None, False, True):
             continue
         if field.name in OURS or str(value).strip().lower() in ("true", "false"):  # some of TRL's take others
+            meant = str(value).strip().lower() in ("true", "yes", "on", "1")
             raise TypeError(
                 f"`{field.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
-                f"takes {value!r} for {bool(value)}. Write `{field.name}={_meant(value)}`."
+                f"takes {value!r} for {bool(value)}. Write `{field.name}={meant}`."
             )
     given = getattr(config, "model_init_kwargs", None)
     if given is not None and not isinstance(given, (Mapping, str)):
@@ -74,15 +78,8 @@ def check_field_types(config: Any) -> None:
         )
 
 
-def _meant(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "yes", "on", "1")
-
-
 def check_processing_class(processing_class: Any) -> None:
-    """
-    Raises:
-        TypeError: If `processing_class` is no tokenizer and no processor.
-    """
+    """Raise a `TypeError` if `processing_class` is no tokenizer and no processor."""
     if processing_class is None or isinstance(processing_class, ProcessorMixin):
         return
     if not (callable(processing_class) and hasattr(processing_class, "pad_token")):
@@ -94,21 +91,11 @@ def check_processing_class(processing_class: Any) -> None:
 
 def parse_implementation(value: Any) -> Implementation | None:
     """
-    An implementation as it is given in Python, YAML or a flag, where a mapping is a JSON string.
+    Parse an attention implementation, given in Python, in YAML or as a flag, where a mapping is a JSON string.
 
     Raises:
         TypeError: If it is neither a name nor a mapping of parts to names.
         ValueError: If a string begins as a mapping and is not one.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.field_types import parse_implementation
-
-    >>> parse_implementation('{"text_config": "flash_attention_2", "vision_config": "sdpa"}')
-    {'text_config': 'flash_attention_2', 'vision_config': 'sdpa'}
-
-    ```
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -129,8 +116,8 @@ def parse_implementation(value: Any) -> Implementation | None:
 
 
 @contextlib.contextmanager
-def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """`config.name` set to `value` until the block ends; nothing where there is no config."""
+def temporarily_set(config: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `config.name` to `value` until the block ends; nothing happens without a config or such a field."""
     if config is None or not hasattr(config, name):
         yield
         return
@@ -143,10 +130,7 @@ def field_set(config: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def check_prefix_sharing(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `prefix_sharing` is set without `padding_free`, or is neither `True`, `False` nor `"auto"`.
-    """
+    """Raise a `ValueError` if `prefix_sharing` is set without `padding_free`, or is neither a flag nor `"auto"`."""
     value = getattr(config, "prefix_sharing", False)
     if not isinstance(value, bool) and value != "auto":
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {value!r}.")

@@ -92,11 +92,9 @@ class KTOTask(Task):
         collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
     measure = UnpairedMeasure
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
-        if len(rows := empty_lists(prepared, "completion_ids")):
-            raise ValueError(_empty(f"example {rows[0]} of the {dataset_name} dataset"))
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+        if len(empty := empty_lists(prepared, "completion_ids")):
+            raise ValueError(_empty(f"example {empty[0]} of the {given.dataset_name} dataset"))
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)

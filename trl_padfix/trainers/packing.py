@@ -20,7 +20,7 @@ from ..core.parity import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, column_names, is_zero_3, refuse_whole_rows, splitting_parallelism
 from .data.row_checks import check_ids, image_token_ids
-from .field_types import field_set
+from .field_types import temporarily_set
 from .parts import Part, Settings
 from .task import Task
 from .watch.finite import check_weights
@@ -116,7 +116,7 @@ class Packing(Part):
 
     def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
         # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-        return field_set(config, "padding_free", False)
+        return temporarily_set(config, "padding_free", False)
 
     def attach(self) -> None:
         self._set_up_collator()

@@ -42,17 +42,15 @@ class RewardTask(PairTask):
                 "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
             )
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
         if len(prepared) == 0:
             raise ValueError(
-                f"No pair of the {dataset_name} dataset is left: all have a sequence of more than "
-                f"`max_length={args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
+                f"No pair of the {given.dataset_name} dataset is left: all have a sequence of more than "
+                f"`max_length={given.args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
             )
         for side in ("chosen", "rejected"):
-            if len(rows := empty_lists(prepared, f"{side}_ids")):
-                raise ValueError(empty_sequence(side, f"pair {rows[0]} of the {dataset_name} dataset"))
+            if len(empty := empty_lists(prepared, f"{side}_ids")):
+                raise ValueError(empty_sequence(side, f"pair {empty[0]} of the {given.dataset_name} dataset"))
 
     def attached(self) -> None:
         handle = self.trainer.padding.handle

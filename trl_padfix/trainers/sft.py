@@ -49,20 +49,16 @@ class SFTTask(Task):
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
-    def check_dataset(
-        self, dataset: Any, processing_class: Any = None, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> Any:
-        require_rows(dataset, dataset_name)
-        if more.get("formatting_func") is None:
-            dataset = _checked_rows(dataset, processing_class, args, dataset_name)
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
+        require_rows(dataset, given.dataset_name)
+        if given.formatting_func is None:
+            dataset = _checked_rows(dataset, given.processing_class, given.args, given.dataset_name)
         if self.trainer.padding.settings.expand_turns:
-            check_turns(dataset, processing_class, dataset_name)
+            check_turns(dataset, given.processing_class, given.dataset_name)
         return dataset
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
-        _report_rows(prepared, given, more["packing"], args.max_length, dataset_name)
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+        _report_rows(prepared, rows, given.packing, given.args.max_length, given.dataset_name)
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
@@ -100,6 +96,15 @@ class SFTTask(Task):
 
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return drop_first_labels(inputs) if self._labels_begin_rows and "attention_mask" in inputs else inputs
+
+    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.
+        if not self._labels_begin_rows or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
+            return logits, labels
+        mask = inputs["attention_mask"].to(logits.device)
+        columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
+        inputs.update(pad_right(inputs))  # with `include_for_metrics` they are handed over, too
+        return logits.take_along_dim(columns[..., None], dim=1), labels.gather(1, columns)
 
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # transformers counts the labels of right-padded rows, for most models without the first column.

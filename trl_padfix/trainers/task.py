@@ -69,39 +69,31 @@ class Task:
     def check(self, config: Any, given: dict[str, Any]) -> None:
         """Errors that are better raised before a model is loaded. `given`: the arguments of `__init__` by name."""
 
-    def check_dataset(
-        self, dataset: Any, processing_class: Any = None, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> Any:
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
         """
         The dataset that TRL is to prepare, where it has sound rows.
 
         Args:
             dataset (`Any`):
                 The dataset as it is given to the trainer.
-            processing_class, args, dataset_name, **more:
-                The other arguments of TRL's `_prepare_dataset`.
+            given (`SimpleNamespace`):
+                The arguments of TRL's `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
 
         Raises:
             ValueError: For what is wrong with its columns and rows.
         """
         if not self.columns:
             return dataset
-        require_rows(dataset, dataset_name)
-        require_columns(dataset, dataset_name, self.columns, self.needs)
-        check_vocabulary(processing_class)
-        return sound_rows(dataset, dataset_name, self.texts)
+        require_rows(dataset, given.dataset_name)
+        require_columns(dataset, given.dataset_name, self.columns, self.needs)
+        check_vocabulary(given.processing_class)
+        return sound_rows(dataset, given.dataset_name, self.texts)
 
-    def check_prepared(
-        self, prepared: Dataset, given: int, args: Any = None, dataset_name: str = "train", **more: Any
-    ) -> None:
-        """Errors and warnings about what TRL has made of `given` rows. Streams do not come here."""
+    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+        """Errors and warnings about what TRL has made of `rows` rows. Streams do not come here."""
 
     def attached(self) -> None:
         """Errors that need both the data as TRL has prepared them and the models with padding removed."""
-
-    def packing_options(self) -> dict[str, Any]:
-        """More keyword arguments of `remove_padding`."""
-        return {}
 
     def packs_rows(self) -> bool:
         """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""
@@ -128,6 +120,10 @@ class Task:
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch as the loss is to see it."""
         return inputs
+
+    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        """What `compute_metrics` is given of a batch, of the logits and labels that TRL hands over."""
+        return logits, labels
 
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The batches as transformers is to count their labels."""

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from kit.cells import every_pair
+from kit.cells import every_pair, once_each
 from kit.model_numbers import (
     DISTINCT,
     REAL,
@@ -79,8 +79,9 @@ def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-@SHARING
-@pytest.mark.parametrize(("name", "implementation"), [*SUPPORTED, ("gpt2", "flash_attention_2")])
+@pytest.mark.parametrize(
+    ("name", "implementation", "sharing"), once_each([*SUPPORTED, ("gpt2", "flash_attention_2")], [False, True])
+)
 def test_bf16_is_as_close_to_fp32_packed_as_padded(name, implementation, sharing):
     ids, mask = batch("mixed")
     kwargs = {"position_ids": padded_positions(mask)} if name == "gpt2" else {}
@@ -153,8 +154,7 @@ WRONG_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_LAYOUTS)
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+@pytest.mark.parametrize(("name", "implementation", "wrong"), once_each(SUPPORTED, list(WRONG_LAYOUTS)))
 def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeypatch):
     ids, mask = batch("mixed")
     model = build(name, implementation)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import trl
-from kit.dpo_runs import CASES, MODES, STEPS, build_pairs, build_tokenizer, make_case, run
+from kit.dpo_runs import CASES, MODES, STEPS, build_pairs, make_case, run
 from kit.models import build
+from kit.trainer_runs import build_tokenizer
 from transformers import PrinterCallback
 
 from trl_padfix import DPOConfig, DPOTrainer

@@ -13,9 +13,10 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from kit.dpo_runs import MODES, SHORT, TWO_MODES, build_pairs, build_tokenizer, is_bare, our_warnings, run
+from kit.dpo_runs import MODES, SHORT, TWO_MODES, build_pairs, is_bare, our_warnings, run
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
+from kit.trainer_runs import build_tokenizer
 from peft import PrefixTuningConfig, PromptTuningConfig, TaskType
 
 from trl_padfix import DPOConfig, PaddingRemovalError

@@ -5,8 +5,9 @@ import inspect
 import pytest
 import torch
 import trl
-from kit.dpo_runs import MODES, TWO_MODES, assert_mode_ran, assert_same, is_bare, run
+from kit.dpo_runs import MODES, TWO_MODES, assert_mode_ran, is_bare, run
 from kit.models import build
+from kit.trainer_runs import assert_same
 from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,6 +28,7 @@ OVERRIDDEN = {
     "_prepare_dataset": "self, dataset, processing_class, args, dataset_name",
     "_precompute_ref_logps": "self, dataset, name, batch_size",
     "training_step": "self, args, kwargs",
+    "prediction_step": "self, model, inputs, prediction_loss_only, ignore_keys",
     "get_train_dataloader": "self",
     "floating_point_ops": "self, inputs",
     "_get_train_sampler": "self, train_dataset",
@@ -122,11 +124,11 @@ def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(mode,
 def test_a_padded_trainer_after_another_one_is_padded(first, make):
     before = make(config=MODES[first] | {"max_steps": 1})
     before.train()
-    seen = [handle.stats.packed_tokens for handle in before._handles]
+    seen = [handle.stats.packed_tokens for handle in before.padding.handles]
     models = {"model": before.model, "ref_model": before.ref_model}
     after = make(config={"max_steps": 1, "padding_side": "right"}, **models)
     after.train()
-    assert [handle.stats.packed_tokens for handle in before._handles] == seen
+    assert [handle.stats.packed_tokens for handle in before.padding.handles] == seen
     assert not any("forward" in vars(part) for part in attended(models))
 
 

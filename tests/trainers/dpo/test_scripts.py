@@ -7,20 +7,9 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.dpo_runs import (
-    MODES,
-    SHORT,
-    SPECIAL,
-    STEPS,
-    TWO_MODES,
-    assert_mode_ran,
-    assert_same,
-    build_pairs,
-    build_tokenizer,
-    count_tokens,
-    run,
-)
+from kit.dpo_runs import MODES, SHORT, STEPS, TWO_MODES, assert_mode_ran, build_pairs, count_tokens, run
 from kit.models import build
+from kit.trainer_runs import SPECIAL, assert_same, build_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_padfix import DPOTrainer
@@ -120,7 +109,7 @@ def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):
         processing_class=build_tokenizer(),
     )
     assert type(trainer.args) is trl.DPOConfig
-    assert trainer._handles == []
+    assert trainer.padding.handles == []
     assert trainer.data_collator.padding_side == "right"
 
 
@@ -151,7 +140,7 @@ def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path
     build("qwen2").save_pretrained(tmp_path)
     config = MODES["padding-free, left"] | {"model_init_kwargs": {"dtype": "float32"}}
     ours = run(make(config=config, model=str(tmp_path), ref_model=None))
-    assert len(ours.trainer._handles) == 2
+    assert len(ours.trainer.padding.handles) == 2
     assert_mode_ran(ours, "padding-free, left")
     del config["padding_free"], config["padding_side"]
     assert_same(ours.trajectory, run(make(trl.DPOTrainer, config, model=str(tmp_path), ref_model=None)).trajectory)
@@ -183,7 +172,7 @@ def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode,
         make(trainer_class, MODES.get(mode, {})), resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}")
     )
     assert_same(resumed.trajectory, trl_run("sigmoid").trajectory)
-    for handle in getattr(resumed.trainer, "_handles", []):
+    for handle in resumed.trainer.padding.handles if mode else []:
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 

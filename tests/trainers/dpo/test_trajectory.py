@@ -29,22 +29,29 @@ from kit.dpo_runs import (
     TWO_MODES,
     Case,
     assert_mode_ran,
-    assert_same,
     is_bare,
     make_case,
     run,
 )
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.trainer_runs import assert_same
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
 from trl_padfix import prefix_sharing_layout as share_prefixes
+from trl_padfix.trainers.compilation import Compilation
 
 
-@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES), fully=["sigmoid"]))
-def test_twenty_steps_and_an_evaluation_are_trls(objective, mode, make, our_run, trl_run):
-    ours = our_run(mode) if objective == "sigmoid" else run(make_case(make, CASES[objective], **MODES[mode]))
-    assert len(ours.trajectory) == STEPS + 1
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_steps_and_an_evaluation_are_trls(mode, our_run, trl_run):
+    assert len(our_run(mode).trajectory) == STEPS + 1
+    assert_same(our_run(mode).trajectory, trl_run("sigmoid").trajectory)
+    assert_mode_ran(our_run(mode), mode)
+
+
+@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(MODES)))
+def test_every_objective_is_trls(objective, mode, make, trl_run):
+    ours = run(make_case(make, CASES[objective], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(objective).trajectory)
     assert_mode_ran(ours, mode)
 
@@ -71,7 +78,7 @@ def test_no_loss_type_of_trl_is_left_out():
 def test_every_set_up_is_trls(set_up, mode, make, trl_run):
     ours = run(make_case(make, CASES[set_up], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(set_up).trajectory)
-    for handle in ours.trainer._handles:
+    for handle in ours.trainer.padding.handles:
         assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
         assert handle.prefix_sharing == (handle.stats.packed_tokens < handle.stats.real_tokens)
 
@@ -82,7 +89,7 @@ def test_prompt_tuning_is_trls(make):
     tuned = Case(SHORT, given=lambda: {"ref_model": None, "peft_config": PromptTuningConfig(**settings)})
     ours = run(make_case(make, tuned, padding_free=True))
     assert_same(ours.trajectory, run(make_case(make, tuned, trl.DPOTrainer)).trajectory)
-    assert 0 < ours.trainer._handles[0].stats.packed_tokens < ours.trainer._handles[0].stats.padded_tokens
+    assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
 
 
 # A model of absolute positions gives other numbers where it is not told where the rows begin.
@@ -134,7 +141,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr(trainer.args, "torch_compile", True)
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
-                trainer._compile_layers()
+                trainer.padding.part(Compilation).ready()
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

@@ -144,7 +144,7 @@ for library, more in ((trl, {{}}), (trl_padfix, dict(padding_free=True, exact_ev
     if trainer.is_world_process_zero():
         print("figures", json.dumps([losses, evaluated]))
     if library is trl_padfix:
-        stats = trainer._handles[0].stats
+        stats = trainer.padding.stats
         assert 0 < stats.packed_tokens
         assert (stats.packed_tokens == stats.padded_tokens) is {packs}
 torch.distributed.barrier()

@@ -44,7 +44,7 @@ def test_packing_is_trls_on_every_backend(strategy, implementation, padding_free
         config = packing(strategy) | {"padding_free": padding_free}
         ours = run(make(config=config, model=build_model(attn_implementation=implementation)), watch_packed)
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
-    (handle,) = ours.trainer._handles
+    (handle,) = ours.trainer.padding.handles
     tokens = sum(positions.numel() for positions in ours.batches)
     assert handle.stats.packed_tokens == handle.stats.padded_tokens == ours.entered == tokens
     assert all((positions == 0).sum() > 2 for positions in ours.batches[:5])
@@ -54,7 +54,7 @@ def test_packed_rows_share_prefixes(make, trl_packed):
     theirs = trl_packed("bfd")
     ours = run(make(config=packing() | MODES["prefix sharing"]), watch_packed)
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
-    assert 0 < ours.trainer._handles[0].stats.packed_tokens < theirs.entered
+    assert 0 < ours.trainer.padding.stats.packed_tokens < theirs.entered
     assert all(log["padfix/shared_fraction"] > 0 for log in ours.logs if "loss" in log)
 
 
@@ -88,9 +88,9 @@ def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, ma
     metrics = [evaluated(trainer) for trainer in (packed, separate)]
     for name in ["eval_loss", "eval_mean_token_accuracy", *(["eval_entropy"] if NEWEST else [])]:
         assert metrics[0][name] == pytest.approx(metrics[1][name], abs=1e-5)
-    assert packed._handles[0].stats.packed_tokens > 0
+    assert packed.padding.stats.packed_tokens > 0
     packed.train()
-    assert (packed._handles[0].stats.padded_tokens > 0) is True
+    assert (packed.padding.stats.padded_tokens > 0) is True
 
 
 GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "pad_token_id": 39}
@@ -129,7 +129,7 @@ def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
     steps = ours.trajectory()[:-1]
     assert_same(steps, trl_run("short").trajectory()[:-1])
     before = trl_run("short")
-    evaluated = ours.trainer._handles[0].stats.packed_tokens
+    evaluated = ours.trainer.padding.stats.packed_tokens
     padded = sum(mask.numel() for _, mask in before.batches[:5])
     assert ours.entered == padded + evaluated
 
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_packed_is_left_to_trl_with_the_reason(make, capl
     model = build_model(attn_implementation="flex_attention")
     with caplog.at_level(logging.WARNING):
         trainer = make(config=packing(), model=model)
-    assert trainer._handles == []
+    assert trainer.padding.handles == []
     assert any(
         "left to the model's own attention" in r.getMessage() and "flex" in r.getMessage() for r in caplog.records
     )

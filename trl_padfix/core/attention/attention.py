@@ -75,9 +75,9 @@ def names_attention(module: nn.Module) -> bool:
     """Whether a module asks its config which attention to use: to attend, or to make the masks of its layers."""
     if uses_attention_interface(module):
         return True
-    makers = isinstance(module, PreTrainedModel) and hasattr(module, "config")
-    codes = [inspect.unwrap(type(module).forward).__code__] if makers else []
-    return any(n.startswith("create_") and "mask" in n for c in codes for n in c.co_names)
+    if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
+        return False
+    return any(name.startswith("create_") and "mask" in name for name in _forward_code(type(module)).co_names)
 
 
 def counts_columns(module: nn.Module) -> bool:
@@ -126,19 +126,8 @@ def packed_attention(
     """
     Attend over the segments of a layout: transformers' attention function of a packed forward.
 
-    Args:
-        module (`torch.nn.Module`):
-            The attention module.
-        query (`torch.Tensor` of shape `(1, N, T, D)`), key, value (`torch.Tensor` of shape `(1, K, T, D)`):
-            States of the packed tokens.
-        attention_mask ([`PackedMask`], *optional*):
-            What the decoder asked of its mask: windows and chunks within the rows that the layout keeps apart.
-        **kwargs:
-            What the module hands to its attention function (`scaling`, `dropout`, `sliding_window`, `softcap`,
-            `s_aux`), and the layout.
-
-    Returns:
-        `tuple[torch.Tensor, None]`: attended values `(1, T, N, D)`, and no attention weights.
+    From queries `(1, N, T, D)` and keys and values `(1, K, T, D)` to attended values `(1, T, N, D)`, without weights.
+    The mask says what the decoder asked for within the rows that the layout keeps apart.
 
     Raises:
         PaddingRemovalError: If the module hands over something that the layout does not account for.
@@ -149,20 +138,20 @@ def packed_attention(
         call = frame.call  # the layer does not hand keyword arguments down
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
-        raise PaddingRemovalError(
+        raise _refusal(
             f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
-            "to its attention. Padding cannot be removed from this model; train it with `padding_free=False`."
+            "to its attention"
         )
     if query.shape[2] != call.layout.packed_tokens or key.shape[2] != call.layout.packed_tokens:
-        raise PaddingRemovalError(
+        raise _refusal(
             f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
-            f"{call.layout.packed_tokens} tokens: they are not one for each token. Padding cannot be removed from "
-            "this model; train it with `padding_free=False`."
+            f"{call.layout.packed_tokens} tokens: they are not one for each token"
         )
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     masks = _prepared_masks(name, attention_mask, call)
-    _check_arguments(name, kwargs)
+    if unknown := [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]:
+        raise _refusal(f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that")
     asked = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
@@ -172,21 +161,18 @@ def packed_attention(
     attend = _own_function(module, call.implementation)
     if _is_flash(call.implementation):
         return attend_varlen(attend, module, query, key, value, call.layout, kwargs), None
-    if call.implementation == "sdpa":
+    is_eager = call.implementation == "eager"
+    if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
+        if masks is None and torch_varlen_applies(query, value, call.layout, kwargs):
+            return attend_torch_varlen(query, key, value, call.layout, kwargs), None
     states = query, key, value, call.layout, kwargs
-    if call.implementation == "sdpa" and masks is None and torch_varlen_applies(query, value, call.layout, kwargs):
-        return attend_torch_varlen(*states), None
-    return attend_by_segment(attend, module, *states, is_eager=call.implementation == "eager", masks=masks), None
+    return attend_by_segment(attend, module, *states, is_eager=is_eager, masks=masks), None
 
 
-def _check_arguments(name: str, kwargs: dict[str, Any]) -> None:
-    unknown = [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]
-    if unknown:
-        raise PaddingRemovalError(
-            f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that. Padding "
-            "cannot be removed from this model; train it with `padding_free=False`."
-        )
+def _refusal(reason: str) -> PaddingRemovalError:
+    remedy = "Padding cannot be removed from this model; train it with `padding_free=False`."
+    return PaddingRemovalError(f"{reason}. {remedy}")
 
 
 def _prepared_masks(name: str, mask: Any, call: PackedCall) -> list[torch.Tensor] | None:
@@ -209,10 +195,7 @@ def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kw
     unknown = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     asked = unknown if mask is None else mask
     if not isinstance(asked, PackedMask) or asked.custom:
-        raise PaddingRemovalError(
-            f"{name} attends with a mask of its own making, which a layout does not say how to pack. Padding cannot "
-            "be removed from this model; train it with `padding_free=False`."
-        )
+        raise _refusal(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
     if not asked.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
@@ -253,7 +236,5 @@ class ViewPatch(ForwardPatch):
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.on_view()(*args, **kwargs) if attention_override() else self.wrapped(*args, **kwargs)
-        if packed_call() is call:
-            return self.on_view()(*args, **kwargs)
-        with within(packed=call):  # a recomputation
+        with within(packed=call):
             return self.on_view()(*args, **kwargs)

@@ -89,14 +89,7 @@ _KERNELS = Requirement(deps["kernels"])
 
 @dataclass(frozen=True)
 class Machine:
-    """
-    A device as far as attention is concerned.
-
-    Attributes:
-        device (`str`): Its type: `"cuda"`, `"cpu"`, `"mps"`, ...
-        name (`str`): What it calls itself.
-        capability (`tuple[int, int]`, *optional*): CUDA compute capability of an NVIDIA GPU.
-    """
+    """A device as far as attention is concerned: its type, its name, and the compute capability of an NVIDIA GPU."""
 
     device: str = "cpu"
     name: str = "CPU"
@@ -118,15 +111,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Workload:
-    """
-    What is to be run.
-
-    Attributes:
-        machine ([`Machine`]): Where.
-        dtype (`torch.dtype`): Precision that attention is computed in.
-        config ([`~transformers.PretrainedConfig`], *optional*): Of the model.
-        padding_free (`bool`): Whether batches are packed.
-    """
+    """What is to be run, where, and in which precision attention computes."""
 
     machine: Machine = Machine()
     dtype: torch.dtype = torch.float32
@@ -144,7 +129,6 @@ class Backend:
     An attention implementation and whether it can be used.
 
     Attributes:
-        name (`str`): As `attn_implementation` takes it.
         obstacles (`tuple[str, ...]`): What stands against it; nothing if it is usable.
         note (`str`): What it computes with.
         install (`str`, *optional*): Command that installs what is missing.
@@ -175,10 +159,6 @@ class Backend:
 def list_backends(workload: Workload) -> list[Backend]:
     """
     Every attention implementation, usable or not, with its reason.
-
-    Args:
-        workload ([`Workload`]):
-            What is to be run.
 
     Example:
 
@@ -220,10 +200,7 @@ def best_backend(workload: Workload) -> Backend:
     """
     The fastest implementation that is there: what `"auto"` stands for.
 
-    Hub kernels are left out, because loading one asks the Hub for its builds.
-
-    Returns:
-        [`Backend`]; its note says why it is not a faster one.
+    Hub kernels are left out, because loading one asks the Hub for its builds. The note says why it is none faster.
     """
     order = ["flash_attention_2", "sdpa", "eager"]
     major = (workload.machine.capability or (0, 0))[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -42,6 +42,13 @@ logger = logging.get_logger(__name__)
 _shapes: Any = _config  # its `patch` is put there at run time
 _graphs: Any = dynamo_config
 
+_WITHOUT_OPERATOR = {
+    "attention_dropout": "dropout of attention",
+    "attn_pdrop": "dropout of attention",
+    "attn_logit_softcapping": "a softcap",
+    "attention_chunk_size": "chunks",
+}
+
 COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
 
@@ -69,36 +76,30 @@ def compile_layers(
     """
     Compile the decoder layers of an attached model for its packed forwards.
 
-    Args:
-        handle ([`PaddingRemoval`]):
-            The attachment.
-        backend (`str`, *optional*, defaults to `"inductor"`):
-            Backend of [`torch.compile`].
-        mode (`str`, *optional*):
-            Mode of [`torch.compile`].
-        compiled (`dict`, *optional*):
-            Forwards compiled before, by the kind of their layer, for models of one class that take turns; those of
-            this handle are added.
-
-    Returns:
-        `dict[str, str]`: the layers that run uncompiled, by name, each with the reason; a warning names them.
+    `backend` and `mode` are those of [`torch.compile`]. `compiled` are forwards compiled before, by the kind of their
+    layer, for models of one class that take turns; those of this handle are added. Returns the layers that run
+    uncompiled, by name, each with the reason; a warning names them.
     """
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
     patches, left, functions = [], {}, {} if compiled is None else compiled
-    for name, layer in _layers(handle.decoder):
+    for name, layer in handle.mixers.layers.items():
+        if not any(uses_attention_interface(m) for m in layer.modules()):
+            continue
         reason = _obstacle(layer, handle.decoder)
         if reason is not None:
             left[name] = reason
             continue
-        kind = type(layer), getattr(layer, "attention_type", None), _window(layer)
+        windows = (m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None))
+        kind = type(layer), getattr(layer, "attention_type", None), next(windows, None)
         if kind not in functions:
             functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
         patches.append(CompiledLayerPatch(layer, handle, functions[kind]))
     handle.attach(patches)
     for reason in dict.fromkeys(left.values()):
         names = [name for name, why in left.items() if why == reason]
-        logger.warning(f"{len(names)} of {len(left) + len(patches)} layers run uncompiled ({_span(names)}): {reason}.")
+        span = " to ".join(dict.fromkeys([names[0], names[-1]]))
+        logger.warning(f"{len(names)} of {len(left) + len(patches)} layers run uncompiled ({span}): {reason}.")
     return left
 
 
@@ -117,8 +118,8 @@ class CompiledLayerPatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call: PackedCall | None = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
-        segments = _segments(call, kwargs.get("attention_mask")) if call is not None else None
-        if call is None or segments is None:
+        segments = None if call is None else _segments(call, kwargs.get("attention_mask"))
+        if segments is None:
             return self.wrapped(*args, **kwargs)
         given = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
@@ -136,7 +137,7 @@ class CompiledLayerPatch(ForwardPatch):
 
     def _twin(self) -> nn.Module:
         if not self._twins:
-            _twin(self.module, self._twins)
+            _make_twin(self.module, self._twins)
         for twin, module in self._twins:
             twin.__dict__["training"] = module.training
         return self._twins[-1][0]
@@ -157,9 +158,8 @@ def attend_compiled(
     if segments.key_index is not None:
         maps = segments.key_index, segments.key_order, segments.key_offsets
         key, value = gather_keys(key, *maps), gather_keys(value, *maps)
-    bounds = segments.cu_seqlens_q, segments.cu_seqlens_k
-    if bounds[1] is None:
-        bounds = bounds[0], bounds[0]
+    bounds_q, bounds_k = segments.cu_seqlens_q, segments.cu_seqlens_k
+    bounds = bounds_q, bounds_q if bounds_k is None else bounds_k
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
@@ -192,28 +192,14 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
     )
 
 
-def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a decoder, by name."""
-    for name, blocks in decoder.named_modules():
-        if isinstance(blocks, nn.ModuleList):
-            for i, block in enumerate(blocks):
-                if any(uses_attention_interface(m) for m in block.modules()):
-                    yield f"{name}.{i}", block
-
-
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     """Why a layer cannot be compiled, or `None` if it can."""
     config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
-    for name, what in (
-        ("attention_dropout", "dropout of attention"),
-        ("attn_pdrop", "dropout of attention"),
-        ("attn_logit_softcapping", "a softcap"),
-        ("attention_chunk_size", "chunks"),
-    ):
-        if getattr(config, name, None):
-            return f"`{name}={getattr(config, name)}`: {what} has no operator that a compiler can be shown"
+    for name, what in _WITHOUT_OPERATOR.items():
+        if value := getattr(config, name, None):
+            return f"`{name}={value}`: {what} has no operator that a compiler can be shown"
     if any(hasattr(module, "sinks") for module in layer.modules()):
         return "attention sinks have no operator that a compiler can be shown"
     for module in layer.modules():
@@ -227,10 +213,6 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
         return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
     return None
-
-
-def _window(layer: nn.Module) -> Any:
-    return next((m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None)), None)
 
 
 def _plain_forward(cls: type[nn.Module]) -> Callable:
@@ -256,12 +238,8 @@ def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
     return torch.compile(own, backend=backend, mode=mode, fullgraph=True, dynamic=True)
 
 
-def _twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    """
-    A module with the parameters, buffers and children of `module`, and compiled attention in its config.
-
-    The twins that are made, and what they are twins of, are added to `made`, the outermost last.
-    """
+def _make_twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """A module like `module` with compiled attention in its config; it joins `made` after the twins within it."""
     twin = object.__new__(type(module))
     twin.__dict__.update({k: v for k, v in vars(module).items() if k != "forward"})
     if uses_attention_interface(module):
@@ -271,11 +249,7 @@ def _twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Modu
     children = dict(module._modules)
     for name, child in children.items():
         if child is not None and any(uses_attention_interface(m) for m in child.modules()):
-            children[name] = _twin(child, made)
+            children[name] = _make_twin(child, made)
     twin.__dict__["_modules"] = children
     made.append((twin, module))
     return twin
-
-
-def _span(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

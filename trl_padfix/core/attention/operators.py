@@ -9,12 +9,13 @@ variable-length kernel for it (CPU). Imported when the first layers are compiled
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 
-from .segments import BLOCK, sum_places
+from .segments import blocks, sum_places, visible
 
 
 __all__ = ["attend_segments", "gather_keys"]
@@ -64,26 +65,14 @@ def attend_segments(
     window: int,
 ) -> torch.Tensor:
     """
-    Causal attention over segments, aligned to the bottom right.
-
-    Args:
-        query (`torch.Tensor` of shape `(T, N, D)`), key, value (`torch.Tensor` of shape `(keys, K, D)`):
-            States, segment after segment.
-        cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
-            Where segments begin and end.
-        scale (`float`):
-            Factor of the scores.
-        window (`int`):
-            Keys that a query sees at most, its own counted; -1 for all.
-
-    Returns:
-        `torch.Tensor` of shape `(T, N, D)`.
+    Causal attention over segments, aligned to the bottom right: `(T, N, D)` of queries `(T, N, D)`, keys and values
+    `(keys, K, D)`. A query sees `window` keys at most, its own counted; -1 for all.
     """
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     grouped = query.shape[1] != key.shape[1]
-    for q, k, visible in _blocks(cu_seqlens_q, cu_seqlens_k, window):
+    for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
         states = (x.transpose(0, 1).unsqueeze(0) for x in (query[q], key[k], value[k]))
-        attended = functional.scaled_dot_product_attention(*states, attn_mask=visible, scale=scale, enable_gqa=grouped)
+        attended = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=grouped)
         output[q] = attended.squeeze(0).transpose(0, 1)
     return output
 
@@ -108,11 +97,11 @@ def attend_segments_backward(
     dtype = torch.promote_types(query.dtype, torch.float32)
     of_query, of_key, of_value = (x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value))
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    for q, k, visible in _blocks(cu_seqlens_q, cu_seqlens_k, window):
+    for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
         # `(K, group, queries, D)` against `(K, 1, keys, D)`: a head of keys serves its group without a copy.
         queries, given = (x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream))
         keys, values = (x[k].to(dtype).transpose(0, 1).unsqueeze(1) for x in (key, value))
-        weights = (queries @ keys.mT * scale).masked_fill_(~visible, -torch.inf).softmax(-1)
+        weights = (queries @ keys.mT * scale).masked_fill_(~mask, -torch.inf).softmax(-1)
         of_weights = given @ values.mT
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
         of_query[q] = (of_scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
@@ -144,15 +133,10 @@ def _blocks(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Blocks of queries of one segment each, the keys that any of them sees, and which sees which."""
-    bounds = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], cu_seqlens_k.tolist()[1:], strict=False)
-    for (begin, end, last), first in zip(bounds, cu_seqlens_k.tolist(), strict=False):
-        shift = last - end  # of the last query stands at the last key
-        for at in range(begin, end, BLOCK):
-            to = min(at + BLOCK, end)
-            since = first if window < 0 else max(first, at + shift - window + 1)
-            ahead = torch.arange(since, to + shift)[None] - torch.arange(at + shift, to + shift)[:, None]
-            yield (
-                slice(at, to),
-                slice(since, to + shift),
-                (ahead <= 0) if window < 0 else (ahead <= 0) & (ahead > -window),
-            )
+    limit = None if window < 0 else window
+    for (q, end_q), (k, end_k) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
+        places = torch.arange(end_k - k, device=cu_seqlens_k.device)
+        own_places = places[end_k - k - (end_q - q) :]
+        for own, keys in blocks(end_q - q, end_k - k, limit):
+            mask = visible(own_places[own], places[keys], limit, None)
+            yield slice(q + own.start, q + own.stop), slice(k + keys.start, k + keys.stop), mask

@@ -8,7 +8,7 @@ the keys of the segments first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..layout.layout import Layout
 
 
-__all__ = ["BLOCK", "attend_by_segment", "in_attention_dtype", "sum_by_token"]
+__all__ = ["attend_by_segment", "blocks", "in_attention_dtype", "sum_by_token", "visible"]
 
 BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
@@ -44,74 +44,68 @@ def attend_by_segment(
 
     With `masks`, one `(1, 1, queries, keys)` for each segment, these say what is seen, and nothing else.
     """
-    window: int | None = kwargs.get("sliding_window")
-    chunk: int | None = kwargs.get("attention_chunk_size")
-    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
-    limits = [n for n in (window, chunk) if n is not None]
+    asked = kwargs.get("sliding_window"), kwargs.get("attention_chunk_size")
+    limits = [tuple(n if n is not None and n < span else None for n in asked) for span in layout.spans]
     # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where at most half
-    # is shared, a row made whole by queries that nobody asks for is quicker than a mask.
-    wholes = [
-        masks is None and not is_eager and keys <= 2 * own and all(span <= n for n in limits)
-        for own, keys, span in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True)
+    # is shared, a row made whole by queries that nobody asks for is quicker than a mask. `None`: not computed whole.
+    added = [
+        keys - own if masks is None and not is_eager and keys <= 2 * own and limit == (None, None) else None
+        for own, keys, limit in zip(layout.query_lengths, layout.key_lengths, limits, strict=True)
     ]
-    lengths = list(zip(layout.query_lengths, layout.key_lengths, strict=True))
-    added = [keys - own if whole else 0 for (own, keys), whole in zip(lengths, wholes, strict=True)]
-    q_lengths = [own + n for (own, _), n in zip(lengths, added, strict=True)]
+    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
     # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
     segments = zip(
-        _with_queries(query, layout, added).split(q_lengths, dim=2),
+        _with_queries(query, layout, added),
         _gather_keys(key, layout).split(layout.key_lengths, dim=2),
         _gather_keys(value, layout).split(layout.key_lengths, dim=2),
         layout.positions.split(layout.query_lengths),
         positions_k.split(layout.key_lengths),
-        layout.spans,
-        wholes,
-        added,
         strict=True,
     )
     # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.
-    on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu"
+    on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu" and masks is None
     on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
     outputs = []
-    given = iter(masks or ())
-    for index, (own_query, own_key, own_value, own_positions, own_positions_k, span, whole, n) in enumerate(segments):
-        queries, keys = len(own_positions), len(own_positions_k)
-        windowed = window if window is not None and window < span else None
-        chunked = chunk if chunk is not None and chunk < span else None
-        own_mask = next(given, None)
-        if whole:
+    for index, (own_query, own_key, own_value, positions, own_positions_k) in enumerate(segments):
+        if (n := added[index]) is not None:
             row = attend(module, own_query, own_key, own_value, None, **kwargs)[0]
             outputs.append(row[:, n:] if n else row)
             continue
-        for begin in range(0, queries, BLOCK):
-            end = min(begin + BLOCK, queries)
-            last_k = keys - queries + end if masks is None else keys
-            k = slice(max(0, last_k - (end - begin) - windowed + 1) if windowed else 0, last_k)
-            part = own_query[:, :, begin:end], own_key[:, :, k], own_value[:, :, k]
-            seen = own_positions[begin:end], own_positions_k[k], windowed, chunked
-            if on_cpu and own_mask is None:
-                mask = _kept_mask(layout, (index, begin, windowed, chunked, query.dtype), query, *seen)
+        for q, k in blocks(len(positions), len(own_positions_k), limits[index][0]):
+            k = k if masks is None else slice(None)
+            part = own_query[:, :, q], own_key[:, :, k], own_value[:, :, k]
+            seen = positions[q], own_positions_k[k], *limits[index]
+            if on_cpu:
+                mask = _kept_mask(layout, (index, q.start, *limits[index], query.dtype), query, *seen)
                 outputs.append(_attend_grouped(*part, mask, kwargs))
-            else:
-                mask = _visible(*seen) if own_mask is None else own_mask[:, :, begin:end]
-                if is_eager:  # eager functions add their mask
-                    mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-                outputs.append(attend(module, *part, mask, **kwargs)[0])
+                continue
+            mask = visible(*seen) if masks is None else masks[index][:, :, q]
+            if is_eager:  # eager functions add their mask
+                mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            outputs.append(attend(module, *part, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
 
 
-def _with_queries(query: torch.Tensor, layout: Layout, added: list[int]) -> torch.Tensor:
-    """Queries of zeros in front of those of the segments, in one tensor: the graph is to keep no other."""
-    if not any(added):
-        return query
-    zeros = query.new_zeros(*query.shape[:2], max(added), query.shape[3])
+def blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Blocks of a segment's queries, and the keys that any of them sees; the last query stands at the last key."""
+    for begin in range(0, queries, BLOCK):
+        end = min(begin + BLOCK, queries)
+        first, last = keys - queries + begin, keys - queries + end
+        yield slice(begin, end), slice(0 if window is None else max(0, first - window + 1), last)
+
+
+def _with_queries(query: torch.Tensor, layout: Layout, added: list[int | None]) -> tuple[torch.Tensor, ...]:
+    """The queries of each segment behind zeros, cut from one tensor: the graph is to keep no other."""
     own = query.split(layout.query_lengths, dim=2)
-    return torch.cat([x for n, part in zip(added, own, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
+    if not any(added):
+        return own
+    counts = [n or 0 for n in added]
+    zeros = query.new_zeros(*query.shape[:2], max(counts), query.shape[3])
+    led = torch.cat([x for n, part in zip(counts, own, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
+    return led.split([n + length for n, length in zip(counts, layout.query_lengths, strict=True)], dim=2)
 
 
-def _visible(
-    positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
-) -> torch.Tensor:
+def visible(positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None) -> torch.Tensor:
     """Which keys each query sees, `(1, 1, queries, keys)`."""
     position = positions[:, None]
     distance = position - positions_k[None]
@@ -137,8 +131,8 @@ def _kept_mask(layout: Layout, block: tuple, query: torch.Tensor, *seen: Any) ->
     known = _masks.setdefault(layout, {})
     mask = known[block]() if block in known else None
     if mask is None:
-        visible = _visible(*seen)
-        mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+        sees = visible(*seen)
+        mask = query.new_zeros(sees.shape).masked_fill_(~sees, -torch.inf)
         known[block] = TensorWeakRef(mask)
     return mask
 

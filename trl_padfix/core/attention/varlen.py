@@ -84,11 +84,8 @@ def torch_varlen(
     """
     torch's variable-length FlashAttention on `(T, heads, D)` with any grouping of heads.
 
-    Args:
-        bounds (`tuple`):
-            `cu_seqlens` and lengths as torch takes them: of queries and keys, then the longest of each.
-        window (`int`, *optional*):
-            Keys that a query sees at most, its own counted.
+    `bounds` are `cu_seqlens` of queries and keys, then the longest of each; a query sees `window` keys at most, its
+    own counted.
     """
     from torch.nn.attention import varlen
 
@@ -105,12 +102,7 @@ def _takes_gqa() -> bool:
 
 
 def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:
-    """
-    Why attention in half precision on a CUDA GPU cannot be torch's variable-length kernel.
-
-    Returns:
-        `str`, *optional*: the reason and the remedy, as far as there is one; `None` if it can.
-    """
+    """Why attention in half precision on a CUDA GPU cannot be torch's variable-length kernel; `None` if it can."""
     size, window = query.shape[-1], kwargs.get("sliding_window")
     flash = "load the model with `attn_implementation='flash_attention_2'`"
     if value.shape[-1] != size:

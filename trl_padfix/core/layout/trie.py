@@ -7,13 +7,15 @@ over the places of a token follow from the order of the trie. Time and memory ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 
-__all__ = ["Trie", "merge_prefixes", "places_by_token", "shared_paths"]
+__all__ = ["Trie", "common_bytes", "merge_prefixes", "places_by_token", "shared_paths", "sort_rows"]
 
 
 class Trie(NamedTuple):
@@ -29,20 +31,32 @@ def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
 
     In sorted order a row shares with all rows before it what it shares with the one just before it.
     """
-    # Any order of tokens will do that keeps equal beginnings together; big-endian numbers are ordered as their bytes.
-    ordered = _big_endian(keys_R)
-    columns = ordered.size // sum(lengths)
-    keys = ordered.view(ordered.dtype.newbyteorder("="))  # to compare for equality, which no order of bytes changes
-    ends = columns * np.cumsum(lengths)
-    begins = (ends - columns * np.asarray(lengths)).tolist()
-    rows = [keys[begin:end] for begin, end in zip(begins, ends.tolist(), strict=True)]
-    order = sorted(range(len(rows)), key=[row.tobytes() for row in rows].__getitem__)
-    shared, before = [], keys[:0]
-    for row in order:
-        most = min(len(before), len(rows[row]))
-        shared.append(_common(rows[row], before, most) // columns)
-        before = rows[row]
-    return Trie(order, shared)
+    keys = _big_endian(keys_R)
+    width = keys.itemsize * len(keys_R)
+    ends = width * np.cumsum(lengths)
+    begins = ends - width * np.asarray(lengths)
+    every = keys.tobytes()
+    return sort_rows([every[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)], width)
+
+
+def sort_rows(rows: Sequence[bytes], width: int) -> Trie:
+    """[`merge_prefixes`] of rows that are bytes already, `width` of them for each token."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    pairs = pairwise(rows[row] for row in order)
+    return Trie(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
+
+
+def common_bytes(left: bytes, right: bytes) -> int:
+    """How many bytes `left` and `right` begin with in common: a few are compared first, since most rows part early."""
+    most = min(len(left), len(right))
+    begin, size = 0, 256
+    while begin < most:
+        size = min(size, most - begin)
+        if left[begin : begin + size] != right[begin : begin + size]:
+            one, other = (np.frombuffer(x, dtype=np.uint8, count=size, offset=begin) for x in (left, right))
+            return begin + int((one != other).argmax())
+        begin, size = begin + size, 8 * size
+    return most
 
 
 def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
@@ -113,21 +127,7 @@ def _steps(shared: list[int], lengths: list[int]) -> list[list[tuple[int, int]]]
 
 
 def _big_endian(keys_R: list[torch.Tensor]) -> np.ndarray:
-    """The keys of each token side by side, as big-endian numbers: in 32 bits where they fit."""
-    numbers = [key.numpy() for key in keys_R]
-    # The bits of all numbers together: one pass says whether any is negative or large.
-    is_small = all(0 <= int(np.bitwise_or.reduce(x)) < 2**31 for x in numbers)
-    ordered = [x.astype(">i4" if is_small else ">i8") for x in numbers]
-    return ordered[0] if len(ordered) == 1 else np.stack(ordered, axis=1).ravel()
-
-
-def _common(row: np.ndarray, before: np.ndarray, most: int) -> int:
-    """How many of the first `most` values are equal: a few first, since most rows part early or late."""
-    begin, size = 0, 64
-    while begin < most:
-        end = min(begin + size, most)
-        differ = row[begin:end] != before[begin:end]
-        if differ.any():
-            return begin + int(differ.argmax())
-        begin, size = end, 8 * size
-    return most
+    """The keys of each token side by side, as big-endian numbers, whose bytes sort as they do."""
+    keys = np.stack([key.numpy() for key in keys_R], axis=1)
+    # The bits of all numbers together: one pass says whether 32 bits hold them, and none is negative.
+    return keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")

@@ -9,7 +9,7 @@ called with and hands its hidden states on. No layer computes anything, and the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from ..call.calls import LAYOUT, RowsCall
 from ..context import outside_calls, within
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
-from ..model.views import bound_to_view, view_of
+from ..model.views import view_of
+from .row_blocks import RowBlocks, of_rows
 
 
 __all__ = ["DryRun", "LayerCalls"]
@@ -31,49 +32,44 @@ LayerCalls = dict[int, dict[str, Any]]
 
 class DryRun:
     """
-    Runs a decoder with its layers left out.
+    Runs the decoder of a patch with its layers left out.
 
-    Args:
-        decoder (`torch.nn.Module`):
-            The decoder.
-        layers (`dict[str, torch.nn.Module]`):
-            Its layers, by name.
-        packed (`dict`):
-            Arguments of the decoder for the packed tokens.
-        last_position (`int` or `torch.Tensor`):
-            Largest position of the padded call.
+    `packed` are its arguments for the packed tokens, `last_position` is the largest position of the padded call.
     """
 
     def __init__(
         self,
-        decoder: nn.Module,
+        patch: ForwardPatch,
         layers: dict[str, nn.Module],
         packed: dict[str, Any],
         last_position: int | torch.Tensor,
     ):
-        self.decoder, self.layers, self.last_position = decoder, layers, last_position
+        self.patch, self.layers, self.last_position = patch, layers, last_position
         # What is recomputed may come after the graph of the embeddings is gone; their values are all that is asked.
         self.packed = {k: _detached(v) for k, v in packed.items() if k != LAYOUT}
-        self.accepted = packed.keys() | inspect.signature(type(decoder).forward).parameters.keys()
+        self.accepted = packed.keys() | inspect.signature(type(patch.module).forward).parameters.keys()
 
-    def __call__(self, rows: Any) -> list[LayerCalls]:
+    def __call__(self, rows: RowBlocks) -> list[LayerCalls]:
         return [self._over(rows, block) for block in range(len(rows.tokens))]
 
     def as_called(self) -> None:
         """Run over the arguments as they are, to no end but to call the same parts as processes that need it."""
         self._calls(self.packed, None)
 
-    def _over(self, rows: Any, block: int) -> LayerCalls:
-        given = {k: _rows_of(k, v, rows, block) for k, v in self.packed.items()}
-        fixed = {"attention_mask": mask_of_rows(rows.tokens[block], self.decoder), "use_cache": False}
+    def _over(self, rows: RowBlocks, block: int) -> LayerCalls:
+        given = {k: of_rows(v, v, rows, block) for k, v in self.packed.items()}
+        if (packed := self.packed.get("position_ids")) is not None:
+            packed = packed.flatten(-2)  # `(T,)`, or `(n, T)` where a token has several
+            given["position_ids"] = packed[..., rows.tokens[block]] + rows.beyond[block]
+        fixed = {"attention_mask": mask_of_rows(rows.tokens[block], self.patch.module), "use_cache": False}
         given |= {k: v for k, v in fixed.items() if k in self.accepted}
         positions: Any = given.get("position_ids")
-        return self._calls(given, RowsCall(self.decoder, positions, self.last_position))
+        return self._calls(given, RowsCall(self.patch.module, positions, self.last_position))
 
     def _calls(self, given: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
         for outputs in _OUTPUTS:
             seen: LayerCalls = {}
-            forward = _forward_with_stubs(self.decoder, self.layers, seen, outputs)
+            forward = _forward_with_stubs(self.patch, self.layers, seen, outputs)
             try:
                 with torch.no_grad(), outside_calls(), within(rows=rows_call):
                     forward(**given)
@@ -120,12 +116,12 @@ class _Stub(nn.Module):
         return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden"])
 
 
-def _forward_with_stubs(decoder: nn.Module, layers: dict[str, nn.Module], seen: LayerCalls, hidden: type) -> Any:
-    """The forward of `decoder`, on a view whose lists of layers hold stubs."""
+def _forward_with_stubs(patch: ForwardPatch, layers: dict[str, nn.Module], seen: LayerCalls, hidden: type) -> Callable:
+    """The forward that `patch` wraps, on a view whose lists of layers hold stubs."""
     stubs: dict[int, _Stub] = {}
 
     def replaced(module: nn.Module, prefix: str) -> dict[str, Any]:
-        """Children of `module` that are lists of layers, or have such lists within them, as they are on its view."""
+        """The config of `module`, and its children that hold layers, as they are on its view."""
         held: dict[str, Any] = {}
         for name, child in module.named_children():
             inside = [n for n in layers if n.startswith(f"{prefix}{name}.")]
@@ -139,34 +135,12 @@ def _forward_with_stubs(decoder: nn.Module, layers: dict[str, nn.Module], seen: 
                     for i, layer in enumerate(child)
                 )
             else:
-                inner = replaced(child, f"{prefix}{name}.")
-                if hasattr(child, "config"):
-                    inner["config"] = child.config
-                held[name] = view_of(child, inner)
+                held[name] = view_of(child, replaced(child, f"{prefix}{name}."))
+        if hasattr(module, "config"):
+            held["config"] = module.config
         return held
 
-    held = replaced(decoder, "")
-    if hasattr(decoder, "config"):
-        held["config"] = decoder.config
-    below = decoder.__dict__.get("forward")
-    while isinstance(below, ForwardPatch):
-        below = below.below
-    forward = bound_to_view(decoder, below, **held)
-    assert forward is not None, "the packed forward runs on a view of the decoder too"
-    return forward
-
-
-def _rows_of(name: str, value: Any, rows: Any, block: int) -> Any:
-    if isinstance(value, dict):
-        return {k: _rows_of(name, v, rows, block) for k, v in value.items()}
-    if not isinstance(value, torch.Tensor):
-        return value
-    index = rows.tokens[block]
-    if name == "position_ids":
-        flat = value.reshape(-1, len(rows.take))
-        made = torch.stack([positions[index] + rows.beyond[block] for positions in flat])
-        return made[0] if value.dim() == 2 else made
-    return value[0][index] if value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take)) else value
+    return patch.on_view(**replaced(patch.module, ""))
 
 
 def _detached(value: Any) -> Any:

@@ -8,12 +8,13 @@ short convolution needs no states, only the few tokens before each segment on it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..call.calls import PackedCall
 from ..layout.layout import Layout
@@ -72,58 +73,34 @@ class NodeTree:
     def __init__(self, layout: Layout):
         self.layout, self.tokens = layout, layout.packed_tokens
         self.device = layout.packed_index.device
-        begins, parent_tokens = self._segments()
-        nodes, parents = _nodes(begins, list(layout.query_lengths), parent_tokens)
+        nodes, parents = _nodes(layout.query_lengths, _parent_tokens(layout))
         depth: list[int] = []
         for parent in parents:  # parents come before their children
             depth.append(0 if parent < 0 else depth[parent] + 1)
         number: dict[int, int] = {}
         self.levels: list[Level] = []
-        take, take_varlen = (torch.empty(self.tokens, dtype=torch.int64) for _ in range(2))
-        begin = begin_varlen = 0
+        in_blocks, in_levels = [], []
         for d in range(max(depth) + 1):
             level = [n for n in range(len(nodes)) if depth[n] == d]
-            lengths = [len(nodes[n]) for n in level]
-            blocks, order = [], []
-            for group in grouped_by_length(lengths):
+            blocks, pieces = [], []
+            for group in grouped_by_length([len(nodes[n]) for n in level]):
                 members = [level[i] for i in group]
-                length = max(lengths[i] for i in group)
-                block = torch.full((len(members), length), self.tokens)
-                for i, n in enumerate(members):
-                    own = torch.arange(nodes[n].start, nodes[n].stop)
-                    block[i, : len(own)] = own
-                    take[own] = begin + i * length + torch.arange(len(own))
-                begin += block.numel()
-                blocks.append(NodeBlock(block.to(self.device), self._numbers(number, parents, members)))
-                order += members
-            tokens = torch.cat([torch.arange(nodes[n].start, nodes[n].stop) for n in order])
-            take_varlen[tokens] = begin_varlen + torch.arange(len(tokens))
-            begin_varlen += len(tokens)
-            bounds = torch.tensor([0, *(len(nodes[n]) for n in order)]).cumsum(0).to(torch.int32)
-            all_parents = self._numbers(number, parents, order)
-            number |= {n: len(number) + i for i, n in enumerate(order)}
-            self.levels.append(
-                Level(tuple(blocks), tokens.to(self.device), bounds.to(self.device), all_parents, d == max(depth))
-            )
-        self.take, self.take_varlen = take.to(self.device), take_varlen.to(self.device)
+                own = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
+                tokens = pad_sequence(own, batch_first=True, padding_value=self.tokens)
+                before = torch.tensor([number[parents[n]] for n in members], device=self.device) if d else None
+                blocks.append(NodeBlock(tokens.to(self.device), before))
+                number |= {n: len(number) + i for i, n in enumerate(members)}
+                pieces += own
+                in_blocks.append(tokens.flatten())
+            bounds = torch.tensor([0, *map(len, pieces)]).cumsum(0).to(self.device, torch.int32)
+            all_parents = torch.cat([block.parents for block in blocks]) if d else None
+            tokens = torch.cat(pieces)
+            self.levels.append(Level(tuple(blocks), tokens.to(self.device), bounds, all_parents, d == max(depth)))
+            in_levels.append(tokens)
+        # Every token is in one place; beyond the ends of nodes stands `T`, which is sorted behind all tokens.
+        self.take = torch.cat(in_blocks).argsort()[: self.tokens].to(self.device)
+        self.take_varlen = torch.cat(in_levels).argsort().to(self.device)
         self._led: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def _segments(self) -> tuple[list[int], list[int]]:
-        """First token of each segment, and the token before it on its path; -1 where there is none."""
-        layout = self.layout
-        begins = [0, *torch.tensor(layout.query_lengths).cumsum(0).tolist()][:-1]
-        shared = [k - q for k, q in zip(layout.key_lengths, layout.query_lengths, strict=True)]
-        if layout.key_index is None or not any(shared):
-            return begins, [-1] * len(begins)
-        first_key = [0, *torch.tensor(layout.key_lengths).cumsum(0).tolist()][:-1]
-        before = torch.tensor([max(0, k + n - 1) for k, n in zip(first_key, shared, strict=True)])
-        tokens = layout.key_index[before.to(self.device)].tolist()
-        return begins, [token if n else -1 for token, n in zip(tokens, shared, strict=True)]
-
-    def _numbers(self, number: dict[int, int], parents: list[int], nodes: list[int]) -> torch.Tensor | None:
-        if parents[nodes[0]] < 0:
-            return None
-        return torch.tensor([number[parents[n]] for n in nodes], device=self.device)
 
     @cached_property
     def node_of(self) -> torch.Tensor:
@@ -133,11 +110,8 @@ class NodeTree:
 
     def led(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The segments, each led by the `width` tokens before it on its path.
-
-        Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: the packed tokens (`T` where a path has none before it), and where the
-            own tokens of the segments are among them, `(T,)`.
+        The packed tokens of the segments, each led by the `width` tokens before it on its path (`T` where there is
+        none), and where the own tokens of the segments are among them, `(T,)`.
         """
         if width not in self._led:
             layout, T = self.layout, self.tokens
@@ -155,18 +129,11 @@ class NodeTree:
 
     def over_blocks(self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor]) -> torch.Tensor:
         """
-        Run a recurrence over the nodes, block by block.
+        Run a recurrence over the nodes, block by block, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
 
-        Args:
-            step (`Callable`):
-                `step(parts, initial_states, with_states)` computes a block: its inputs `(n, l, ...)`, zero beyond the
-                ends of nodes, the states `(n, ...)` before them (`None` at roots), and whether their final states are
-                needed. Returns outputs `(n, l, ...)` and final states.
-            inputs (`list` of `torch.Tensor` of shape `(1, T, ...)`):
-                Values of the packed tokens.
-
-        Returns:
-            `torch.Tensor` of shape `(1, T, ...)`.
+        `step(parts, initial_states, with_states)` computes a block: its inputs `(n, l, ...)`, zero beyond the ends of
+        nodes, the states `(n, ...)` before them (`None` at roots), and whether their final states are needed. It
+        returns outputs `(n, l, ...)` and final states.
         """
         padded = [with_zero(x[0]) for x in inputs]
         outputs, states = [], []
@@ -184,17 +151,10 @@ class NodeTree:
 
     def over_levels(self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor]) -> torch.Tensor:
         """
-        Run a recurrence over the nodes with a variable-length kernel, one call for each level.
+        As [`NodeTree.over_blocks`] with a variable-length kernel, one call for each level.
 
-        Args:
-            step (`Callable`):
-                `step(parts, initial_states, with_states, cu_seqlens)`, with the tokens of all nodes of a level in one
-                row, `(1, t, ...)`. Returns outputs `(1, t, ...)` and final states, one for each node.
-            inputs (`list` of `torch.Tensor` of shape `(1, T, ...)`):
-                Values of the packed tokens.
-
-        Returns:
-            `torch.Tensor` of shape `(1, T, ...)`.
+        `step(parts, initial_states, with_states, cu_seqlens)` is given the tokens of all nodes of a level in one row,
+        `(1, t, ...)`. It returns outputs `(1, t, ...)` and final states, one for each node.
         """
         outputs, states = [], []
         for level in self.levels:
@@ -217,16 +177,25 @@ def with_zero(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
-def _nodes(begins: list[int], lengths: list[int], parent_tokens: list[int]) -> tuple[list[range], list[int]]:
+def _parent_tokens(layout: Layout) -> list[int]:
+    """The token before each segment on its path; -1 where there is none."""
+    if layout.key_index is None:
+        return [-1] * len(layout.query_lengths)
+    queries, keys = torch.tensor(layout.query_lengths), torch.tensor(layout.key_lengths)
+    before = (keys.cumsum(0) - queries - 1).clamp(min=0).to(layout.key_index.device)
+    return layout.key_index[before].cpu().where(keys > queries, -1).tolist()
+
+
+def _nodes(lengths: Iterable[int], parent_tokens: list[int]) -> tuple[list[range], list[int]]:
     """The nodes of segments, each a range of tokens, and the number of the parent of each; -1 for roots."""
-    forks = sorted({token for token in parent_tokens if token >= 0})
+    forks = set(parent_tokens)
     nodes: list[range] = []
     parents: list[int] = []
-    ending: dict[int, int] = {}  # number of the node that ends with a token
-    for begin, length, parent_token in zip(begins, lengths, parent_tokens, strict=True):
-        before = ending[parent_token] if parent_token >= 0 else -1
-        ends = sorted({f for f in forks if begin <= f < begin + length} | {begin + length - 1})
-        for end in ends:
+    ending = {-1: -1}  # number of the node that ends with a token
+    begin = 0
+    for length, parent_token in zip(lengths, parent_tokens, strict=True):
+        before, last = ending[parent_token], begin + length - 1
+        for end in sorted({f for f in forks if begin <= f < last} | {last}):
             nodes.append(range(begin, end + 1))
             parents.append(before)
             before = ending[end] = len(nodes) - 1

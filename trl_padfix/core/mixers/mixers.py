@@ -62,8 +62,6 @@ class Mixer:
     A module that looks at other tokens.
 
     Attributes:
-        name (`str`): Its name in the decoder.
-        module (`torch.nn.Module`): The module.
         how (`str`): `packed`, `forked` or `rows`; `whole rows` if it is the decoder.
         why (`str`): What it is that a packed row cannot serve; empty for packed ones.
     """
@@ -76,14 +74,7 @@ class Mixer:
 
 @dataclass(frozen=True, eq=False)
 class Mixers:
-    """
-    The mixers of a decoder.
-
-    Attributes:
-        decoder (`torch.nn.Module`): The decoder.
-        layers (`dict[str, torch.nn.Module]`): Its layers, by name.
-        mixers (`tuple` of [`Mixer`]): What mixes tokens in them, in their order.
-    """
+    """The layers of a decoder, by name, and what mixes tokens in them, in their order."""
 
     decoder: nn.Module
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -95,16 +86,15 @@ class Mixers:
         if reason := needs_whole_rows(decoder):
             return cls(decoder, {}, (Mixer("", decoder, WHOLE, reason),))
         layers = dict(_layers(decoder))
-        found: dict[int, Mixer] = {}
+        found: dict[nn.Module, Mixer] = {}
         for name, layer in layers.items():
             for inner, module in _mixers(layer):
-                if id(module) not in found:
-                    how, why = _choice(module)
-                    found[id(module)] = Mixer(f"{name}.{inner}" if inner else name, module, how, why)
+                if module not in found:
+                    found[module] = Mixer(f"{name}.{inner}" if inner else name, module, *_choice(module))
         return cls(decoder, layers, tuple(found.values()))
 
     def counts(self) -> Counter[str]:
-        """How many mixers run packed, forked and on rows."""
+        """How many mixers run in each way."""
         return Counter(mixer.how for mixer in self.mixers)
 
     def that_are(self, how: str) -> list[Mixer]:
@@ -138,9 +128,9 @@ class Mixers:
         if self.that_are(WHOLE):
             return
         on_rows = [m.module for m in self.that_are(ROWS)]
-        inside = {id(part) for module in on_rows for part in module.modules()}
+        inside = {part for module in on_rows for part in module.modules()}
         for module in self.decoder.modules():
-            if module is not self.decoder and id(module) not in inside and names_attention(module):
+            if module is not self.decoder and module not in inside and names_attention(module):
                 yield ViewPatch(module, handle)
         yield from (PrimitivesPatch(m.module, handle) for m in self.that_are(FORKED))
         for module in on_rows:
@@ -148,11 +138,11 @@ class Mixers:
             yield RowsPatch(module, handle, any("indices" in name for name in _parameters(module)))
         if not self._needs_layers():
             return
-        layers = {id(layer): layer for layer in self.layers.values()}
-        yield from (LayerPatch(layer, handle) for layer in layers.values())
-        parts = {id(m): m for layer in layers.values() for m in layer.modules() if id(m) not in layers}
-        checkpointed = (m for m in parts.values() if isinstance(m, GradientCheckpointingLayer))
-        yield from (LayerPatch(m, handle, is_layer=False) for m in checkpointed)
+        layers = dict.fromkeys(self.layers.values())  # some are shared by several places
+        yield from (LayerPatch(layer, handle) for layer in layers)
+        parts = dict.fromkeys(part for layer in layers for part in layer.modules() if part not in layers)
+        checkpointed = (part for part in parts if isinstance(part, GradientCheckpointingLayer))
+        yield from (LayerPatch(part, handle, is_layer=False) for part in checkpointed)
 
     def _needs_layers(self) -> bool:
         """Whether some module cannot be reached by the keyword arguments of its layer."""
@@ -210,33 +200,28 @@ def _choice(module: nn.Module) -> tuple[str, str]:
     reason = _against_packing(module)
     if not reason:
         return PACKED, ""
-    if primitives_of(module) and "forward" not in vars(module):
-        return FORKED, reason
-    return ROWS, reason
+    return FORKED if primitives_of(module) and "forward" not in vars(module) else ROWS, reason
 
 
 def _against_packing(module: nn.Module) -> str:
     """Why packed attention does not serve a mixer; empty if it does."""
-    attentions = [m for m in module.modules() if uses_attention_interface(m)]
-    if any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in module.modules()):
+    parts = list(module.modules())
+    attentions = [m for m in parts if uses_attention_interface(m)]
+    if any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in parts):
         return "convolution over the sequence"
     if not attentions:
-        forwards = [_parameters(m) for m in module.modules()]
-        if any({"alibi", "position_bias"} & names for names in forwards):
+        names = set().union(*map(_parameters, parts))
+        if names & {"alibi", "position_bias"}:
             return "attention written out, with a bias built from places in the batch"
-        return "attention written out" if any("attention_mask" in names for names in forwards) else "recurrence"
-    if any(hasattr(m, "indexer") for m in module.modules()):
+        return "attention written out" if "attention_mask" in names else "recurrence"
+    if any(hasattr(m, "indexer") for m in parts):
         return "indexer that selects keys among those of the batch"
-    if any(getattr(m, "compressor", None) is not None for m in module.modules()):
+    if any(getattr(m, "compressor", None) is not None for m in parts):
         return "keys that stand for several tokens"
-    for attention in attentions:
-        if counts_columns(attention) and _has_temperature(attention):
+    for attention in filter(counts_columns, attentions):
+        # Llama 4 has no temperature where it rotates.
+        if getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False):
             return "temperature by the place in the batch"
     if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
         return "attention with a bias of its own"
     return ""
-
-
-def _has_temperature(attention: nn.Module) -> bool:
-    """Whether an attention module that numbers its columns uses the numbers; Llama 4 not where it rotates."""
-    return bool(getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import CellType, FunctionType
 from typing import Any
 
@@ -85,14 +85,12 @@ class PrimitivesPatch(ForwardPatch):
 def _with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
     """A copy of `function`, and of what it wraps, in which the globals `replaced` have other values."""
     inner = getattr(function, "__wrapped__", None)
+    space, closure = function.__globals__, function.__closure__
     if inner is None:
-        space = {**function.__globals__, **replaced}
-        closure = function.__closure__
+        space = {**space, **replaced}
     else:
-        space = function.__globals__
         copied = _with_globals(inner, replaced)
-        cells = function.__closure__ or ()
-        closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in cells)
+        closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure or ())
     copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
@@ -178,22 +176,22 @@ def _state_space(own: Callable, call: PackedCall) -> Callable:
     return scan
 
 
-def _on_rows(own: Callable, call: PackedCall, *, names: tuple[str, ...], time: int) -> Callable:
-    """A scan on rows: the arguments `names`, which hold tokens along their dimension `time`, and its output."""
+def _scan_on_rows(own: Callable, call: PackedCall) -> Callable:
+    """A scan on rows, where its arguments and its output hold tokens in their last dimension."""
     rows, parameters = row_blocks(call), list(inspect.signature(own).parameters)
 
     def of_rows(name: str, value: Any, block: int) -> Any:
-        if name not in names or value is None:
+        if name not in ("hidden_states", "dt", "B", "C", "z") or value is None:
             return value
-        return rows.gather(value.transpose(1, time), block).transpose(1, time)
+        return rows.gather(value.transpose(1, 2), block).transpose(1, 2)
 
     def scan(*args: Any, **kwargs: Any) -> torch.Tensor:
         outputs = []
         for block in range(len(rows.tokens)):
             positional = [of_rows(name, value, block) for name, value in zip(parameters, args, strict=False)]
             named = {name: of_rows(name, value, block) for name, value in kwargs.items()}
-            outputs.append(own(*positional, **named).transpose(1, time))
-        return rows.scatter(outputs).transpose(1, time)
+            outputs.append(own(*positional, **named).transpose(1, 2))
+        return rows.scatter(outputs).transpose(1, 2)
 
     return scan
 
@@ -213,13 +211,12 @@ def _kernel_parameters(own: Callable) -> frozenset[str]:
     return frozenset(known.get("applicable_params", ()) if known.get("is_new_implementation") else ())
 
 
-_SCAN = partial(_on_rows, names=("hidden_states", "dt", "B", "C", "z"), time=2)
 _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _state_space,
-    "mamba_selective_scan": _SCAN,
+    "mamba_selective_scan": _scan_on_rows,
     "mamba2_split_conv1d_scan_combined": _left_out,
     "mamba_inner_fn": _left_out,
 }

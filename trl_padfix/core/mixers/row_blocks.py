@@ -37,6 +37,7 @@ __all__ = [
     "grouped_by_length",
     "joined",
     "needs_whole_rows",
+    "of_rows",
     "over_whole_rows",
     "row_blocks",
 ]
@@ -68,24 +69,21 @@ class RowBlocks:
     @classmethod
     def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBlocks:
         """The rows of the segments of `layout`: those of about one length together, of exactly one, or all."""
-        T, device = layout.packed_tokens, layout.packed_index.device
-        keys = torch.arange(T, device=device) if layout.key_index is None else layout.key_index
-        paths = keys.split(layout.key_lengths)
-        lengths = list(layout.key_lengths)
+        device, lengths = layout.packed_index.device, list(layout.key_lengths)
         groups = [list(range(len(lengths)))] if one_block else grouped_by_length(lengths, 1 if by_length else BEYOND)
-        begin_of, begin = {}, 0  # where the row of a segment begins in the outputs of all blocks
+        last = torch.tensor(lengths)[:, None] - 1
+        first = torch.tensor([0, *lengths[:-1]]).cumsum(0)[:, None]
+        ends, begin = [0] * len(lengths), 0  # where the row of a segment ends in the outputs of all blocks
         tokens, beyond = [], []
         for group in groups:
-            length = max(lengths[s] for s in group)
-            tokens.append(torch.stack([torch.cat([p := paths[s], p[-1:].expand(length - len(p))]) for s in group]))
-            last = torch.tensor([lengths[s] - 1 for s in group], device=device)
-            beyond.append((torch.arange(length, device=device) - last[:, None]).clamp(min=0))
+            column = torch.arange(max(lengths[s] for s in group))
+            places = (first[group] + column.minimum(last[group])).to(device)
+            tokens.append(places if layout.key_index is None else layout.key_index[places])
+            beyond.append((column - last[group]).clamp(min=0).to(device))
             for s in group:
-                begin_of[s], begin = begin, begin + length
-        ends = [begin_of[s] + lengths[s] for s in range(len(lengths))]
-        own = [range(end - own, end) for end, own in zip(ends, layout.query_lengths, strict=True)]
-        take = torch.cat([torch.arange(r.start, r.stop) for r in own]).to(device)
-        return cls(tuple(tokens), tuple(beyond), take)
+                ends[s], begin = begin + lengths[s], begin + len(column)
+        own = [torch.arange(end - n, end) for end, n in zip(ends, layout.query_lengths, strict=True)]
+        return cls(tuple(tokens), tuple(beyond), torch.cat(own).to(device))
 
     def gather(self, x: torch.Tensor, block: int) -> torch.Tensor:
         """Values `(1, T, ...)` of the tokens of a block, `(n, l, ...)`."""
@@ -162,18 +160,17 @@ def _argument(
     layer has computed is there for each token, and follows the tokens.
     """
     given = frame.arguments
-    named = [name] if name is not None and name in given else []
-    for key in named + [k for k in given if k != name]:
+    for key in sorted(given, key=lambda key: key != name):  # that of the same name first
         if given[key] is value and (value is not None or key == name):
-            return _of_rows(value, made.get(key), rows, block)
+            return of_rows(value, made.get(key), rows, block)
+    again = partial(_argument, name, rows=rows, block=block, frame=frame, made=made)
     if isinstance(value, dict):
-        return {k: _argument(name, v, rows=rows, block=block, frame=frame, made=made) for k, v in value.items()}
+        return {k: again(v) for k, v in value.items()}
     if type(value) in (list, tuple):
         values: Any = value
-        made_of = [_argument(name, v, rows=rows, block=block, frame=frame, made=made) for v in values]
-        return tuple(made_of) if isinstance(value, tuple) else made_of
+        return type(values)(again(v) for v in values)
     found = _counterpart(given, made, value)
-    return _of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
+    return of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
 
 
 _NOT_GIVEN = object()
@@ -194,15 +191,14 @@ def _counterpart(given: Any, made: Any, value: Any) -> Any:
     return next((f for f in found if f is not _NOT_GIVEN), _NOT_GIVEN)
 
 
-def _of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
+def of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
     """Values of each token follow the tokens; all else is as the decoder makes it for the rows."""
     if isinstance(value, dict):
         others = made if isinstance(made, dict) else {}
-        return {k: _of_rows(v, others.get(k), rows, block) for k, v in value.items()}
+        return {k: of_rows(v, others.get(k), rows, block) for k, v in value.items()}
     if type(value) in (list, tuple):
         others: Any = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
-        pairs = zip(value, list(others), strict=True)
-        return type(value)(_of_rows(v, other, rows, block) for v, other in pairs)
+        return type(value)(of_rows(v, other, rows, block) for v, other in zip(value, others, strict=True))
     shape = tuple(rows.tokens[block].shape)
     packed = isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take))
     is_same = made is None or made is value
@@ -239,27 +235,12 @@ def needs_whole_rows(decoder: nn.Module) -> str:
 
 
 def over_whole_rows(forward: Callable, call: dict[str, Any], layout: Layout) -> Any:
-    """
-    The output of a decoder for the rows of a batch, packed.
-
-    Args:
-        forward (`Callable`):
-            Its forward.
-        call (`dict`):
-            Its arguments, padded, by name.
-        layout ([`Layout`]):
-            Layout of the batch, without prefix sharing.
-    """
+    """The output of a decoder, packed, for the rows of a batch that shares none; `call` are its padded arguments."""
     rows = RowBlocks.of(layout, by_length=True)
+    padded = {k for k, v in call.items() if isinstance(v, torch.Tensor) and tuple(v.shape[:2]) == layout.batch_shape}
     outputs = []
     for tokens in rows.tokens:
         places = layout.packed_index[tokens]
-        given = {k: _values_of_rows(v, places, layout) for k, v in call.items() if k != "attention_mask"}
+        given = {k: v.flatten(0, 1)[places] if k in padded else v for k, v in call.items() if k != "attention_mask"}
         outputs.append(forward(**given))
     return joined(outputs, rows)
-
-
-def _values_of_rows(value: Any, places: torch.Tensor, layout: Layout) -> Any:
-    if not isinstance(value, torch.Tensor) or tuple(value.shape[:2]) != layout.batch_shape:
-        return value
-    return value.flatten(0, 1)[places]

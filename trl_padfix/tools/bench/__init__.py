@@ -8,11 +8,11 @@ machine that drifts drifts for all of them. Losses and gradients of the variants
 
 from __future__ import annotations
 
-import json
 import platform
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
@@ -27,31 +27,31 @@ from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
 from ...trainers.steps.dealing import split
 from ...trainers.steps.grouping import group_rows
-from ...trainers.steps.measures import PairMeasure, RowMeasure, TextMeasure
+from ...trainers.steps.measures import PairMeasure, TextMeasure
 from .building import build, computed_dtype
-from .data import equal_length_pairs, load_dialogues, load_pairs, pairs_of_lengths, parse_lengths
+from .data import equal_length_pairs, load_dialogues, load_pairs, made_up, pairs_of_lengths, parse_lengths
 from .peak import Peak
 from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
 from .steps import Step, attached, decoder_inputs, step_flops
-from .tree import Tree, parse_tree, tree_pairs, tree_rows
+from .tree import RolloutTree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
-    "Tree",
+    "RolloutTree",
     "Variant",
     "VariantResult",
     "describe",
     "equal_length_pairs",
     "load_dialogues",
     "load_pairs",
+    "made_up",
     "pairs_of_lengths",
     "parse_lengths",
     "parse_tree",
     "run",
-    "to_json",
     "tree_pairs",
     "tree_rows",
 ]
@@ -59,41 +59,22 @@ __all__ = [
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
-    Time all variants on the same random rows.
-
-    Args:
-        data ([`~datasets.Dataset`], *optional*):
-            Preference pairs, as text or tokenized; SFT trains on what was chosen. GRPO takes none: its completions are
-            random.
-        settings ([`BenchSettings`]):
-            What to measure.
-
-    Returns:
-        `list[VariantResult]`, TRL's padded step first.
-
-    Raises:
-        WrongNumbersError: If losses or gradients of the variants differ.
+    Time all variants on the same random rows: preference pairs, as text or tokenized (SFT trains on what was chosen);
+    GRPO takes no data. See [`measure`].
     """
     return measure(prepare(data, settings), settings)
 
 
 def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
     """The step that is measured, with the rows of all its batches."""
-    size = 1 if settings.trainer == "grpo" else settings.pairs
-    return build(data, settings, size * (settings.warmup + settings.steps))
+    return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
 
 
 def measure(step: Step, settings: BenchSettings, deadline: float | None = None) -> list[VariantResult]:
     """
-    The figures of all variants; see [`run`].
+    The figures of all variants, TRL's padded step first.
 
-    Args:
-        step ([`Step`]):
-            From [`prepare`].
-        settings ([`BenchSettings`]):
-            What to measure.
-        deadline (`float`, *optional*):
-            By `time.monotonic()`: after it no further batch is begun. For variants with the same batches only.
+    No batch is begun after `deadline`, by `time.monotonic()`; for variants with the same batches only.
 
     Raises:
         WrongNumbersError: If losses or gradients of the variants differ.
@@ -101,15 +82,15 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
         TimeoutError: If no counted batch was done before the deadline.
     """
     variants = [VARIANTS[name] for name in settings.variants]
-    size = 1 if settings.trainer == "grpo" else settings.pairs
-    fixed = [list(range(i, i + size)) for i in range(0, len(step.rows), size)]
+    fixed = _in_parts(range(len(step.rows)), settings.batch_rows)
     warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
-    plans = {v.name: [[*w] for w in warmup] + _batches(step, v, counted, settings) for v in variants}
+    plans = {v.name: warmup + _batches(step, v, counted, settings) for v in variants}
     figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
-    longest = max(len(plan) for plan in plans.values())
-    peak = Peak(settings.device, computed_dtype(settings.dtype), settings.peak_tflops)
+    # Norms, softmax and loss are computed in float32 whatever the rest is.
+    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
-    for i in range(longest):
+    for i in range(max(map(len, plans.values()))):
         if deadline is not None and time.monotonic() > deadline:
             counted = counted[: max(0, i - settings.warmup)]
             break
@@ -132,6 +113,7 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
     padded = sum(f["tokens"] for f in baseline)
     results = []
     for variant in variants:
+        plan = plans[variant.name][settings.warmup :]
         found = figures[variant.name]
         seconds = [f["seconds"] for f in found]
         tokens = int(sum(f["tokens"] for f in found))
@@ -147,12 +129,10 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
                 tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
                 token_limit=padded / tokens,
                 mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
-                peak_gib=_peak_gib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 loss=_weighted(found, "loss"),
                 grad_norm=statistics.mean(f["grad_norm"] for f in found),
-                kept_mib=_kept_mib(step, variant, plans[variant.name][settings.warmup :], found, settings),
                 step_seconds=[round(s, 4) for s in seconds],
-                **_waits(step, variant, plans[variant.name][settings.warmup], settings),
+                **_memory(step, variant, plan, found, settings),
             )
         )
     return results
@@ -160,11 +140,10 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
 
 def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
     """Where a step's time goes, for each variant on the first fixed batch: tables by the profiler."""
-    size = 1 if settings.trainer == "grpo" else settings.pairs
     tables = {}
-    for name in settings.variants:
-        with attached(step, VARIANTS[name]):
-            tables[name] = step.profile(_batch(step, VARIANTS[name], list(range(size))), VARIANTS[name])
+    for variant in (VARIANTS[name] for name in settings.variants):
+        with attached(step, variant):
+            tables[variant.name] = step.profile(_batch(step, variant, list(range(settings.batch_rows))), variant)
     return tables
 
 
@@ -178,17 +157,10 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {
             "trl_padfix": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": trl.__version__,
+            **{package.__name__: package.__version__ for package in (torch, transformers, trl)},
             "python": platform.python_version(),
         },
     }
-
-
-def to_json(results: list[VariantResult], about: dict[str, Any]) -> str:
-    """The results with what they were measured on."""
-    return json.dumps({**about, "variants": [asdict(r) for r in results]}, indent=2)
 
 
 def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: BenchSettings) -> list[list[int]]:
@@ -199,24 +171,23 @@ def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: B
     if variant.batching == "packed":
         packed = _packed_by_trl([len(step.rows[i]["input_ids"]) for i in rows], settings.max_length)
         each = max(1, len(packed) // len(counted))  # packed rows of a batch
-        batches = [[rows[i] for part in packed[b : b + each] for i in part] for b in range(0, len(packed), each)]
-    elif variant.batching == "prefix":
-        costs = _measure(settings, sharing=True).examples([step.rows[i] for i in rows])
-        order = group_rows(range(len(rows)), costs, settings.pairs).tolist()
-        batches = [[rows[i] for i in order[b : b + settings.pairs]] for b in range(0, len(rows), settings.pairs)]
+        batches = [[rows[i] for part in parts for i in part] for parts in _in_parts(packed, each)]
     elif variant.batching == "grouped":
-        rows.sort(key=lambda i: _longest(step.rows[i]), reverse=True)
-        batches = [rows[i : i + settings.pairs] for i in range(0, len(rows), settings.pairs)]
+        batches = _in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
     else:
-        costs = _measure(settings, sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
-        budget = settings.max_tokens_per_batch or int(costs.each.sum() / len(counted))
-        batches = [[rows[i] for i in part] for part in split(costs, budget)]
+        measure = TextMeasure if settings.trainer == "sft" else PairMeasure
+        costs = measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
+        if variant.batching == "prefix":
+            parts = _in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
+        else:
+            parts = split(costs, settings.max_tokens_per_batch or int(costs.each.sum() / len(counted)))
+        batches = [[rows[i] for i in part] for part in parts]
     random.Random(settings.seed).shuffle(batches)
     return batches
 
 
-def _measure(settings: BenchSettings, sharing: bool) -> RowMeasure:
-    return TextMeasure(sharing=sharing) if settings.trainer == "sft" else PairMeasure(sharing=sharing)
+def _in_parts(items: Sequence[Any], size: int) -> list[list[Any]]:
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
 
 def _packed_by_trl(lengths: list[int], max_length: int) -> list[list[int]]:
@@ -240,13 +211,13 @@ def _batch(step: Step, variant: Variant, rows: list[int]) -> dict[str, torch.Ten
 
 def _counts(step: Step, variant: Variant, batch: dict[str, torch.Tensor]) -> dict[str, float]:
     if variant.flat:
-        tokens = batch["input_ids"].numel()
-        return {"tokens": tokens, "real": tokens, "weight": step.weight(batch)}
-    ids, mask = decoder_inputs(batch).values()
-    tokens = mask.numel()
-    if variant.packed:
-        tokens = layout_of_batch(ids, mask, prefix_sharing=variant.shares).packed_tokens
-    return {"tokens": tokens, "real": int(mask.sum()), "weight": step.weight(batch)}
+        tokens = real = batch["input_ids"].numel()
+    else:
+        ids, mask = decoder_inputs(batch).values()
+        tokens, real = mask.numel(), int(mask.sum())
+        if variant.packed:
+            tokens = layout_of_batch(ids, mask, prefix_sharing=variant.shares).packed_tokens
+    return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
 
 
 def _needed_flops(step: Step, counted: list[list[int]]) -> float:
@@ -264,34 +235,17 @@ def _speedup(variant: Variant, baseline: list[dict[str, float]], found: list[dic
     return sum(t["seconds"] for t in baseline) / sum(f["seconds"] for f in found)
 
 
-def _peak_gib(
+def _memory(
     step: Step, variant: Variant, plan: list[list[int]], found: list[dict[str, float]], settings: BenchSettings
-) -> float | None:
+) -> dict[str, float | None]:
     if not settings.memory:
-        return None
+        return {"peak_gib": None}
     if settings.device == "cuda":
-        return max(f["peak_gib"] for f in found)
+        return {"peak_gib": max(f["peak_gib"] for f in found)}
     largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
+    batch = _batch(step, variant, plan[largest])
     with attached(step, variant):
-        return step.peak_gib(_batch(step, variant, plan[largest]), variant)
-
-
-def _kept_mib(
-    step: Step, variant: Variant, plan: list[list[int]], found: list[dict[str, float]], settings: BenchSettings
-) -> float | None:
-    if not settings.memory or settings.device != "cpu":
-        return None
-    largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
-    with attached(step, variant):
-        return step.kept_mib(_batch(step, variant, plan[largest]), variant)
-
-
-def _waits(step: Step, variant: Variant, rows: list[int], settings: BenchSettings) -> dict[str, int]:
-    """Launches and waits of one step, on a device that counts them."""
-    if settings.device != "cuda":
-        return {}
-    with attached(step, variant):
-        return step.count_launches(_batch(step, variant, rows), variant)
+        return {"peak_gib": step.peak_gib(batch, variant), "kept_mib": step.kept_mib(batch, variant)}
 
 
 def _weighted(figures: list[dict[str, float]], quantity: str) -> float:

@@ -28,10 +28,7 @@ BETA = 0.04
 
 def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     """
-    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches).
-
-    Raises:
-        ValueError: If the data has fewer.
+    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches); too few raise `ValueError`.
     """
     if settings.trainer == "grpo":
         return _online(settings, count)

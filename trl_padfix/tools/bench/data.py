@@ -8,19 +8,14 @@ import torch
 from datasets import Dataset
 
 from ..data import checked_rows, load_rows
+from .tree import parse_tree, tree_pairs, tree_rows
 
 
-__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "pairs_of_lengths", "random_completions"]
+__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "made_up", "pairs_of_lengths", "random_completions"]
 
 
 def load_pairs(data: str) -> Dataset:
-    """
-    Preference pairs with `chosen` and `rejected`, from wherever [`load_rows`] finds them; of a Hub id the test split.
-
-    Raises:
-        FileNotFoundError: If `data` looks like a local file and there is none.
-        ValueError: If columns are missing.
-    """
+    """Preference pairs as texts, from wherever [`load_rows`] finds them; of a Hub id the test split."""
     dataset = load_rows(data, split="test")
     if missing := {"chosen", "rejected"} - set(dataset.column_names):
         raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
@@ -37,18 +32,12 @@ def load_dialogues(data: str, expand_turns: bool = False) -> Dataset:
     """
     Rows for SFT, from wherever [`load_rows`] finds them: `messages`, `text`, `prompt` and `completion`, `question` and
     `answer` (as GSM8K has them), or preference pairs, of which the chosen ones are taken.
-
-    Raises:
-        FileNotFoundError: If `data` looks like a local file and there is none.
-        ValueError: If columns are missing.
     """
     dataset = load_rows(data, split="test")
     columns = set(dataset.column_names)
     if expand_turns:
         if "messages" not in columns:
-            raise ValueError(
-                f"{data} has no column `messages`, of whose turns rows are made; it has {sorted(columns)}."
-            )
+            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(columns)}.")
         return dataset
     if {"chosen", "rejected"} <= columns:
         return load_pairs(data)
@@ -71,19 +60,7 @@ def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
 
 
 def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
-    """
-    Tokenized random pairs.
-
-    Args:
-        count (`int`):
-            Pairs.
-        prompt, completion (`int`):
-            Mean lengths, in tokens.
-        spread (`float`, *optional*, defaults to `0.25`):
-            Lengths are drawn evenly from the mean times `1 - spread` to the mean times `1 + spread`; 0 for one length.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of lengths and tokens.
-    """
+    """Tokenized random pairs, whose lengths are drawn evenly from their mean times `1 - spread` to `1 + spread`."""
     draw = torch.Generator().manual_seed(seed)
     prompts, chosen, rejected = (
         _ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion)
@@ -91,13 +68,27 @@ def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0
     return _pairs(prompts, chosen, rejected, seed)
 
 
-def parse_lengths(data: str) -> tuple[int, int] | None:
+def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
     """
-    `(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this.
+    `count` tokenized rows of `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for
+    data of another name. For SFT a pair is its prompt with the chosen completion.
+    """
+    if tree := parse_tree(data):
+        return (tree_rows if trainer == "sft" else tree_pairs)(tree, count, seed)
+    if lengths := parse_lengths(data):
+        pairs = pairs_of_lengths(count, *lengths, spread, seed)
+    elif data == "equal":
+        pairs = equal_length_pairs(count, seed=seed)
+    else:
+        return None
+    if trainer != "sft":
+        return pairs
+    rows = [row["prompt_ids"] + row["chosen_ids"] for row in pairs]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
-    Raises:
-        ValueError: If they are no lengths.
-    """
+
+def parse_lengths(data: str) -> tuple[int, int] | None:
+    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this."""
     match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
     if data.startswith("lengths:") and (match is None or min(int(match[1]), int(match[2])) < 1):
         raise ValueError(f"{data!r} gives no lengths: write `lengths:PROMPT/COMPLETION`, both of 1 token or more.")

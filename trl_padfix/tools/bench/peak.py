@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from .settings import ImpossibleFigureError
 
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "wait"]
 
 SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 """Sides of the matrices that are multiplied: the best of them counts."""
@@ -17,33 +18,33 @@ SIZES = {"cuda": (4096, 8192), "cpu": (512, 1024)}
 
 class Peak:
     """
-    The best matrix product seen so far on a device, measured again and again beside the steps.
+    The best matrix product seen so far on a device, measured again and again beside the steps: a device that speeds up
+    or slows down does so for both, so a step that seems to do more than is possible was counted wrong.
 
-    A device that speeds up or slows down in a run does so for steps and products alike, so a step cannot seem to do
-    more than is possible. If it does, something is counted wrong, and that is an error.
-
-    Args:
-        device (`str`): `"cpu"` or `"cuda"`.
-        dtype (`torch.dtype`): Of the factors.
-        given (`float`, *optional*): TFLOP/s of the device, to be used instead.
+    The best of `dtypes` counts: bfloat16 is slower than float32 on CPUs that have no instructions for it. `given` are
+    TFLOP/s to be used instead.
     """
 
-    def __init__(self, device: str, dtype: torch.dtype, given: float | None = None):
-        self.device, self.dtype, self.given = device, dtype, given
+    def __init__(self, device: str, dtypes: Sequence[torch.dtype], given: float | None = None):
+        self.device, self.dtypes, self.given = device, dtypes, given
         self.measured = 0.0
+        self._fastest: tuple[int, torch.dtype] | None = None
 
     def measure(self, times: int = 1) -> None:
-        """Multiply matrices of every size, and keep the best rate."""
+        """Multiply matrices, the first time of every size and precision, later those that were fastest."""
         if self.given is not None:
             return
-        for size in SIZES[self.device]:
-            factor = torch.randn(size, size, device=self.device, dtype=self.dtype)
+        every = [(size, dtype) for dtype in self.dtypes for size in SIZES[self.device]]
+        for size, dtype in every if self._fastest is None else [self._fastest]:
+            factor = torch.randn(size, size, device=self.device, dtype=dtype)
             for _ in range(times):
-                _wait(self.device)
+                wait(self.device)
                 start = time.perf_counter()
                 torch.mm(factor, factor)
-                _wait(self.device)
-                self.measured = max(self.measured, 2 * size**3 / (time.perf_counter() - start) / 1e12)
+                wait(self.device)
+                tflops = 2 * size**3 / (time.perf_counter() - start) / 1e12
+                if tflops > self.measured:
+                    self.measured, self._fastest = tflops, (size, dtype)
 
     @property
     def tflops(self) -> float:
@@ -51,12 +52,7 @@ class Peak:
         return self.measured if self.given is None else self.given
 
     def share(self, flops: float, seconds: float, what: str) -> float:
-        """
-        The share of the peak that `flops` in `seconds` are.
-
-        Raises:
-            ImpossibleFigureError: If it is more than all of it.
-        """
+        """The share of the peak that `flops` in `seconds` are; more than all of it is an [`ImpossibleFigureError`]."""
         share = flops / seconds / (self.tflops * 1e12)
         if not 0 <= share <= 1:
             source = "was given (`--peak-tflops`)" if self.given is not None else "a matrix product reached beside it"
@@ -68,6 +64,7 @@ class Peak:
         return share
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -37,28 +37,17 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Variant:
-    """
-    A way to compute the same rows.
-
-    Attributes:
-        name (`str`): Its name.
-        ours (`bool`): Whether it is this package's, or TRL's.
-        packed (`bool`): Whether padding is removed.
-        shares (`bool` or `"auto"`): Whether prefixes are shared.
-        batching (`str`):
-            `"fixed"`, `"grouped"` (rows of like length together), `"prefix"` (rows that begin alike together),
-            `"budget"` (by distinct tokens) or `"packed"` (TRL's packing, as many tokens as the fixed batches have).
-        compiled (`bool`): Whether the decoder layers are compiled one by one.
-        flat (`bool`): Whether TRL's collator lays rows behind one another: its own `padding_free`.
-    """
+    """A way to compute the same rows."""
 
     name: str
-    ours: bool = True
-    packed: bool = True
+    ours: bool = True  # this package's, or TRL's
+    packed: bool = True  # padding is removed
     shares: PrefixSharing = False
+    # "grouped": rows of like length together; "prefix": rows that begin alike together; "budget": by distinct tokens;
+    # "packed": TRL's packing, as many tokens as the fixed batches have.
     batching: str = "fixed"
-    compiled: bool = False
-    flat: bool = False
+    compiled: bool = False  # the decoder layers, one by one
+    flat: bool = False  # TRL's collator lays rows behind one another: its own `padding_free`
 
 
 VARIANTS = {
@@ -110,6 +99,11 @@ class BenchSettings:
     shuffle: bool = True
     expand_turns: bool = False
 
+    @property
+    def batch_rows(self) -> int:
+        """Prepared rows of a batch; GRPO's batches are prepared whole."""
+        return 1 if self.trainer == "grpo" else self.pairs
+
     def __post_init__(self) -> None:
         unknown = [name for name in self.variants if name not in VARIANTS]
         if unknown or self.variants[:1] != ("trl",):
@@ -129,43 +123,20 @@ class BenchSettings:
 
 @dataclass
 class VariantResult:
-    """
-    One variant over all counted rows.
-
-    Attributes:
-        seconds, low, high (`float`): Median, quickest and slowest step.
-        speedup (`float`):
-            Median over batches of TRL's step time over this one's; of a variant that batches otherwise, TRL's time for
-            all rows over this one's.
-        steps (`int`): Steps that all rows took.
-        tokens (`int`): Tokens that entered the decoder per forward, over all rows.
-        tokens_per_second (`float`): Real tokens of all rows over the time of all steps.
-        token_limit (`float`): Tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone.
-        mfu (`float`): Arithmetic that the distinct tokens need at the least ([`step_flops`]) over time and peak.
-        peak_gib (`float`, *optional*): Peak memory of its largest step.
-        launches (`int`, *optional*): Kernels that a step without its optimizer launches; on CUDA only.
-        synchronisations (`int`, *optional*): Times that the host waits for the device in it; on CUDA only.
-        own_synchronisations (`int`, *optional*): Those of them that a line of this package causes.
-        kept_mib (`float`, *optional*): What the graph of its largest step keeps for the backward.
-        loss (`float`): Mean over rows, for SFT over labelled tokens.
-        grad_norm (`float`): Mean over steps.
-    """
+    """One variant over all counted rows."""
 
     name: str
-    seconds: float
+    seconds: float  # the median step; then the quickest and the slowest
     low: float
     high: float
-    speedup: float
+    speedup: float  # median of TRL's step time over this one's; if batched otherwise, of the time for all rows
     steps: int
-    tokens: int
-    tokens_per_second: float
-    token_limit: float
-    mfu: float
-    peak_gib: float | None
-    loss: float
-    grad_norm: float
+    tokens: int  # that entered the decoder per forward, over all rows
+    tokens_per_second: float  # real tokens of all rows over the time of all steps
+    token_limit: float  # tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone
+    mfu: float  # arithmetic that the distinct tokens need at the least (`step_flops`), over time and peak
+    peak_gib: float | None  # of the largest step
+    loss: float  # mean over rows, for SFT over labelled tokens
+    grad_norm: float  # mean over steps
     step_seconds: list[float] = field(repr=False)
-    kept_mib: float | None = None
-    launches: int | None = None
-    synchronisations: int | None = None
-    own_synchronisations: int | None = None
+    kept_mib: float | None = None  # what the graph of the largest step keeps for the backward

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +19,13 @@ from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
 from ...trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from .peak import wait
 
 
 if TYPE_CHECKING:
     from .settings import BenchSettings, Variant
 
-__all__ = ["Step", "attached", "decoder_inputs", "launches_and_waits", "step_flops"]
+__all__ = ["Step", "attached", "decoder_inputs", "step_flops"]
 
 
 COLLATORS = {
@@ -36,13 +35,7 @@ COLLATORS = {
 
 
 class Step:
-    """
-    A training step of one trainer, on any batch of the rows it was built for.
-
-    Attributes:
-        trainer (`transformers.Trainer`): TRL's trainer.
-        rows (`list[dict]`): Its prepared rows; what a batch is made of.
-    """
+    """A training step of one of TRL's trainers, on any batch of the prepared `rows` it was built for."""
 
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
@@ -86,15 +79,14 @@ class Step:
         # Fresh tensors: a layout found on a batch that was seen before would not be paid for.
         batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        wait(self.settings.device)
         if cuda:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = self._forward_and_backward(batch, host, variant)
+        loss = self.forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
-        if cuda:
-            torch.cuda.synchronize()
+        wait(self.settings.device)
         figures = {"seconds": time.perf_counter() - start, "loss": loss.item()}
         if cuda:
             figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -104,7 +96,7 @@ class Step:
         self.trainer.optimizer.zero_grad()
         return figures
 
-    def _forward_and_backward(
+    def forward_and_backward(
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
@@ -115,20 +107,6 @@ class Step:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():
                 return self.trainer.compute_loss(self.trainer.model, batch)
-
-    def count_launches(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, int]:
-        """Kernels that a step launches, and waits of the host in it, on CUDA; its optimizer is left out."""
-        host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with warnings.catch_warnings(record=True) as said, torch.profiler.profile(activities=activities) as profile:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                self._forward_and_backward(batch, host, variant)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        self.trainer.optimizer.zero_grad()
-        return launches_and_waits([event.name() for event in profile.profiler.kineto_results.events()], said)
 
     def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
         """What the graph of a step keeps for its backward, each storage once; weights and the batch left out."""
@@ -146,7 +124,7 @@ class Step:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            self._forward_and_backward(batch, host, variant, backward=False)
+            self.forward_and_backward(batch, host, variant, backward=False)
         return sum(kept.values()) / 2**20
 
     def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
@@ -183,26 +161,6 @@ def _projected(gradient: torch.Tensor) -> float:
     return torch.dot(flat.float(), torch.arange(len(flat), device=flat.device).float().cos()).item()
 
 
-def launches_and_waits(events: Iterable[str], said: Iterable[Any]) -> dict[str, int]:
-    """
-    Counts of a step on CUDA.
-
-    Args:
-        events (`Iterable[str]`):
-            Names of what the profiler saw; launches are calls of the runtime or the driver.
-        said (`Iterable[warnings.WarningMessage]`):
-            Warnings of torch's debug mode for synchronisations, each with the line that waited.
-    """
-    waits = [w for w in said if "synchronizing CUDA operation" in str(w.message)]
-    bench, package = (str(Path(__file__).parents[n]) for n in (0, 2))
-    own = [w for w in waits if w.filename.startswith(package) and not w.filename.startswith(bench)]
-    return {
-        "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in events),
-        "synchronisations": len(waits),
-        "own_synchronisations": len(own),
-    }
-
-
 @contextlib.contextmanager
 def attached(step: Step, variant: Variant) -> Iterator[None]:
     """What a variant attaches to the models of a step, until the block ends."""
@@ -214,8 +172,7 @@ def attached(step: Step, variant: Variant) -> Iterator[None]:
                 if variant.compiled:
                     from ...core.attention.compiled import compile_layers
 
-                    left = compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled)
-                    if left:
+                    if left := compile_layers(handle, backend=step.settings.compile_backend, compiled=step.compiled):
                         raise RuntimeError(f"{len(left)} layers cannot be compiled: {next(iter(left.values()))}.")
             elif variant.ours and (numbering := number_padded_rows(model)) is not None:
                 stack.enter_context(numbering)

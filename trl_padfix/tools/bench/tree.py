@@ -11,11 +11,11 @@ import torch
 from datasets import Dataset
 
 
-__all__ = ["Tree", "parse_tree", "tree_pairs", "tree_rows"]
+__all__ = ["RolloutTree", "parse_tree", "tree_pairs", "tree_rows"]
 
 
 @dataclass(frozen=True)
-class Tree:
+class RolloutTree:
     """
     One task: `rollouts` of `turns`, each of about `turn` tokens, behind a system prompt of `system` tokens.
 
@@ -38,24 +38,8 @@ class Tree:
         return self.system + self.turns * (self.turn + self.turn // 4)
 
 
-def parse_tree(data: str) -> Tree | None:
-    """
-    The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this.
-
-    Raises:
-        ValueError: If they are no sizes.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.tools.bench.tree import parse_tree
-
-    >>> tree = parse_tree("tree:4x8/600/80")
-    >>> tree.rows, tree.longest
-    (32, 1400)
-
-    ```
-    """
+def parse_tree(data: str) -> RolloutTree | None:
+    """The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this."""
     if not data.startswith("tree:"):
         return None
     match = re.fullmatch(r"tree:(\d+)x(\d+)/(\d+)/(\d+)", data)
@@ -65,20 +49,12 @@ def parse_tree(data: str) -> Tree | None:
             f"{data!r} gives no sizes: write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, such as `tree:4x8/600/80` for 4 "
             "rollouts of 8 turns of about 80 tokens behind a system prompt of 600; a turn has 4 tokens or more."
         )
-    return Tree(*sizes)
+    return RolloutTree(*sizes)
 
 
-def tree_rows(tree: Tree, count: int, seed: int = 0) -> Dataset:
+def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
     """
-    Tokenized rows for SFT: one for each turn, with all that is before it, trained on what the turn answers.
-
-    Args:
-        tree ([`Tree`]):
-            Sizes of a task.
-        count (`int`):
-            Rows, one tree behind the other.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of lengths and tokens.
+    Tokenized rows for SFT, tree after tree: one for each turn, with all that is before it, trained on what it answers.
     """
     turns = _turns(tree, torch.Generator().manual_seed(seed))
     rows = [
@@ -87,7 +63,7 @@ def tree_rows(tree: Tree, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def tree_pairs(tree: Tree, count: int, seed: int = 0) -> Dataset:
+def tree_pairs(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
     """The same as pairs: each turn's answer was chosen over another one, and the rollout went on from it."""
     draw = torch.Generator().manual_seed(seed)
     pairs = [
@@ -97,7 +73,7 @@ def tree_pairs(tree: Tree, count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(pairs)
 
 
-def _turns(tree: Tree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
+def _turns(tree: RolloutTree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
     """What is before the answer of each turn, and the answer: rollout after rollout, one tree behind the other."""
     while True:
         system = _tokens(tree.system, draw)
@@ -110,7 +86,7 @@ def _turns(tree: Tree, draw: torch.Generator) -> Iterator[tuple[list[int], list[
                 path = path + answer
 
 
-def _turn(tree: Tree, draw: torch.Generator) -> tuple[list[int], list[int]]:
+def _turn(tree: RolloutTree, draw: torch.Generator) -> tuple[list[int], list[int]]:
     """What a turn shows, and what it answers: together within a quarter of their mean."""
     low, high = tree.turn - tree.turn // 4, tree.turn + tree.turn // 4
     length = int(torch.randint(low, high + 1, (1,), generator=draw))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
 import trl.trainer.sft_trainer as trl_sft
 
+from .row_checks import worth_a_warning
+
 
 logger = logging.getLogger(__name__)
 
@@ -20,10 +22,7 @@ __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "Data
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
-    """
-    Raises:
-        ValueError: If `padding_side` is neither `"left"` nor `"right"`, nor, where it is `optional`, `None`.
-    """
+    """Raise a `ValueError` if `padding_side` is no side; `None` is the tokenizer's own where it is `optional`."""
     if padding_side not in ("left", "right") and not (optional and padding_side is None):
         sides = "'left', 'right' or None (the tokenizer's own)" if optional else "'left' or 'right'"
         raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
@@ -34,9 +33,9 @@ class SidedCollator:
     """
     What the collators of this package add to TRL's; a mixin, in front of TRL's class.
 
-    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has looked
-    at its data before the first step, and does not stop for what a stream brings later: with `for_trainer` such rows
-    are counted, warned about, and weigh what they weigh in TRL's trainer.
+    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has checked
+    its dataset before the first step, and does not stop for such a row of a stream: with `for_trainer` these rows are
+    counted, warned about, and weigh what they weigh in TRL's trainer.
     """
 
     padding_side: str = "right"
@@ -49,29 +48,31 @@ class SidedCollator:
         check_padding_side(self.padding_side)
 
     def refuse_or_count(self, rows: list[int], error: str, treatment: str) -> None:
-        """
-        Raises:
-            ValueError: With the text `error` if there are `rows`, where no trainer uses the collator.
-        """
+        """Raise a `ValueError` with the text `error` if there are `rows`; in a trainer count them, and warn."""
         if not rows:
             return
         if not self.for_trainer:
             raise ValueError(error)
-        before = self.odd_rows[treatment]
         self.odd_rows[treatment] += len(rows)
-        if before == 0 or len(str(before)) < len(str(self.odd_rows[treatment])):  # the 1st, 10th, 100th, ...
+        if worth_a_warning(self.odd_rows[treatment], len(rows)):
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
 
+    def refuse_empty(self, examples: list[dict[str, Any]], error: Callable[[str, str], str], treatment: str) -> None:
+        """[`refuse_or_count`] of the pairs of which a side has no token; `error` takes the side and which pair."""
+        for side in ("chosen", "rejected"):
+            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
+            self.refuse_or_count(rows, error(side, f"pair {rows[0]} of the batch") if rows else "", treatment)
+
     def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Examples in which one with token ids that the model has no embedding for is empty, and counted."""
+        """The examples; one with token ids that the model has no embedding for is made empty, and counted."""
         if self.vocabulary is None:
             return examples
-        rows = [i for i, example in enumerate(examples) if any(self._unknown(example))]
-        if not rows:
+        unknown = {i: value for i, example in enumerate(examples) for value in self._unknown(example)}
+        if not unknown:
             return examples
-        value = next(self._unknown(examples[rows[0]]))
+        rows = list(unknown)
         error = (
-            f"Row {rows[0]} of the batch holds the token id {value}, and the model has embeddings for 0 to "
+            f"Row {rows[0]} of the batch holds the token id {unknown[rows[0]]}, and the model has embeddings for 0 to "
             f"{self.vocabulary - 1}."
         )
         if "seq_lengths" in examples[0]:
@@ -80,21 +81,18 @@ class SidedCollator:
         if self.for_trainer and not self.odd_rows[treatment]:
             logger.warning(f"{error} The row is taken for an empty one.")
         self.refuse_or_count(rows, error, treatment)
-        emptied = [
-            {k: [] if isinstance(v, list) else v for k, v in example.items()} if i in rows else example
+        return [
+            {k: [] if isinstance(v, list) else v for k, v in example.items()} if i in unknown else example
             for i, example in enumerate(examples)
         ]
-        return emptied
 
-    def _unknown(self, example: dict[str, Any]) -> Iterator[int]:
-        for name, ids in example.items():
-            if name.endswith("ids") or name == "labels":
-                for value in ids:
-                    if not 0 <= value < self.vocabulary and not (name == "labels" and value == -100):
-                        yield value
+    def _unknown(self, example: dict[str, Any]) -> list[int]:
+        ids = [i for name, values in example.items() if name.endswith("ids") for i in values]
+        ids += [i for i in example.get("labels", ()) if i != -100]
+        return [i for i in ids if not 0 <= i < self.vocabulary]  # type: ignore[operator]
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch in which a row of nothing but padding attends to its first pad token, unscored."""
+        """A right-padded batch in which an empty row has one token to attend to: a pad token without a label."""
         empty = batch["attention_mask"].sum(1) == 0
         if not empty.any():
             return batch
@@ -106,17 +104,19 @@ class SidedCollator:
         batch["attention_mask"][empty, 0] = 1
         return batch
 
-    def on_side(self, batch: dict[str, Any], every: str, remedy: str = "") -> dict[str, Any]:
-        """A right-padded batch of prompts and completions on the wanted side."""
+    def on_side(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A right-padded batch of prompts and completions, moved to `padding_side`."""
         if self.padding_side == "right":
             return batch
         moved = pad_left(batch)
-        rows = rows_without_prompt(moved)
+        first = moved["attention_mask"].argmax(1)
+        begins_with_completion = moved["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1
+        rows = (begins_with_completion & (first > 0)).nonzero().flatten().tolist()
         self.refuse_or_count(
             rows,
             f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
-            f"left padding would score it from padding. Give {every} a prompt (a BOS token is enough),{remedy} or pad "
-            "right.",
+            "left padding would score it from padding. Give every row a prompt (a BOS token is enough), truncate with "
+            "`truncation_mode='keep_start'`, or pad right.",
             "rows begin with a completion token, which nothing predicts; their batches are padded right, where TRL "
             "does not score it. Give every row a prompt (a BOS token is enough)",
         )
@@ -146,8 +146,8 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
             Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
             being errors. Trainers, which have checked their data before the first step, set it.
         vocabulary (`int`, *optional*):
-            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
-            Trainers set it for streams.
+            Number of the model's embeddings. A row that holds an id beyond them counts as an empty one. Trainers set
+            it for streams.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
@@ -172,11 +172,9 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        for side in ("chosen", "rejected"):
-            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
-            self.refuse_or_count(rows, empty_completion(side, f"pair {rows[0]} of the batch") if rows else "", EMPTY)
+        self.refuse_empty(examples, empty_completion, EMPTY)
         batch = self.without_empty_rows(super().torch_call(examples))
-        return self.on_side(batch, "every pair", " truncate with `truncation_mode='keep_start'`,")
+        return self.on_side(batch)
 
 
 @dataclass
@@ -188,18 +186,8 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     chosen sequences, then the rejected ones.
 
     Args:
-        pad_token_id (`int`):
-            Token ID to pad with.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the length of the batch to a multiple of this.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`.
-        for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
-            being errors. Trainers, which have checked their data before the first step, set it.
-        vocabulary (`int`, *optional*):
-            How many tokens the model has embeddings for. With it, a row that holds another id counts as an empty one.
-            Trainers set it for streams.
+        pad_token_id, pad_to_multiple_of, padding_side, for_trainer, vocabulary:
+            As in [`DataCollatorForPreference`].
 
     Raises:
         ValueError: For another `padding_side`, and for a pair with an empty sequence.
@@ -219,12 +207,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        for side in ("chosen", "rejected"):
-            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
-            where = f"pair {rows[0]} of the batch" if rows else ""
-            self.refuse_or_count(
-                rows, empty_sequence(side, where), "sequences have no token; they are scored as one pad token"
-            )
+        self.refuse_empty(examples, empty_sequence, "sequences have no token; they are scored as one pad token")
         batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
 
@@ -241,17 +224,12 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     sequences stay apart.
 
     Args:
-        pad_token_id (`int`):
-            Token ID to pad with.
+        pad_token_id, pad_to_multiple_of, padding_side, vocabulary:
+            As in [`DataCollatorForPreference`].
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to lay all rows behind one another in one row, with positions and no mask.
-        pad_to_multiple_of (`int`, *optional*):
-            Pad the length of the batch to a multiple of this.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
-            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
+            As in [`DataCollatorForPreference`]; also, first tokens keep their labels, which trainers drop later.
         **kwargs:
             The other fields of TRL's.
 
@@ -310,13 +288,6 @@ def empty_completion(side: str, where: str) -> str:
 
 def empty_sequence(side: str, where: str) -> str:
     return f"The {side} sequence of {where} has no token, so there is nothing to take a reward from. Drop the pair."
-
-
-def rows_without_prompt(batch: dict[str, Any]) -> list[int]:
-    """Left-padded rows whose first real token is scored."""
-    first = batch["attention_mask"].argmax(1)
-    unseen = (batch["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1) & (first > 0)
-    return unseen.nonzero().flatten().tolist()
 
 
 def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:

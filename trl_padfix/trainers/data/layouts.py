@@ -10,7 +10,7 @@ import torch
 
 from ...core.call.layout_of import PrefixSharing
 from ...core.call.step import Doubt, check_doubts, step_layouts
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..parts import Part, Step
 from ..task import Task
 from .batch_layouts import LayoutCollator
@@ -46,7 +46,10 @@ class Layouts(Part):
         # For one process accelerate would dispatch the batches of a stream to itself, tensor by tensor.
         config = self.trainer.accelerator.dataloader_config
         dispatch = False if config.dispatch_batches is None and _is_stream(dataset) else config.dispatch_batches
-        with field_set(self.trainer, "data_collator", collator), field_set(config, "dispatch_batches", dispatch):
+        with (
+            temporarily_set(self.trainer, "data_collator", collator),
+            temporarily_set(config, "dispatch_batches", dispatch),
+        ):
             yield
 
     def brings(self, dataset: Any, is_training: bool) -> bool:
@@ -72,8 +75,9 @@ class Layouts(Part):
         doubts: list[Doubt] = []
         with step_layouts(step.known, doubts):
             yield
-        if doubts:
-            self._unread.append((doubts, f" in step {step.number} of {step.mode}"))
+        if not doubts:
+            return
+        self._unread.append((doubts, f" in step {step.number} of {step.mode}"))
         if len(self._unread) >= UNREAD or all(doubt.wrong.device.type == "cpu" for doubt in doubts):
             self.read_doubts()
 

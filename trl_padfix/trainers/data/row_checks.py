@@ -7,9 +7,11 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from .columns import INSTEAD_OF_CONTENT, ids_outside, may_lack_text
+from .columns import chunks, ids_outside, values
 
 
 __all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "sound_rows"]
@@ -19,47 +21,47 @@ logger = logging.getLogger(__name__)
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns with text or messages."""
 
+INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
+"""What a message may have in place of its content."""
+
 
 def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
     """
-    A dataset in which every row has text, or messages with text, in the columns that are trained on.
+    The dataset `name`, of which every row has text, or messages with text, in those of the `columns` that there are.
 
-    Args:
-        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Rows as they are given to a trainer.
-        name (`str`):
-            What the dataset is for, for the messages.
-        columns (`Iterable[str]`):
-            The columns that are trained on, as far as the dataset has them.
-
-    Returns:
-        The dataset. A stream comes back without rows that are not sound: they are counted when they come up, and
-        warned about at the 1st, 10th, 100th, ...
+    A stream comes back without rows that have none: they are counted and warned about when they come up.
 
     Raises:
-        ValueError: If a row of a dataset that is not a stream is not sound.
+        ValueError: If a row of a dataset that is not a stream has none.
     """
     columns = tuple(columns)
-    if isinstance(dataset, Dataset):
-        for column in columns:
-            if column in dataset.column_names and may_lack_text(dataset, column):
-                for number, row in enumerate(dataset.select_columns([column])):
-                    check_row(row, number, (column,), name)
-    elif isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         return dataset.filter(SoundRow(name, columns))
+    for column in columns if isinstance(dataset, Dataset) else ():
+        if column not in dataset.column_names or all(_sound(chunk, column) for chunk in chunks(dataset, column)):
+            continue
+        for number, value in enumerate(values(dataset, column)):
+            check_row({column: value}, number, (column,), name)
     return dataset
 
 
-class SoundRow:
-    """
-    Whether a row of a stream can be trained on; counts and names those that cannot.
+def _sound(chunk: pa.Array, column: str) -> bool:
+    """Whether Arrow can tell that [`check_row`] finds nothing in these rows, which takes no time."""
+    if pa.types.is_string(chunk.type):
+        return column != "messages" and not chunk.null_count
+    if not pa.types.is_list(chunk.type) or chunk.null_count or not pa.types.is_struct(chunk.type.value_type):
+        return False
+    messages = chunk.flatten()
+    if messages.null_count or not {"role", "content"} <= {field.name for field in chunk.type.value_type}:
+        return False
+    role, content = messages.field("role"), messages.field("content")
+    are_texts = pa.types.is_string(role.type) and (pa.types.is_string(content.type) or pa.types.is_list(content.type))
+    no_row_is_empty = pc.all(pc.greater(pc.list_value_length(chunk), 0)).as_py()
+    return are_texts and not role.null_count and not content.null_count and no_row_is_empty
 
-    Args:
-        name (`str`):
-            What the stream is for.
-        columns (`tuple[str, ...]`):
-            The columns that are trained on.
-    """
+
+class SoundRow:
+    """Whether a row of a stream can be trained on, by its `columns`; counts and names those that cannot."""
 
     def __init__(self, name: str, columns: tuple[str, ...]):
         self.name, self.columns, self.left_out = name, columns, 0
@@ -68,70 +70,51 @@ class SoundRow:
         try:
             check_row(row, None, self.columns, self.name)
         except ValueError as error:
-            before, self.left_out = self.left_out, self.left_out + 1
-            if before == 0 or len(str(before)) < len(str(self.left_out)):
+            self.left_out += 1
+            if worth_a_warning(self.left_out):
                 logger.warning(f"So far {self.left_out} rows of the {self.name} stream were left out. {error}")
             return False
         return True
 
 
+def worth_a_warning(count: int, added: int = 1) -> bool:
+    """Whether the 1st, 10th, 100th, ... of what is counted is among the last `added`."""
+    before = count - added
+    return before == 0 or len(str(before)) < len(str(count))
+
+
 def check_ids(dataset: Any, name: str, size: int) -> None:
-    """
-    Raises:
-        ValueError: If a row of a dataset that is not a stream holds a token id that the model has no embedding for.
-    """
-    if not isinstance(dataset, Dataset):
-        return
-    for column in dataset.column_names:
-        if not (column == "input_ids" or column.endswith(("_ids", "_input_ids")) or column == "labels"):
+    """Raise a `ValueError` if a row of a dataset, no stream, holds a token id that the model has no embedding for."""
+    for column in dataset.column_names if isinstance(dataset, Dataset) else ():
+        is_labels = column == "labels"
+        if not column.endswith("_ids") and not is_labels:
             continue
-        found = ids_outside(dataset, column, size, ignored=-100 if column == "labels" else None)
-        if found is not None:
-            row, value = found
+        if found := ids_outside(dataset, column, size, ignored=(-100,) if is_labels else ()):
             raise ValueError(
-                f"Row {row} (counted from 0) of the {name} dataset holds {value} in `{column}`, and the model has "
-                f"embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a device "
-                "assertion). Tokenize with the model's own tokenizer, or correct the row."
+                f"Row {found[0]} (counted from 0) of the {name} dataset holds {found[1]} in `{column}`, and the "
+                f"model has embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a "
+                "device assertion). Tokenize with the model's own tokenizer, or correct the row."
             )
 
 
 def image_token_ids(config: Any) -> frozenset[int]:
-    """The ids that stand for images, videos and sounds in a model's configuration; some lie beyond its embeddings."""
+    """The ids that stand for images, videos and sounds, by a model's configuration; some lie beyond its embeddings."""
     named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
     return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
 
 
 _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
-"""Tokens that are looked up as any other, and numbers of tokens."""
+"""Beginnings of settings that name a token of text, or a number of tokens."""
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:
     """
-    A row has text, or messages with text, in every column that is trained on.
+    Check that a row has text, or messages with text, in those of the `columns` that it has.
 
-    Args:
-        row (`dict`):
-            A row of a dataset.
-        number (`int`, *optional*):
-            Its place in the dataset, counted from 0, if that is known; for the message.
-        columns (`Iterable[str]`, *optional*):
-            The columns that are trained on; those that the row does not have are not asked for.
-        of (`str`, *optional*):
-            Name of the dataset, for the message.
+    `number` is that of the row in the dataset `of`, counted from 0.
 
     Raises:
-        ValueError: If one has something else; the message names row, column and value.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.data.row_checks import check_row
-
-    >>> check_row({"prompt": "Two and two?", "chosen": None}, 7)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: Row 7 (counted from 0) has None in column `chosen`, and text or a list of messages is needed: ...
-
-    ```
+        ValueError: If a column has something else; with the row, the column and the value.
     """
     which = "A row" if number is None else f"Row {number} (counted from 0)"
     where = f"{which}{of and f' of the {of} dataset'} has"
@@ -144,18 +127,16 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
         if not isinstance(value, list) or not value:
             raise ValueError(f"{where} {_short(value)} in column `{name}`, and {needed} is needed: {remedy}.")
         for message in value:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise ValueError(
-                    f'{where} the message {_short(message)} in column `{name}`, without a text `role` ("user" or '
-                    f'"assistant", for instance): {remedy}.'
-                )
-            content = message.get("content")
-            if content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT):
-                continue
-            if not isinstance(content, (str, list)):
-                raise ValueError(
-                    f"{where} the message {_short(message)} in column `{name}`, whose `content` is no text: {remedy}."
-                )
+            if lack := _lack(message):
+                raise ValueError(f"{where} the message {_short(message)} in column `{name}`, {lack}: {remedy}.")
+
+
+def _lack(message: Any) -> str | None:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return 'without a text `role` ("user" or "assistant", for instance)'
+    content = message.get("content")
+    instead = content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT)
+    return None if instead or isinstance(content, (str, list)) else "whose `content` is no text"
 
 
 def _short(value: Any) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +25,7 @@ __all__ = ["check_turn_settings", "check_turns", "expand_datasets", "expand_turn
 logger = get_logger(__name__)
 
 LOOKED_AT = 1000
-"""Rows whose rendered prompt is looked for at the beginning of the rendered row, at most."""
+"""Most rows of a dataset for which [`check_turns`] renders the chat template."""
 
 
 def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
@@ -109,17 +110,14 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
 
 
 def expand_datasets(datasets: Any, name: str) -> Any:
-    """A dataset, or each of several by name, expanded; what is no dataset is left to TRL to refuse."""
+    """[`expand_turns`] of a dataset, or of each in a mapping."""
     if isinstance(datasets, DatasetDict | dict):
         return {key: expand_turns(dataset, f"{name} ({key})") for key, dataset in datasets.items()}
     return datasets if datasets is None else expand_turns(datasets, name)
 
 
 def check_turn_settings(config: Any) -> None:
-    """
-    Raises:
-        ValueError: If `expand_turns` is set together with what says otherwise which tokens are trained on.
-    """
+    """Raise a `ValueError` if `expand_turns` is set together with a field that chooses other tokens to train on."""
     if not getattr(config, "expand_turns", False):
         return
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
@@ -131,38 +129,30 @@ def check_turn_settings(config: Any) -> None:
 
 
 def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
-    """
-    Look whether the chat template renders the prompt of a turn as the beginning of its row.
-
-    Raises:
-        ValueError: If it does not: nobody could say which tokens of the row are the turn.
-    """
+    """Raise a `ValueError` if the chat template does not render the prompt of a turn as the beginning of its row."""
     if getattr(processing_class, "chat_template", None) is None:
         return  # an error of its own
     chosen = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
-    differing, example = 0, ""
+    render = partial(processing_class.apply_chat_template, tokenize=False)
+    differing = []
     for row in dataset.select(chosen):
         tools = row.get("tools")
-        more = {"tools": json.loads(tools) if isinstance(tools, str) else tools} | (
-            row.get("chat_template_kwargs") or {}
-        )
-        prompt = processing_class.apply_chat_template(
-            row["prompt"], tokenize=False, add_generation_prompt=True, **more
-        )
-        whole = processing_class.apply_chat_template(row["prompt"] + row["completion"], tokenize=False, **more)
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        more = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+        prompt = render(row["prompt"], add_generation_prompt=True, **more)
+        whole = render(row["prompt"] + row["completion"], **more)
         if not whole.startswith(prompt):
-            differing += 1
-            at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-            example = example or (
-                f"after {prompt[max(0, at - 40) : at]!r} the prompt has {prompt[at : at + 40]!r} and the row "
-                f"{whole[at : at + 40]!r}"
-            )
+            differing.append((prompt, whole))
     if differing:
+        prompt, whole = differing[0]
+        at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
         raise ValueError(
-            f"The chat template does not render {differing} of {len(chosen)} prompts of the {name} dataset as the "
-            f"beginning of their rows: {example}. The model would be trained on a turn behind another prompt than it "
-            "gets in use. Mend the template (a generation prompt must be what the turn begins with), or write rows "
-            "with `prompt` and `completion` as text and leave `expand_turns` out."
+            f"The chat template does not render {len(differing)} of {len(chosen)} prompts of the {name} dataset as "
+            f"the beginning of their rows: after {prompt[max(0, at - 40) : at]!r} the prompt has "
+            f"{prompt[at : at + 40]!r} and the row {whole[at : at + 40]!r}. The model would be "
+            "trained on a turn behind another prompt than it gets in use. Mend the template (a generation prompt must "
+            "be what the turn begins with), or write rows with `prompt` and `completion` as text and leave "
+            "`expand_turns` out."
         )
 
 
@@ -183,10 +173,7 @@ def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[i
 
 
 def _report(counts: Counter[str], rows: int, name: str) -> None:
-    """
-    Raises:
-        ValueError: If there is no row.
-    """
+    """Warn about conversations that are not trained on as they are; raise a `ValueError` if there is no row."""
     conversations = counts["conversations"]
     if not rows:
         raise ValueError(

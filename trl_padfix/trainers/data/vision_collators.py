@@ -15,15 +15,33 @@ from .collators import SidedCollator, pad_left
 __all__ = [
     "DataCollatorForVisionLanguageModeling",
     "DataCollatorForVisionPreference",
-    "check_batch",
+    "VisionCollator",
     "check_ids_of_batch",
-    "copied",
+    "misplaced",
+    "misplaced_images",
     "on_side_with_kl",
 ]
 
 
 @dataclass
-class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisionPreference):
+class VisionCollator(SidedCollator):
+    """What the collators for images and text have in common; a mixin, in front of TRL's class."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = copied(examples)
+        found = misplaced_images(examples, self.processor)  # type: ignore[attr-defined]
+        self.refuse_or_count(
+            [row for row, *_ in found],
+            misplaced(found[0], "the batch") if found else "",
+            "rows have other images than placeholders; they are left to the model",
+        )
+        batch = dict(super().torch_call(examples))  # type: ignore[misc]
+        check_ids_of_batch(self, batch, len(examples))
+        return batch
+
+
+@dataclass
+class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVisionPreference):
     """
     TRL's collator for preference pairs with images, padding on the side you choose.
 
@@ -41,8 +59,8 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, for a pair whose images are not as many as its placeholders, or with a
-            completion of which nothing is left, and where `max_length` would cut an image.
+        ValueError: For another `padding_side`, and for a pair whose images are not as many as its placeholders, or
+            with a completion of which nothing is left.
 
     Example:
 
@@ -71,10 +89,7 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = _collated(super(), self, examples)
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
         rows = sorted(set(empty.tolist()))
         within = f"without a token (within `max_length={self.max_length}`)"
@@ -85,32 +100,26 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
             f"pairs have a completion {within}, whose log-probability is 0 whatever the model does. Drop them, or "
             "raise `max_length`",
         )
-        return self.on_side(batch, "every pair")
+        return self.on_side(batch)
 
 
 @dataclass
-class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorForVisionLanguageModeling):
+class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollatorForVisionLanguageModeling):
     """
     TRL's collator for language modelling with images, padding on the side you choose.
 
     The first token of a left-padded row has no label: there is nothing to predict it from.
 
     Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Tokenizes the text and prepares the images.
-        max_length (`int`, *optional*):
-            Longest sequence; of longer ones the end is cut off.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`: of ids, masks, labels and token types alike.
+        processor, max_length, padding_side:
+            As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors, and first tokens keep
-            their labels. Trainers, which have checked their data and drop these labels before the loss, set it.
+            As there; also, first tokens keep their labels, which trainers drop later.
         **kwargs:
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
-            where `max_length` would cut an image.
+        ValueError: For another `padding_side`, and for an example whose images are not as many as its placeholders.
 
     Example:
 
@@ -135,21 +144,18 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = _collated(super(), self, examples)
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
 def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch of unpaired preferences on the side of its collator, and with it the mismatched completions."""
+    """Pad a batch of unpaired preferences, and the mismatched completions of its KL term, on the collator's side."""
     for prefix in ("", "KL_"):
         # The two batches may have one shape, so each is moved by its own mask.
         names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
         if names:
             moved = collator.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
-            moved = collator.on_side(moved, "every example")
+            moved = collator.on_side(moved)
             batch |= {prefix + name: value for name, value in moved.items()}
     return batch
 
@@ -157,23 +163,11 @@ def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str,
 _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
 
 
-def check_batch(collator: Any, examples: list[dict[str, Any]]) -> None:
-    found = misplaced_images(examples, collator.processor)
-    rows, error = [i for i, *_ in found], misplaced(found[0], "the batch") if found else ""
-    collator.refuse_or_count(rows, error, "rows have other images than placeholders; they are left to the model")
-
-
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
     """
-    Refuse token ids that the model has no embedding for; what stands for images may lie beyond the vocabulary.
+    Refuse token ids that the model has no embedding for, but for the collator's `stand_ins`, which stand for images.
 
-    Args:
-        collator (`SidedCollator`):
-            With its `vocabulary`, and the ids of its `stand_ins`.
-        batch (`dict`):
-            What was made of `count` rows of the data.
-        count (`int`):
-            Row `i` of the data is row `i` of the batch, and `i + count` if the batch has a second half.
+    Row `i` of the `count` rows of the data is row `i` of the batch, and `i + count` if the batch has a second half.
 
     Raises:
         ValueError: With the row, its beginning and the id.
@@ -206,7 +200,7 @@ def misplaced(found: tuple[int, int, int], where: str) -> str:
 
 
 def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
-    """Number, images and placeholders of each example that has other images than its text has placeholders for."""
+    """Each example with more or fewer images than placeholders: its number, and how many of both."""
     found = []
     for i, example in enumerate(examples):
         given = len(example["images"])
@@ -228,7 +222,7 @@ def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tup
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """TRL's collators write to the examples; a row without images may hold `None`."""
+    """Copies of the examples, since TRL's collators write to them; `images` is a list in each, perhaps empty."""
     copies = [dict(example) for example in examples]
     for example in copies:
         if "images" in example and example["images"] is None:
@@ -237,31 +231,3 @@ def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
             image = example.pop("image")
             example["images"] = [] if image is None else [image]
     return copies
-
-
-def _collated(parent: Any, collator: Any, examples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The batch of TRL's collator; used by itself, ours refuses a `max_length` that cuts images off."""
-    if collator.max_length is None or collator.pad_to_multiple_of is not None or collator.for_trainer:
-        return parent.torch_call(examples)
-    limit, collator.max_length = collator.max_length, None
-    try:
-        batch = parent.torch_call(examples)
-    finally:
-        collator.max_length = limit
-    ids = batch["input_ids"]
-    tokens = _image_tokens(collator.processor)
-    cut = torch.isin(ids[:, limit:], tokens.to(ids.device)).any(1).nonzero().flatten() % len(examples)
-    if len(cut):
-        raise ValueError(
-            f"`max_length={limit}` cuts images of examples {sorted(set(cut.tolist()))} of the batch: they would have "
-            "fewer placeholders than features. Raise `max_length`, set it to `None`, or let the processor make the "
-            "images smaller."
-        )
-    shape = ids.shape
-    return {k: v[:, :limit] if isinstance(v, torch.Tensor) and v.shape == shape else v for k, v in batch.items()}
-
-
-def _image_tokens(processor: Any) -> torch.Tensor:
-    names = [f"{kind}_token_id" for kind in ("image", "video", "context_image")]
-    ids = {getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in names} - {None}
-    return torch.tensor(sorted(ids), dtype=torch.int64)

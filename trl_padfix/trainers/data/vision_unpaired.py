@@ -7,38 +7,25 @@ from typing import Any
 
 import trl.trainer.kto_trainer as trl_kto
 
-from .collators import EMPTY, SidedCollator
-from .vision_collators import check_batch, check_ids_of_batch, copied, on_side_with_kl
+from .collators import EMPTY
+from .vision_collators import VisionCollator, on_side_with_kl
 
 
 __all__ = ["DataCollatorForVisionUnpairedPreference"]
 
 
 @dataclass
-class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
     """
-    TRL's collator for unpaired preferences with images, padding on the side you choose.
-
-    Args:
-        processor ([`~transformers.ProcessorMixin`]):
-            Tokenizes the text and prepares the images.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`, also of the mismatched completions of the KL term.
-        for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether odd rows are counted in `odd_rows` and warned about, instead of being errors. Trainers set it.
-        **kwargs:
-            The other fields of TRL's.
+    TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term.
 
     Raises:
-        ValueError: For another `padding_side`, for an example whose images are not as many as its placeholders, and
-            for an empty completion.
+        ValueError: For another `padding_side`, and, unless `for_trainer`, for an example whose images are not as many
+            as its placeholders and for an empty completion.
     """
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = copied(examples)
-        check_batch(self, examples)
-        batch = dict(super().torch_call(examples))
-        check_ids_of_batch(self, batch, len(examples))
+        batch = super().torch_call(examples)
         rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten().tolist()
         self.refuse_or_count(
             rows,

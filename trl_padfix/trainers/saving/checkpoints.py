@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import pickletools
+import re
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -33,17 +32,10 @@ _OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
 
 def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> str | None:
     """
-    The checkpoint that `resume_from_checkpoint` means.
+    The checkpoint that `resume_from_checkpoint` means; `None` if the training begins anew.
 
-    Args:
-        asked (`str` or `bool`, *optional*):
-            A folder; or `True`, `"true"` or `"latest"` for the newest whole checkpoint of `output_dir`: those that are
-            newer and half-written are named in a warning and left out; or `None`, `False`, `"false"` for none.
-        output_dir (`str` or `Path`):
-            Where the training saves its checkpoints.
-
-    Returns:
-        `str`, *optional*: its folder; `None` if the training is to begin anew.
+    `asked` is a folder; or `True`, `"true"` or `"latest"` for the newest whole checkpoint of `output_dir`, with a
+    warning about newer ones that are half-written; or `None`, `False`, `"false"` for none.
 
     Raises:
         ValueError: If there is no whole checkpoint to resume from, or the one that is named is half-written.
@@ -53,9 +45,8 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
         return None
     if word not in NEWEST or Path(str(asked)).is_dir():
         return _named(Path(str(asked)))
-    found = checkpoints_of(output_dir)
     half = []
-    for checkpoint in found:
+    for checkpoint in checkpoints_of(output_dir):
         if (missing := what_is_missing(checkpoint)) is None:
             for skipped in half:
                 logger.warning(f"Skipping {skipped}. Resuming from {checkpoint}.")
@@ -74,39 +65,29 @@ def _named(checkpoint: Path) -> str:
     missing = what_is_missing(checkpoint)
     if missing is None:
         return str(checkpoint)
-    whole = next(
-        (c for c in checkpoints_of(checkpoint.parent) if c != checkpoint and what_is_missing(c) is None), None
+    whole = _newest_whole(checkpoint.parent)
+    raise ValueError(
+        f"`resume_from_checkpoint={checkpoint}` is {'half-written' if checkpoint.is_dir() else 'no folder'} "
+        f"({missing}); {f'the newest whole one beside it is {whole}' if whole else 'there is no whole one beside it'}."
     )
-    remedy = f"the newest whole one beside it is {whole}" if whole else "there is no whole one beside it"
-    if not checkpoint.is_dir():
-        raise ValueError(
-            f"`resume_from_checkpoint={checkpoint}`: {missing}. Give the folder of a checkpoint, or `latest` for the "
-            f"newest of `output_dir`; {remedy}."
-        )
-    raise ValueError(f"`resume_from_checkpoint={checkpoint}` is half-written ({missing}); {remedy}.")
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
     """The `checkpoint-STEP` folders of a training, the newest first."""
-    numbered = []
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        step = folder.name.removeprefix("checkpoint-")
-        if step.isdigit() and folder.is_dir():
-            numbered.append((int(step), folder))
-    return [folder for _, folder in sorted(numbered, reverse=True)]
+    folders = [
+        f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name) and f.is_dir()
+    ]
+    return sorted(folders, key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+
+
+def _newest_whole(output_dir: str | Path) -> Path | None:
+    return next((c for c in checkpoints_of(output_dir) if what_is_missing(c) is None), None)
 
 
 @contextmanager
 def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
     """
-    Add to the error of a training that cannot write which of its checkpoints are whole.
-
-    Args:
-        output_dir (`str` or `Path`):
-            Where the training saves them.
-
-    Raises:
-        UnwritableError: In place of an error about a full disk and the like.
+    Where a training saves: an error of writing becomes an [`UnwritableError`] that says which checkpoint is whole.
     """
     try:
         yield
@@ -115,12 +96,12 @@ def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
             raise
         there = next(p for p in (Path(output_dir).absolute(), *Path(output_dir).absolute().parents) if p.exists())
         free = f"{shutil.disk_usage(there).free / 2**20:,.0f} MiB are free at {str(there)!r}"
-        whole = [c for c in checkpoints_of(output_dir) if what_is_missing(c) is None]
+        whole = _newest_whole(output_dir)
         safe = "There is no whole checkpoint yet: what was trained is lost."
         if whole:
-            size = sum(path.stat().st_size for path in whole[0].rglob("*") if path.is_file()) / 2**20
+            size = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file()) / 2**20
             safe = (
-                f"The newest whole checkpoint is {whole[0]} (one takes {size:,.0f} MiB): what was trained since is "
+                f"The newest whole checkpoint is {whole} (one takes {size:,.0f} MiB): what was trained since is "
                 "lost, and `--resume_from_checkpoint latest` goes on from it."
             )
         raise UnwritableError(f"the training stopped: {why}. {free}. {safe}") from error
@@ -131,62 +112,52 @@ def what_is_missing(checkpoint: str | Path) -> str | None:
     Which file of a checkpoint is not there or not whole, or `None` if all are.
 
     Nothing is loaded: of weights the header is read, of what torch saved the directory at the end of the file.
-
-    Args:
-        checkpoint (`str` or `Path`):
-            Its folder.
     """
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text())
-    except FileNotFoundError:
-        return "`trainer_state.json` is missing"
-    except ValueError:
-        return "`trainer_state.json` is cut short"
-    if not isinstance(state, dict) or "global_step" not in state:
-        return "`trainer_state.json` has no `global_step`"
-    if (missing := _weights(folder)) is not None:
-        return missing
-    sharded = any(folder.glob("pytorch_model_fsdp*")) or any(folder.glob("global_step*"))
-    complete = not _saves_only_model(folder)
-    if complete and not sharded:
-        for name in ("optimizer.pt", "scheduler.pt"):
-            if not (folder / name).exists():
-                return f"`{name}` is missing"
-    if complete and not any(folder.glob("rng_state*.pth")):
-        return "`rng_state.pth` is missing"
-    for shards in (*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")):
-        if shards.is_dir() and not (shards / ".metadata").exists():  # which torch writes when all shards are there
-            return f"`{shards.name}/.metadata` is missing"
-    for path in (*folder.glob("*.pt"), *folder.glob("*.pth"), *folder.glob("*.bin")):
-        if not zipfile.is_zipfile(path):
-            return f"`{path.name}` is cut short"
-    return None
-
-
-def _weights(folder: Path) -> str | None:
-    index = folder / _INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f"`{_INDEX}` is cut short"
-    else:
-        names = [name for name in _WEIGHTS if (folder / name).exists()]
-    names += [str(path.relative_to(folder)) for path in folder.glob(f"*/{_ADAPTER}")]  # of more adapters than one
-    if not names and not any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS):
-        return "`model.safetensors` is missing"
-    for name in names:
+    for name in _needed(folder):
         if not (folder / name).exists():
             return f"`{name}` is missing"
-        try:
-            with safe_open(folder / name, framework="numpy"):
-                pass
-        except (SafetensorError, OSError):
+        if not _is_whole(folder / name):
             return f"`{name}` is cut short"
     return None
+
+
+def _needed(folder: Path) -> Iterator[str]:
+    """The files that a whole checkpoint has, by those that there are; read on only while they are whole."""
+    yield "trainer_state.json"
+    weights = [str(path.relative_to(folder)) for path in folder.glob(f"*/{_ADAPTER}")]  # of more adapters than one
+    if (folder / _INDEX).exists():
+        yield _INDEX
+        weights += sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+    else:
+        weights += [name for name in _WEIGHTS if (folder / name).exists()]
+    if not weights and not any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS):
+        weights = ["model.safetensors"]
+    yield from weights
+    if not _saves_only_model(folder):
+        if not any(folder.glob("pytorch_model_fsdp*")) and not any(folder.glob("global_step*")):
+            yield from ("optimizer.pt", "scheduler.pt")
+        if not any(folder.glob("rng_state*.pth")):
+            yield "rng_state.pth"
+    for shards in (*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")):
+        if shards.is_dir():
+            yield f"{shards.name}/.metadata"  # which torch writes when all shards are there
+    for pattern in ("*.pt", "*.pth", "*.bin"):
+        yield from (path.name for path in folder.glob(pattern))
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="numpy"):
+                pass
+    except (SafetensorError, OSError, ValueError):
+        return False
+    return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)
 
 
 def _saves_only_model(folder: Path) -> bool:
@@ -195,17 +166,7 @@ def _saves_only_model(folder: Path) -> bool:
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
-        name = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
-        return name is not None and _field_of_pickle(archive.read(name), "save_only_model") is True
-
-
-def _field_of_pickle(data: bytes, field: str) -> Any:
-    """What follows a name in the operations of a pickle; nothing is executed."""
-    operations = [(op.name, arg) for op, arg, _ in pickletools.genops(data)]
-    for i, (_, arg) in enumerate(operations):
-        if arg == field:
-            following = next(
-                (n for n, _ in operations[i + 1 :] if not n.startswith(("BINPUT", "LONG_BINPUT", "MEMO"))), ""
-            )
-            return {"NEWTRUE": True, "NEWFALSE": False}.get(following)
-    return None
+        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+    # The name, perhaps an operation that memorizes it (BINPUT, LONG_BINPUT, MEMOIZE), and NEWTRUE.
+    pattern = re.compile(rb"save_only_model(q.|r....|\x94)?\x88", re.DOTALL)
+    return any(pattern.search(data) for data in pickles)

@@ -27,9 +27,9 @@ from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ...core.model.patching import Attachment
-from ..checks import column_names, length_dependent_rope, splitting_parallelism
+from ..checks import column_names, rope_kind_beyond, splitting_parallelism
 from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..packing import datasets_of, models_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
@@ -147,7 +147,7 @@ class Splitting(Part):
             )
         if splitting_parallelism(trainer.accelerator, "tp_size"):
             return "Under tensor parallelism several processes compute one batch"
-        if kind := length_dependent_rope(trainer.model, getattr(trainer.args, "max_length", None)):
+        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
             return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
         return None
 
@@ -227,8 +227,8 @@ class Budget(Splitting):
         fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
-                stack.enter_context(field_set(trainer, name, value))
-            stack.enter_context(field_set(trainer.args, "dataloader_drop_last", False))
+                stack.enter_context(temporarily_set(trainer, name, value))
+            stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
             yield
 
     def _measured_images(self, rows: Dataset) -> ImageMeasure:
@@ -245,19 +245,7 @@ class Budget(Splitting):
         return measure
 
     def training_step(self, train: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """
-        Run TRL's `training_step` on each micro-batch of an optimizer step.
-
-        Args:
-            train (`Callable`):
-                TRL's.
-            model (`torch.nn.Module`):
-                The model.
-            inputs (`dict`):
-                The micro-batches and their weights, as [`BudgetCollator`] makes them.
-            *args, **kwargs:
-                What `training_step` is given beside these: the number of items in the batch.
-        """
+        """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
         if task.compares_rows():

@@ -1,6 +1,6 @@
 """Fields that say which rows meet in an optimizer step, and in how many pieces it is computed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -11,31 +11,9 @@ __all__ = ["BudgetConfig", "OnlineBudgetConfig", "check_grouping", "check_token_
 class BudgetConfig:
     """`max_tokens_per_batch` and `group_by_prefix`; a mixin, in front of the others."""
 
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens that one forward computes on a device: the rows of an optimizer step are split into "
-            "micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of "
-            "them. The batch of an optimizer step stays `per_device_train_batch_size` x "
-            "`gradient_accumulation_steps` x processes. Batches of evaluation are split, too, but not with images. "
-            "Needs `padding_free`."
-        },
-    )
-    group_by_prefix: bool = field(
-        default=False,
-        metadata={
-            "help": "Bring rows with long common prefixes into the same optimizer step and forward: several pairs of "
-            "a prompt, the turns of a conversation, rollouts of a task. Which groups meet is drawn anew in every "
-            "epoch, by the seed. Needs `prefix_sharing`."
-        },
-    )
-    group_by_prefix_buffer: int | None = field(
-        default=None,
-        metadata={
-            "help": "With `group_by_prefix` and a streamed dataset: how many rows are read ahead and grouped among "
-            "themselves. Several optimizer steps of rows at least."
-        },
-    )
+    max_tokens_per_batch: int | None = None
+    group_by_prefix: bool = False
+    group_by_prefix_buffer: int | None = None
 
     def __post_init__(self) -> None:
         check_token_budget(self)
@@ -53,14 +31,7 @@ class BudgetConfig:
 class OnlineBudgetConfig:
     """`max_tokens_per_batch` of trainers that generate their completions; a mixin, in front of the others."""
 
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens of a forward that takes log-probabilities, of the policy and of the reference: "
-            "batches are computed in pieces of as many rows as fit, with `prefix_sharing` the completions of a prompt "
-            "together. The rows and the loss of an optimizer step stay. Needs `padding_free`."
-        },
-    )
+    max_tokens_per_batch: int | None = None
 
     def __post_init__(self) -> None:
         check_token_budget(self)

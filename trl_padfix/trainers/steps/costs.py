@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 
-__all__ = ["RowCosts", "pair_costs", "prefix_costs", "text_costs"]
+__all__ = ["RowCosts", "prefix_costs", "text_costs", "truncated_tokens"]
 
 
 WORTH_JOINING = 0.1
-"""Share of a row that it must have in common with another one for them to be brought together."""
+"""Rows belong to one group if they have this share of the shorter one's tokens in common."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +26,8 @@ class RowCosts:
     """
     Tokens that rows put through the decoder, and what they begin with in common, which is computed once.
 
-    Attributes:
-        each (`np.ndarray` of shape `(n,)`): Tokens of each row in a batch of its own.
-        order (`np.ndarray` of shape `(n,)`): The rows, those that begin alike next to one another.
-        common (`np.ndarray` of shape `(n,)`): Tokens that each row of `order` has in common with the one before it.
+    Attributes, each `(n,)`: tokens of each row in a batch of its own; the rows in an `order` in which those that begin
+    alike are neighbours; the tokens that each of these has in common with the one before it.
     """
 
     each: np.ndarray
@@ -48,7 +46,7 @@ class RowCosts:
         return RowCosts(self.each[rows], order, self._between(rank[rows[order]]))
 
     def _between(self, ranks: np.ndarray) -> np.ndarray:
-        """What each row of `ranks`, which ascend, has in common with the one before: the least of all on the way."""
+        """What the sorted rows at these ascending `ranks` have in common with the one before: the least in between."""
         common = np.zeros(len(ranks), dtype=np.int64)
         if len(ranks) > 1:
             found = np.minimum.reduceat(np.append(self.common, 0), ranks + 1)[:-1]
@@ -56,22 +54,18 @@ class RowCosts:
         return common
 
     @property
-    def in_all(self) -> int:
-        """Tokens that all rows begin with."""
+    def common_to_all(self) -> int:
+        """How many tokens all rows begin with in common; 0 for a single row."""
         return int(self.common[1:].min(initial=self.each.max(initial=0))) if len(self) > 1 else 0
 
-    def beyond(self, tokens: int) -> RowCosts:
-        """The costs without the first `tokens` of each row, which they have in common."""
+    def without_common(self, tokens: int) -> RowCosts:
+        """The costs without the first `tokens` of each row, which all of them have in common."""
         return RowCosts(self.each - tokens, self.order, np.maximum(self.common - tokens, 0))
 
     @property
     def joined(self) -> np.ndarray:
-        """
-        Whether each row of `order` belongs to the one before it, `(n,)`: a good part of it is in common with it.
-
-        What all rows have in common counts for nothing, since it is in every batch.
-        """
-        costs = self.beyond(self.in_all)
+        """Whether each row of `order` has much in common with the one before it, `(n,)`, beyond what all rows have."""
+        costs = self.without_common(self.common_to_all)
         each, common = costs.each[costs.order], costs.common
         shorter = np.minimum(each, np.roll(each, 1))
         return (common > 0) & (common >= WORTH_JOINING * shorter)
@@ -82,77 +76,32 @@ class RowCosts:
         return int(costs.each.sum() - costs.common.sum())
 
 
-def pair_costs(
-    prompt: Sequence[int] | np.ndarray,
-    chosen: Sequence[int] | np.ndarray,
-    rejected: Sequence[int] | np.ndarray,
-    *,
-    prompts: Sequence[int] | np.ndarray | None = None,
-    max_length: int | None = None,
-    truncation_mode: str = "keep_start",
-) -> RowCosts:
+def truncated_tokens(
+    lengths: np.ndarray, begins: np.ndarray, max_length: int | None = None, truncation_mode: str = "keep_start"
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    Tokens of preference pairs, as TRL's collator truncates them.
+    Tokens of rows whose `k` sequences have these `lengths`, `(k, n)`, and what is left of their `begins`, both `(n,)`.
 
-    Tokens that completions begin with in common are not looked for: what is computed may be less, never more.
-
-    Args:
-        prompt, chosen, rejected (`Sequence[int]` of length `n`):
-            Tokens of each part of each pair.
-        prompts (`Sequence[int]` of length `n`, *optional*):
-            A number for the prompt of each pair, equal for equal prompts, where prompts are computed once.
-        max_length (`int`, *optional*):
-            Longest row.
-        truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
-            `"keep_start"` or `"keep_end"`, which leaves pairs with a truncated row nothing in common.
-
-    Returns:
-        [`RowCosts`], a row for each pair.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import pair_costs
-
-    >>> pair_costs([10, 10], [4, 6], [2, 9], prompts=[7, 7], max_length=16).total()
-    28
-
-    ```
+    Sequences truncated at the start (`"keep_end"`) begin with nothing that another one could begin with.
     """
-    prompt, chosen, rejected = (np.asarray(x, dtype=np.int64) for x in (prompt, chosen, rejected))
-    rows = np.stack([prompt + chosen, prompt + rejected])
     limit = np.iinfo(np.int64).max if max_length is None else max_length
-    real = np.minimum(rows, limit).sum(0)
-    if prompts is None:
-        return RowCosts(real, np.arange(len(real)), np.zeros_like(real))
-    in_common = np.minimum(prompt, limit)
+    begins = np.minimum(begins, limit)
     if truncation_mode == "keep_end":
-        in_common = np.where((rows <= limit).all(0), in_common, 0)
-    order = np.argsort(np.asarray(prompts), kind="stable")
-    number = np.asarray(prompts)[order]
-    common = np.where(number == np.roll(number, 1), np.minimum(in_common[order], np.roll(in_common[order], 1)), 0)
-    common[:1] = 0
-    return RowCosts(real - in_common, order, common)
+        begins = np.where((lengths <= limit).all(0), begins, 0)
+    return np.minimum(lengths, limit).sum(0), begins
 
 
-def text_costs(tokens: Sequence[int] | np.ndarray, *, max_length: int | None = None) -> RowCosts:
+def text_costs(tokens: Sequence[int] | np.ndarray) -> RowCosts:
     """Tokens of rows that have nothing in common."""
-    tokens = np.asarray(tokens, dtype=np.int64)
-    each = tokens if max_length is None else np.minimum(tokens, max_length)
+    each = np.asarray(tokens, dtype=np.int64)
     return RowCosts(each, np.arange(len(each)), np.zeros_like(each))
 
 
 def prefix_costs(each: np.ndarray, keys: np.ndarray, order: np.ndarray, common: np.ndarray) -> RowCosts:
     """
-    Tokens of rows that are sorted by what they begin with; see [`~trl_padfix.trainers.steps.grouping.prefix_order`].
+    Costs of rows of `each` tokens, which share at most their first `keys` tokens with others, all `(n,)`.
 
-    Args:
-        each (`np.ndarray` of shape `(n,)`):
-            Tokens of each row in a batch of its own.
-        keys (`np.ndarray` of shape `(n,)`):
-            Tokens at the beginning of each row that may be shared with others, at most.
-        order, common (`np.ndarray` of shape `(n,)`):
-            The rows, sorted, and what each has in common with the one before it.
+    `order` and `common` are those of [`prefix_order`].
     """
     limit = np.minimum(keys[order], np.roll(keys[order], 1))
     return RowCosts(each, order, np.minimum(common, limit))

@@ -17,96 +17,50 @@ from .costs import RowCosts
 
 __all__ = ["StepPlan", "assign", "balance", "split"]
 
+Unit = tuple[int, list[int]]
+"""Tokens of rows that stay together, and the rows."""
+
 
 def split(costs: RowCosts, budget: int) -> list[list[int]]:
     """
     Split rows into micro-batches of at most `budget` tokens: about as few as it takes, and then of even size.
 
-    Rows of one group stay together as far as the budget goes. A row beyond the budget is a micro-batch of its own.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows.
-        budget (`int`):
-            Most tokens of a micro-batch.
-
-    Returns:
-        `list[list[int]]`: rows of each micro-batch, that with the most tokens first.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import split
-
-    >>> split(text_costs([5, 9, 3, 4, 2]), budget=12)
-    [[1, 2], [0, 3, 4]]
-
-    ```
+    Rows of one group stay together as far as the budget goes. A row of more tokens than that is a micro-batch of its
+    own. Returns the rows of each micro-batch, that with the most tokens first.
     """
-    in_all = costs.in_all
-    costs, budget = costs.beyond(in_all), budget - in_all
-    units, sizes = [], []
-    for rows, size in _groups(costs):
-        pieces = [rows] if size <= budget else list(_pieces(costs, rows, budget))
-        units += pieces
-        sizes += [size] if size <= budget else [costs.total(piece) for piece in pieces]
-    largest_first = sorted(range(len(units)), key=lambda u: -sizes[u])
-    bins: list[list[int]] = []
+    common = costs.common_to_all
+    costs, budget = costs.without_common(common), budget - common
+    units = _units(costs, budget)
+    bins: list[list[Unit]] = []
     loads: list[int] = []
-    for u in largest_first:
-        at = next((b for b, load in enumerate(loads) if load + sizes[u] <= budget), len(bins))
+    for size, rows in units:
+        at = next((b for b, load in enumerate(loads) if load + size <= budget), len(bins))
         if at == len(bins):
             bins.append([])
             loads.append(0)
-        bins[at].append(u)
-        loads[at] += sizes[u]
-    even, even_loads = [[] for _ in bins], [0] * len(bins)
-    for u in largest_first:
-        at = even_loads.index(min(even_loads))
-        even[at].append(u)
-        even_loads[at] += sizes[u]
-    if all(load <= budget or len(units_in) == 1 for units_in, load in zip(even, even_loads, strict=True)):
-        bins, loads = even, even_loads
-    fullest_first = sorted(range(len(bins)), key=lambda b: -loads[b])
-    return [sorted(row for u in bins[b] for row in units[u]) for b in fullest_first]
+        bins[at].append((size, rows))
+        loads[at] += size
+    even = _evenly(units, len(bins))
+    if all(_tokens(part) <= budget or len(part) == 1 for part in even):
+        bins = even
+    return [sorted(row for _, rows in part for row in rows) for part in sorted(bins, key=_tokens, reverse=True)]
 
 
 def assign(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Give each process equally many rows, with token sums as even as that allows.
+    Give each process equally many rows, with token sums as even as that allows. Returns the rows of each, ascending.
 
     Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
 
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows; their number is a multiple of `processes`.
-        processes (`int`):
-            How many parts.
-
-    Returns:
-        `list[list[int]]`: rows of each process, ascending.
-
     Raises:
-        ValueError: If the rows cannot be dealt out evenly.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import assign
-
-    >>> assign(text_costs([9, 8, 2, 1]), processes=2)
-    [[0, 3], [1, 2]]
-
-    ```
+        ValueError: If the number of rows is no multiple of `processes`.
     """
     if len(costs) % processes:
         raise ValueError(f"{len(costs)} rows cannot be dealt out evenly to {processes} processes.")
     room = np.full(processes, len(costs) // processes)
     load = np.zeros(processes)
     parts: list[list[int]] = [[] for _ in range(processes)]
-    costs = costs.beyond(costs.in_all)
+    costs = costs.without_common(costs.common_to_all)
     for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
         whole = len(rows)
         while rows:
@@ -122,56 +76,23 @@ def assign(costs: RowCosts, processes: int) -> list[list[int]]:
 
 def balance(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Give the processes about equally many tokens, however many rows that is.
+    Give the processes about equally many tokens, however many rows that is. Returns the rows of each, at least one.
 
-    Rows that belong together stay together as far as that goes: groups are cut more and more finely, or all rows along
-    their common beginnings, and that is taken which leaves the process with the most tokens the fewest.
-
-    Args:
-        costs ([`RowCosts`]):
-            Tokens of the rows, at least one row for each process.
-        processes (`int`):
-            How many parts.
-
-    Returns:
-        `list[list[int]]`: rows of each process.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.costs import text_costs
-    >>> from trl_padfix.trainers.steps.dealing import balance
-
-    >>> balance(text_costs([9, 3, 2, 4]), processes=2)
-    [[0], [3, 1, 2]]
-
-    ```
+    Groups are dealt out whole or cut more and more finely, and all rows are cut where they have little in common; of
+    these ways that one is taken in which the fullest process has the fewest tokens.
     """
-    costs = costs.beyond(costs.in_all)
+    costs = costs.without_common(costs.common_to_all)
     even = (costs.each.sum() - costs.common.sum()) / processes
-    found = [_largest_first(costs, processes, int(even / cuts)) for cuts in (1, 2, 4, 8)]
+    dealt = [_evenly(_units(costs, int(even / cuts)), processes) for cuts in (1, 2, 4, 8)]
+    found = [[[row for _, rows in part for row in rows] for part in parts] for parts in dealt]
     found.append(_along_beginnings(costs, processes))
-    whole = [parts for parts in found if all(parts)] or [assign(costs, processes)]
-    return min(whole, key=lambda parts: max(map(costs.total, parts)))
-
-
-def _largest_first(costs: RowCosts, processes: int, most: int) -> list[list[int]]:
-    """Groups of at most `most` tokens, the largest first, each to the process with the fewest tokens."""
-    units: list[tuple[int, list[int]]] = []
-    for rows, size in _groups(costs):
-        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
-    units.sort(key=lambda unit: -unit[0])
-    parts: list[list[int]] = [[] for _ in range(processes)]
-    loads = [(0, at) for at in range(processes)]
-    for size, rows in units:
-        load, at = loads[0]
-        parts[at] += rows
-        heapq.heapreplace(loads, (load + size, at))
-    return parts
+    # Rows that are all alike add no tokens to the first one, so the other ways give them all to one process.
+    found.append([part.tolist() for part in np.array_split(costs.order, processes)])
+    return min(filter(all, found), key=lambda parts: max(map(costs.total, parts)))
 
 
 def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
-    """The rows in the order of what they begin with, cut so that the part with the most tokens has few."""
+    """The sorted rows, cut into parts of neighbours so that the part with the most tokens has few."""
     each, common = costs.each[costs.order].tolist(), costs.common.tolist()
 
     def cuts(most: int) -> list[int]:
@@ -203,17 +124,6 @@ class StepPlan:
         accumulated (`int`): Micro-batches of each process in an optimizer step.
         processes (`int`): How many processes.
         drop_last (`bool`): Whether micro-batches that not every process has, or that are not full, are left out.
-
-    Example: 13 rows in micro-batches of two, accumulated four times. The last step has five rows, the last one alone.
-
-    ```python
-    >>> from trl_padfix.trainers.steps.dealing import StepPlan
-
-    >>> plan = StepPlan(rows=13, micro_batch=2, accumulated=4)
-    >>> plan.per_process, plan.last, plan.weights(plan.last).tolist()
-    (8, 5, [0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.16666666666666666, 0.3333333333333333])
-
-    ```
     """
 
     rows: int
@@ -231,9 +141,7 @@ class StepPlan:
     def remainder(self) -> int:
         """Rows of the dataset in a last step that is not full, over all processes."""
         rest = self.rows % (self.per_process * self.processes)
-        return (
-            rest // (self.micro_batch * self.processes) * self.micro_batch * self.processes if self.drop_last else rest
-        )
+        return rest - rest % (self.micro_batch * self.processes) if self.drop_last else rest
 
     @property
     def last(self) -> int:
@@ -259,19 +167,10 @@ class StepPlan:
         self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
     ) -> Iterator[tuple[int, list[int]]]:
         """
-        The rows of an epoch, dealt out to the processes.
+        The rows of an epoch, dealt out to the processes: how many rows a step has and which of them a process has.
 
-        Args:
-            order (`Sequence[int]`):
-                Rows in the order of the epoch, shuffled or not; they change places only within their step.
-            costs ([`RowCosts`]):
-                Tokens of all rows.
-            equal (`bool`, *optional*, defaults to `False`):
-                Whether all processes have equally many rows, and not only about equally many tokens.
-
-        Returns:
-            `Iterator[tuple[int, list[int]]]`: the rows of a step (how many) and those of a process, process after
-            process and step after step.
+        Rows change places only within their step of the given `order`. With `equal` all processes have equally many
+        rows, and not only about equally many tokens.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
@@ -281,15 +180,15 @@ class StepPlan:
                 # What accelerate makes of it: the first rows of the epoch come again.
                 missing = self.last * self.processes - len(step)
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
-            if self.processes == 1:
-                parts = [list(range(len(step)))] if len(step) else []
-            else:
-                parts = (assign if equal else balance)(costs[step], self.processes) if len(step) else []
-            yield from ((len(step), step[part].tolist()) for part in parts)
+            if len(step) and self.processes == 1:
+                yield len(step), step.tolist()
+            elif len(step):
+                parts = (assign if equal else balance)(costs[step], self.processes)
+                yield from ((len(step), step[part].tolist()) for part in parts)
 
     def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """
-        The rows of an epoch, micro-batch by micro-batch, as accelerate deals them out to the processes.
+        The rows of an epoch in the order in which accelerate deals them out to the processes, in micro-batches.
 
         Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
         are in one of them. Those that run at one time have about equally many tokens.
@@ -311,7 +210,7 @@ class StepPlan:
 
 
 def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
-    """The rows of each group that is joined, and their tokens."""
+    """The rows of each group (see [`RowCosts.joined`]), and their tokens in one batch."""
     if not len(costs):
         return []
     first = np.flatnonzero(~costs.joined)
@@ -320,8 +219,31 @@ def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
     return [(part.tolist(), int(size)) for part, size in zip(parts, np.add.reduceat(tokens, first), strict=True)]
 
 
+def _units(costs: RowCosts, most: int) -> list[Unit]:
+    """The groups, those of more than `most` tokens in pieces; the largest first."""
+    units: list[Unit] = []
+    for rows, size in _groups(costs):
+        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
+    return sorted(units, key=lambda unit: unit[0], reverse=True)
+
+
+def _evenly(units: list[Unit], parts: int) -> list[list[Unit]]:
+    """Give each of the units, in their order, to the part with the fewest tokens so far."""
+    dealt: list[list[Unit]] = [[] for _ in range(parts)]
+    loads = [(0, at) for at in range(parts)]
+    for unit in units:
+        load, at = loads[0]
+        dealt[at].append(unit)
+        heapq.heapreplace(loads, (load + unit[0], at))
+    return dealt
+
+
+def _tokens(units: list[Unit]) -> int:
+    return sum(size for size, _ in units)
+
+
 def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
-    """The rows of one group, in as many pieces as the budget wants."""
+    """The rows of one group, in pieces of at most `budget` tokens, or of one row."""
     inner = costs[rows]
     piece: list[int] = []
     tokens = 0

@@ -1,138 +1,47 @@
 """
 Rows that begin alike, in one optimizer step: `group_by_prefix`.
 
-Plain functions of token ids and token counts, so that every process and every resumed run finds the same order. Loops
-in Python go over rows or groups; what looks at tokens is a sort of bytes, or numpy.
+Plain functions of token ids and token counts, so that every process and every resumed run finds the same order.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import numpy as np
 
+from ...core.layout.trie import common_bytes, sort_rows
 from .costs import RowCosts
 
 
 __all__ = ["common_prefixes", "group_rows", "prefix_order"]
 
-CHUNK = 1 << 22
-"""Tokens that are compared at once."""
-
 
 def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """
-    Sort rows by their tokens, so that rows that begin alike are neighbours.
-
-    Args:
-        ids (`Sequence[np.ndarray]` of length `n`):
-            Token ids of each row.
-
-    Returns:
-        `tuple[np.ndarray, np.ndarray]`: the rows in that order, and how many tokens each has in common with the row
-        before it, both `(n,)`.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from trl_padfix.trainers.steps.grouping import prefix_order
-
-    >>> order, common = prefix_order([np.array([1, 2, 3]), np.array([9]), np.array([1, 2, 4, 5])])
-    >>> order.tolist(), common.tolist()
-    ([0, 2, 1], [0, 2, 0])
-
-    ```
+    Sort rows by their token ids; return the sorted rows, and how many tokens each has in common with the one before.
     """
-    keys = [_key(row) for row in ids]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    keys = [keys[row] for row in order]
-    common = np.zeros(len(keys), dtype=np.int64)
-    common[1:] = _common(keys[:-1], keys[1:])
-    return np.array(order, dtype=np.int64), common
+    order, common = sort_rows([_key(row) for row in ids], width=4)
+    return np.array(order, dtype=np.int64), np.array(common, dtype=np.int64)
 
 
 def common_prefixes(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> np.ndarray:
-    """
-    How many tokens the rows of two lists begin with in common.
-
-    Args:
-        left, right (`Sequence[np.ndarray]` of length `n`):
-            Token ids of each row.
-
-    Returns:
-        `np.ndarray` of shape `(n,)`.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from trl_padfix.trainers.steps.grouping import common_prefixes
-
-    >>> common_prefixes([np.array([1, 2, 3]), np.array([4])], [np.array([1, 2]), np.array([5, 6])]).tolist()
-    [2, 0]
-
-    ```
-    """
-    return _common([_key(row) for row in left], [_key(row) for row in right])
+    """How many tokens each row of `left` and its counterpart in `right` begin with in common, `(n,)`."""
+    return np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in zip(left, right, strict=True)], dtype=np.int64)
 
 
 def _key(ids: np.ndarray) -> bytes:
     return np.asarray(ids, dtype=">u4").tobytes()  # the bytes of big-endian numbers sort as these do
 
 
-def _common(left: list[bytes], right: list[bytes]) -> np.ndarray:
-    """[`common_prefixes`] of keys."""
-    counts = np.array([min(len(a), len(b)) // 4 for a, b in zip(left, right, strict=True)], dtype=np.int64)
-    common = np.zeros(len(counts), dtype=np.int64)
-    for begin, end in _chunks(counts):
-        most = counts[begin:end]
-        cut = [slice(4 * n) for n in most.tolist()]
-        ours, theirs = (
-            np.frombuffer(b"".join(map(bytes.__getitem__, keys[begin:end], cut)), dtype=np.uint32)
-            for keys in (left, right)
-        )
-        starts = np.cumsum(most) - most
-        within = np.arange(len(ours)) - np.repeat(starts, most)
-        within[ours == theirs] = len(ours)
-        filled = np.flatnonzero(most)
-        if len(filled):
-            common[begin + filled] = np.minimum(np.minimum.reduceat(within, starts[filled]), most[filled])
-    return common
-
-
 def group_rows(order: Sequence[int] | np.ndarray, costs: RowCosts, step: int) -> np.ndarray:
     """
-    Rearrange an epoch so that rows with long common prefixes are in one optimizer step.
+    Rearrange the `order` of an epoch so that rows with long common prefixes are in one optimizer step of `step` rows.
 
     Groups are brought together from the longest common prefix to shorter ones, as long as they fit into a step; they
     are dealt out to the steps in the order in which the epoch has them, the largest first. What is common to all rows
-    counts for nothing, because it is in every step anyway.
-
-    Args:
-        order (`Sequence[int]`):
-            All rows, in the order of the epoch, shuffled or not: all that is random about the result is in it.
-        costs ([`RowCosts`]):
-            Tokens of all rows.
-        step (`int`):
-            Rows of an optimizer step, over all processes.
-
-    Returns:
-        `np.ndarray`: the same rows, `step` of them for each optimizer step; the last one may have fewer.
-
-    Example:
-
-    ```python
-    >>> from trl_padfix.trainers.steps.grouping import group_rows
-    >>> from trl_padfix.trainers.steps.costs import pair_costs
-
-    >>> costs = pair_costs([10] * 6, [4] * 6, [4] * 6, prompts=[7, 8, 9, 7, 8, 9])
-    >>> group_rows([5, 4, 3, 2, 1, 0], costs, step=2).tolist()
-    [5, 2, 4, 1, 3, 0]
-
-    ```
+    counts for nothing, because it is in every step anyway. All that is random about the result is in `order`.
     """
     order = np.asarray(order, dtype=np.int64)
     place = np.empty(len(order), dtype=np.int64)
@@ -158,7 +67,7 @@ def group_rows(order: Sequence[int] | np.ndarray, costs: RowCosts, step: int) ->
 
 
 def _groups(costs: RowCosts, most: int, place: np.ndarray) -> list[np.ndarray]:
-    """Rows that belong together, at most `most`: those of the longest common prefixes first."""
+    """Groups of at most `most` rows, made from the longest common prefixes to shorter ones."""
     gaps = np.flatnonzero(costs.joined)
     # Among prefixes of one length from another row on in each epoch, so that large groups are not always cut alike.
     begin = place[costs.order[0]] if len(place) else 0
@@ -174,10 +83,3 @@ def _groups(costs: RowCosts, most: int, place: np.ndarray) -> list[np.ndarray]:
         groups.append(costs.order[begin : last_of[begin] + 1])
         begin = last_of[begin] + 1
     return groups
-
-
-def _chunks(counts: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours with about [`CHUNK`] tokens."""
-    bounds = np.flatnonzero(np.diff(np.cumsum(counts) // CHUNK)) + 1 if len(counts) else []
-    edges = [0, *bounds, len(counts)]
-    yield from ((int(a), int(b)) for a, b in pairwise(edges) if b > a)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
 from ..data.collators import SidedCollator
 from .costs import RowCosts, text_costs
+from .grouping import common_prefixes
 from .measures import RowMeasure
 
 
@@ -29,34 +30,30 @@ class ImageMeasure(RowMeasure):
     """
     Token costs of the rows of one dataset, counted before the first step.
 
-    Rows count as if they had nothing in common: which images are the same only a forward finds out. With sharing, what
-    the sequences of one row have in common counts once.
+    Rows count as if they had nothing in common, since only a forward finds out which images are the same.
 
     Attributes:
         tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, those of images among them.
-        common (`np.ndarray` of shape `(n,)`): Tokens that the sequences of a row begin with in common.
+        each (`np.ndarray` of shape `(n,)`): Tokens of each row; with sharing its prompt counts once.
         images (`np.ndarray` of shape `(n,)`): Images of each row.
     """
 
     tokens: np.ndarray
-    common: np.ndarray
+    each: np.ndarray
     images: np.ndarray
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return text_costs(self._each()[list(numbers)])
+        return text_costs(self.each[list(numbers)])
 
     def dataset(self, dataset: Dataset) -> RowCosts:
-        return text_costs(self._each())
+        return text_costs(self.each)
 
     def longest(self, dataset: Dataset) -> np.ndarray:
         return self.tokens.max(1)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: If rows are longer or shorter than they were when they were counted.
-        """
-        now = _tokens(batch).view(-1, len(numbers)).T.numpy()
+        """Raise a `ValueError` if rows are longer or shorter than they were when they were counted."""
+        now = batch["attention_mask"].sum(1).view(-1, len(numbers)).T.numpy()
         before = self.tokens[list(numbers)]
         odd = np.flatnonzero((now != before).any(1))
         if len(odd):
@@ -67,10 +64,6 @@ class ImageMeasure(RowMeasure):
                 "random (`set_transform`, a collator that crops)? Give images their size in the data, or leave the "
                 "budget out."
             )
-
-    def _each(self) -> np.ndarray:
-        each = self.tokens.sum(1)
-        return each - self.common if self.sharing else each
 
 
 def measure_images(
@@ -84,42 +77,24 @@ def measure_images(
     """
     Collate every row of a dataset once, and keep its token counts.
 
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rows as the collator takes them.
-        collator (`Callable`):
-            Makes a batch of examples, with an `attention_mask`.
-        sharing (`bool`, *optional*, defaults to `False`):
-            Whether what the sequences of a row begin with in common is computed once.
-        processes (`tuple[int, int]`, *optional*):
-            Number of this process, and of how many: each collates a part of the rows, and all get the counts of all.
-        workers (`int`, *optional*):
-            How many workers share the part of a process.
-
-    Returns:
-        [`ImageMeasure`]
+    `processes` says which process this is, and of how many: each collates a part of the rows, with so many `workers`,
+    and all get the counts of all.
     """
     own: Any = replace(collator) if isinstance(collator, SidedCollator) else collator  # with odd rows of its own
     process, of = processes
     begin, end = (len(dataset) * p // of for p in (process, process + 1))
     found = dataset.select(range(begin, end)).map(
-        _Counts(own),
+        partial(_count, collator=own, sharing=sharing),
         remove_columns=dataset.column_names,
         num_proc=workers,
         desc="Counting tokens of the train dataset with its images",
     )
-    rows = gather_object([[r["tokens"], r["common"], r["images"]] for r in found])
-    tokens, common, images = zip(*rows, strict=True)
-    return ImageMeasure(
-        sharing=sharing, tokens=np.array(tokens), common=np.array(common), images=np.array(images, dtype=np.int64)
-    )
+    rows = gather_object(list(found))
+    return ImageMeasure(**{name: np.array([row[name] for row in rows]) for name in ("tokens", "each", "images")})
 
 
 def check_images_of_processes(measure: ImageMeasure) -> None:
-    """
-    Raises:
-        ValueError: If some rows have images and some have none.
-    """
+    """Raise a `ValueError` if some rows have images and some have none."""
     without = np.flatnonzero(measure.images == 0)
     if 0 < len(without) < len(measure.images):
         raise ValueError(
@@ -129,34 +104,14 @@ def check_images_of_processes(measure: ImageMeasure) -> None:
         )
 
 
-@dataclass
-class _Counts:
-    """Token counts of an example."""
-
-    collator: Callable[[list[dict[str, Any]]], Any]
-
-    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-        images = example.get("images", example.get("image"))
-        count = len(images) if isinstance(images, list) else int(images is not None)
-        batch = self.collator([example])
-        return {"tokens": _tokens(batch).tolist(), "common": _common(batch), "images": count}
-
-
-def _tokens(batch: Any) -> torch.Tensor:
-    if not isinstance(batch, Mapping) or not isinstance(batch.get("attention_mask"), torch.Tensor):
-        raise ValueError(
-            "`max_tokens_per_batch` counts the tokens of rows with images by the `attention_mask` of their batch, and "
-            "the collator makes none. Leave the budget out, or use the default collator."
-        )
-    return batch["attention_mask"].sum(1)
-
-
-def _common(batch: Mapping[str, Any]) -> int:
-    """Tokens that two sequences begin with in common, but for completions."""
+def _count(example: dict[str, Any], collator: Callable[[list[dict[str, Any]]], Any], sharing: bool) -> dict[str, Any]:
+    images = example.get("images", example.get("image"))
+    count = len(images) if isinstance(images, list) else int(images is not None)
+    batch = collator([example])
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    if len(ids) != 2:
-        return 0
-    completion = batch.get("completion_mask", torch.zeros_like(ids)).bool()
-    one, other = (row[keep] for row, keep in zip(ids, mask & ~completion, strict=True))
-    least = min(len(one), len(other))
-    return int((one[:least] == other[:least]).cumprod(0).sum())
+    each = int(mask.sum())
+    if sharing and len(ids) == 2:
+        prompts = mask & (batch["completion_mask"] == 0)
+        one, other = (row[keep].numpy() for row, keep in zip(ids, prompts, strict=True))
+        each -= int(common_prefixes([one], [other]).sum())
+    return {"tokens": mask.sum(1).tolist(), "each": each, "images": count}

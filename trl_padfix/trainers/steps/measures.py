@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
 
-from ..data.columns import list_lengths
-from .costs import RowCosts, pair_costs, prefix_costs, text_costs
+from ..data.columns import lists
+from .costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from .grouping import common_prefixes, prefix_order
 
 
 __all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "UnpairedMeasure"]
-
-
-class _Columns(Protocol):
-    def lengths(self, name: str) -> np.ndarray: ...
-
-    def ids(self, name: str) -> list[np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -29,137 +24,79 @@ class RowMeasure:
     """
     Token costs of tokenized rows, given as examples or as a dataset.
 
-    Attributes:
-        max_length (`int`, *optional*): Longest row; longer ones are truncated.
-        truncation_mode (`str`): `"keep_start"`, or `"keep_end"`, which leaves truncated rows nothing in common.
-        sharing (`bool`): Whether tokens that rows begin with in common are computed once.
+    Sequences of more than `max_length` tokens are truncated, and have nothing in common if that is done at the start
+    (`"keep_end"`). With `sharing` tokens that sequences begin with in common are computed once.
     """
 
     max_length: int | None = None
     truncation_mode: str = "keep_start"
     sharing: bool = False
 
+    sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The columns that each sequence of a row is made of; what it shares with others is counted in the first one."""
+
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return self._costs(_Examples(examples))
+        return self._costs(lambda name: [np.asarray(example[name], dtype=np.int64) for example in examples])
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
         """Costs of the rows `numbers` of the train dataset, which are these examples."""
         return self.examples(examples)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Whether a batch of these rows has the tokens that they were taken to have; of tokenized rows it has."""
+        """Raise if a batch of these rows has other token counts than were planned; tokenized rows cannot."""
 
     def dataset(self, dataset: Dataset) -> RowCosts:
-        return self._costs(_Table(dataset))
+        return self._costs(partial(_read, dataset))
 
     def longest(self, dataset: Dataset) -> np.ndarray:
         """Tokens of the longest sequence of each row, as it is trained on."""
-        longest = self._longest(_Table(dataset))
+        longest = self._lengths(self._columns(partial(_read, dataset))).max(0)
         return longest if self.max_length is None else np.minimum(longest, self.max_length)
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        raise NotImplementedError
+    def _columns(self, read: Callable[[str], list[np.ndarray]]) -> dict[str, list[np.ndarray]]:
+        return {name: read(name) for name in dict.fromkeys(chain(*self.sequences))}
 
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        raise NotImplementedError
+    def _lengths(self, columns: dict[str, list[np.ndarray]]) -> np.ndarray:
+        """Tokens of the sequences of each row before truncation, `(k, n)`."""
+        lengths = {name: np.array([len(ids) for ids in rows], dtype=np.int64) for name, rows in columns.items()}
+        return np.stack([np.sum([lengths[name] for name in names], axis=0) for names in self.sequences])
 
-    def _shared(self, each: np.ndarray, begins: list[np.ndarray], rows: np.ndarray) -> RowCosts:
-        """Costs of rows of `rows` tokens that begin with `begins`, and cost `each` by themselves."""
-        keys = np.array([len(ids) for ids in begins], dtype=np.int64)
-        if self.max_length is not None:
-            keys = np.minimum(keys, self.max_length)
-            if self.truncation_mode == "keep_end":
-                keys = np.where(rows <= self.max_length, keys, 0)
-        return prefix_costs(each, keys, *prefix_order(begins))
+    def _costs(self, read: Callable[[str], list[np.ndarray]]) -> RowCosts:
+        columns = self._columns(read)
+        begins = [columns[names[0]] for names in self.sequences]
+        each, keys = truncated_tokens(
+            self._lengths(columns), np.array([len(ids) for ids in begins[0]]), self.max_length, self.truncation_mode
+        )
+        if not self.sharing:
+            return text_costs(each)
+        for other in begins[1:]:
+            each = each - np.minimum(common_prefixes(begins[0], other), keys)
+        return prefix_costs(each, keys, *prefix_order(begins[0]))
 
 
-@dataclass(frozen=True)
+def _read(dataset: Dataset, name: str) -> list[np.ndarray]:
+    return list(lists(dataset, name))
+
+
 class PairMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of DPO."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
-        how = {"max_length": self.max_length, "truncation_mode": self.truncation_mode}
-        if not self.sharing:
-            return pair_costs(prompt, chosen, rejected, **how)
-        each = pair_costs(prompt, chosen, rejected, prompts=np.arange(len(prompt)), **how).each
-        return self._shared(each, columns.ids("prompt_ids"), prompt + np.maximum(chosen, rejected))
-
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        prompt, chosen, rejected = (columns.lengths(f"{name}_ids") for name in ("prompt", "chosen", "rejected"))
-        return prompt + np.maximum(chosen, rejected)
+    sequences = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
 
 
-@dataclass(frozen=True)
 class RewardMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of a reward model, whose prompt is a part of both sequences."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        chosen, rejected = columns.lengths("chosen_ids"), columns.lengths("rejected_ids")
-        limit = np.iinfo(np.int64).max if self.max_length is None else self.max_length
-        each = np.minimum(chosen, limit) + np.minimum(rejected, limit)
-        if not self.sharing:
-            return text_costs(each)
-        ids = columns.ids("chosen_ids")
-        alike = np.minimum(common_prefixes(ids, columns.ids("rejected_ids")), limit)
-        return self._shared(each - alike, ids, np.maximum(chosen, rejected))
-
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return np.maximum(columns.lengths("chosen_ids"), columns.lengths("rejected_ids"))
+    sequences = (("chosen_ids",), ("rejected_ids",))
 
 
-@dataclass(frozen=True)
 class UnpairedMeasure(RowMeasure):
     """[`RowMeasure`] of prompts with one completion each, as KTO takes them."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        tokens = self._longest(columns)
-        costs = text_costs(tokens, max_length=self.max_length)
-        return self._shared(costs.each, columns.ids("prompt_ids"), tokens) if self.sharing else costs
-
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return columns.lengths("prompt_ids") + columns.lengths("completion_ids")
+    sequences = (("prompt_ids", "completion_ids"),)
 
 
-@dataclass(frozen=True)
 class TextMeasure(RowMeasure):
     """[`RowMeasure`] of texts."""
 
-    def _costs(self, columns: _Columns) -> RowCosts:
-        tokens = self._longest(columns)
-        costs = text_costs(tokens, max_length=self.max_length)
-        return self._shared(costs.each, columns.ids("input_ids"), tokens) if self.sharing else costs
-
-    def _longest(self, columns: _Columns) -> np.ndarray:
-        return columns.lengths("input_ids")
-
-
-@dataclass(frozen=True)
-class _Examples:
-    """Columns of a list of examples."""
-
-    examples: Sequence[dict[str, Any]]
-
-    def lengths(self, name: str) -> np.ndarray:
-        return np.array([len(example[name]) for example in self.examples], dtype=np.int64)
-
-    def ids(self, name: str) -> list[np.ndarray]:
-        return [np.asarray(example[name], dtype=np.int64) for example in self.examples]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Columns of a dataset."""
-
-    rows: Dataset
-
-    def lengths(self, name: str) -> np.ndarray:
-        return list_lengths(self.rows, name)
-
-    def ids(self, name: str) -> list[np.ndarray]:
-        found = []
-        for table in self.rows.select_columns([name]).with_format("arrow").iter(10_000):
-            for chunk in table[name].chunks:
-                offsets, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False)
-                found += [ids[a:b] for a, b in pairwise(offsets.tolist())]
-        return found
+    sequences = (("input_ids",),)

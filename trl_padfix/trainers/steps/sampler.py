@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,7 +20,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
-from ..field_types import field_set
+from ..field_types import temporarily_set
 from ..parts import Part
 from .config import check_grouping
 from .costs import RowCosts
@@ -34,40 +35,24 @@ __all__ = ["GroupedStream", "StepOrder", "StepRows", "StepSampler"]
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class StepSampler(Sampler):
     """
-    The order of another sampler, rearranged by steps.
+    The order of another sampler, rearranged by steps, the same on all processes.
 
-    Args:
-        order (`Sampler[int]`):
-            Order of the rows; the same on all processes.
-        costs ([`RowCosts`]):
-            Tokens of all rows.
-        plan ([`StepPlan`]):
-            The optimizer steps of an epoch.
-        epoch (`Callable`):
-            The epoch that an iteration is for. It is asked, since a dataloader that skips batches at several processes
-            does not hand `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would see another order.
-        grouped (`bool`, *optional*, defaults to `False`):
-            Whether rows that begin alike come into one step; without, each step has the rows that it had.
-        shares (`bool`, *optional*, defaults to `False`):
-            Whether to give out what each process has of a step, for [`StepRows`], instead of single rows.
-        equal (`bool`, *optional*, defaults to `False`):
-            Whether these shares have equally many rows.
+    `grouped` brings rows that begin alike into one step; without it each step keeps its rows. With `shares` it yields
+    the rows of a process in a step, for [`StepRows`], and with `equal` these have equally many rows. `epoch` gives the
+    number of the epoch, because a dataloader that skips batches at several processes does not hand `set_epoch` on to
+    its sampler (accelerate 1.15), and a resumed run would see another order.
     """
 
-    def __init__(
-        self,
-        order: Sampler[int],
-        costs: RowCosts,
-        plan: StepPlan,
-        epoch: Callable[[], int],
-        grouped: bool = False,
-        shares: bool = False,
-        equal: bool = False,
-    ):
-        self.order, self.costs, self.plan, self.epoch = order, costs, plan, epoch
-        self.grouped, self.shares, self.equal = grouped, shares, equal
+    order: Sampler[int]
+    costs: RowCosts
+    plan: StepPlan
+    epoch: Callable[[], int]
+    grouped: bool = False
+    shares: bool = False
+    equal: bool = False
 
     def __len__(self) -> int:
         return len(self.plan) if self.shares else len(self.costs)
@@ -85,14 +70,9 @@ class StepSampler(Sampler):
 
 class StepRows(TorchDataset):
     """
-    A dataset whose items are what a process has of a step: how many rows the step has, and the process's own, by
-    their numbers and as examples.
+    A dataset whose items are the shares of processes in steps.
 
-    Args:
-        rows (`Dataset`):
-            The rows.
-        plan ([`StepPlan`]):
-            The optimizer steps.
+    An item is how many rows the step has, the numbers of the process's own rows, and these rows as examples.
     """
 
     def __init__(self, rows: Dataset, plan: StepPlan):
@@ -109,17 +89,7 @@ class StepRows(TorchDataset):
 
 class GroupedStream(IterableDataset):
     """
-    The rows of a stream, those of `buffer` at a time in steps of rows that begin alike.
-
-    Args:
-        rows (`Iterable`):
-            The stream, in whatever order it has.
-        measure ([`RowMeasure`]):
-            What rows cost.
-        plan ([`StepPlan`]):
-            The optimizer steps; its number of rows is not looked at.
-        buffer (`int`):
-            Rows that are read ahead.
+    A stream of which `buffer` rows are read ahead and brought into the steps of `plan`, whatever its number of rows.
     """
 
     def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):
@@ -178,7 +148,9 @@ class StepOrder(Part):
         buffer = self.settings.group_by_prefix_buffer
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
-        return field_set(self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer))
+        return temporarily_set(
+            self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer)
+        )
 
     def measure(self) -> RowMeasure:
         """Token costs of the rows of the trainer's data."""

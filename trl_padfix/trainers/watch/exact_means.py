@@ -26,17 +26,9 @@ class EvalMeans:
         self, accelerator: Accelerator, sizes: dict[str, torch.Tensor], loss: torch.Tensor, metrics: dict[str, float]
     ) -> None:
         """
-        Add one batch of each process.
+        Add loss and TRL's metrics of one batch of each process.
 
-        Args:
-            accelerator (`Accelerator`):
-                Sums over processes.
-            sizes (`dict[str, torch.Tensor]`):
-                Number of items that each metric is a mean over; metrics without an entry have that of `"loss"`.
-            loss (`torch.Tensor`):
-                Loss of the batch.
-            metrics (`dict[str, float]`):
-                TRL's metrics of the batch.
+        `sizes`: how many items each is a mean over; metrics without an entry have that of `"loss"`.
         """
         names = ["loss", *sorted(metrics)]
         weights = torch.stack([sizes.get(name, sizes["loss"]) for name in names]).float()

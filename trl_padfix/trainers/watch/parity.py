@@ -37,16 +37,16 @@ class Parity(Part):
         for batch in step.batches:
             if padding.handle.layout_of(batch) is not None:
                 images = padding.task.parity_inputs(step.inputs, batch)
-                self.check(step, batch | _multimodal(padding.handle.multimodal, images))
+                self.compare(step, batch | _multimodal(padding.handle.multimodal, images))
         if step.batches:
             yield
             return
         with _first_call(step.model) as call:
             yield
         if call and padding.handle.layout_of(call) is not None:
-            self.check(step, call)
+            self.compare(step, call)
 
-    def check(self, step: Step, inputs: dict[str, Any]) -> None:
+    def compare(self, step: Step, inputs: dict[str, Any]) -> None:
         """
         Raises:
             ParityError: If packed and padded differ.

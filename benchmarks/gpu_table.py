@@ -23,7 +23,7 @@ _COLUMNS = (
 
 def load_report(path: Path) -> dict[str, Any]:
     """
-    A report as `trl-padfix bench --report gpu` wrote it.
+    A report as `gpu_report.py` wrote it.
 
     Raises:
         ValueError: If the file is none.
@@ -31,9 +31,9 @@ def load_report(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}). Give the file that `--report gpu` wrote.") from error
+        raise ValueError(f"{path} is no JSON ({error}). Give the file that `gpu_report.py` wrote.") from error
     if not isinstance(report, dict) or report.get("report") != "gpu":
-        raise ValueError(f"{path} is no report on a GPU. Give the file that `trl-padfix bench --report gpu` wrote.")
+        raise ValueError(f"{path} is no report on a GPU. Give the file that `gpu_report.py` wrote.")
     return report
 
 
@@ -51,7 +51,7 @@ def gpu_table(report: dict[str, Any]) -> str:
     if report["device"] != "cuda":
         raise ValueError(
             "This report was made on a CPU, at toy size, to see that the command works: its figures say nothing about "
-            "a GPU, and no table is made of them. Run `trl-padfix bench --report gpu` on a GPU."
+            "a GPU, and no table is made of them. Run `python benchmarks/gpu_report.py` on a GPU."
         )
     rows, missing = [], []
     for cell in report["cells"]:
@@ -65,7 +65,7 @@ def gpu_table(report: dict[str, Any]) -> str:
 
 
 def _figures(variant: dict[str, Any]) -> list[str]:
-    counted = variant["launches"] is not None
+    counted = "launches" in variant
     waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
     return [
         _NAMES.get(variant["name"]) or str(variant["name"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .settings import BenchSettings
+from trl_padfix.tools.bench import BenchSettings
 
 
 __all__ = ["BUDGET", "Cell", "plan_of"]

@@ -16,12 +16,13 @@ from unittest import mock
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ...core.attention import attention
-from ...core.attention.segments import sum_by_token
-from ...core.attention.varlen import torch_varlen_is_complete
-from ...core.call.layout_of import step_layouts
-from ...core.layout.build import padding_free_layout, prefix_sharing_layout
-from ...core.remove import remove_padding
+from trl_padfix.core.attention import attention
+from trl_padfix.core.attention.segments import sum_by_token
+from trl_padfix.core.attention.varlen import torch_varlen_is_complete
+from trl_padfix.core.call.layout_of import LayoutKey
+from trl_padfix.core.call.step import BatchFacts, Known, step_layouts
+from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
+from trl_padfix.core.remove import remove_padding
 
 
 __all__ = ["Check", "check_device"]
@@ -134,13 +135,13 @@ class _Figures:
             if mode is not None:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=mode == "prefix sharing"))
                 if backend is not None:
-                    from ...core.attention.compiled import compile_layers
+                    from trl_padfix.core.attention.compiled import compile_layers
 
                     compile_layers(handle, backend=backend)
             if mode == "leaking":
                 whole = padding_free_layout(mask.reshape(1, -1))  # all rows as one: each sees those before it
-                known = ("padding-free", (mask,), replace(whole, batch_shape=tuple(mask.shape)))
-                stack.enter_context(step_layouts([known]))
+                wrong = BatchFacts(replace(whole, batch_shape=tuple(mask.shape)))
+                stack.enter_context(step_layouts([Known.of(LayoutKey(ids, mask), wrong)], doubts=[]))
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "autocast"):
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
             logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)

@@ -1,6 +1,9 @@
 """
 One command for one GPU: is it right there, and how fast.
 
+    python benchmarks/gpu_report.py                            # writes gpu-report.json, prints the table
+    python benchmarks/gpu_report.py --table gpu-report.json    # prints the table of a file again
+
 First packed batches are compared with padded ones, and nothing is timed if they differ. Then the cells of
 [`plan_of`] are measured for as long as there is time; what there is no time, memory or package for is named. The
 file is written anew after every check and cell, so nothing that was measured is lost.
@@ -8,6 +11,7 @@ file is written anew after every check and cell, so nothing that was measured is
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -16,26 +20,28 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from gpu_checks import Check, check_device
+from gpu_counts import count_launches
+from gpu_plan import BUDGET, Cell, plan_of
+from gpu_table import gpu_table, load_report
 
-from ...core.version import __version__
-from ...files import write_whole
-from . import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
-from .gpu_checks import Check, check_device
-from .gpu_plan import BUDGET, Cell
-from .settings import ImpossibleFigureError, WrongNumbersError
+from trl_padfix import __version__
+from trl_padfix.files import refuse_output, write_whole
+from trl_padfix.tools.bench import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
+from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
+from trl_padfix.versions import installed_version
 
 
-__all__ = ["measure_gpu"]
+__all__ = ["main", "measure_gpu"]
 
 FORMAT = 1
 """Of the file; raised when a field changes its meaning."""
@@ -54,6 +60,7 @@ def measure_gpu(
     *,
     device: str = "cuda",
     data: str | None = None,
+    pairs: Dataset | None = None,
     budget: float = BUDGET,
     backend: str | None = "inductor",
     checks: Callable[..., Iterable[Check]] = check_device,
@@ -70,7 +77,9 @@ def measure_gpu(
         device (`str`, *optional*, defaults to `"cuda"`):
             `"cpu"` for the plan at toy size: a file that says so, and that is no report on a GPU.
         data (`str`, *optional*):
-            Preference pairs to measure on, as of `trl-padfix bench`; by default random ones of given lengths.
+            What is measured on, as `trl-padfix bench --data` takes it; by default random pairs of given lengths.
+        pairs ([`~datasets.Dataset`], *optional*):
+            The pairs that `data` names, unless it gives lengths.
         budget (`float`, *optional*):
             Seconds in all. A cell that would take longer than what is left is not begun.
         backend (`str`, *optional*, defaults to `"inductor"`):
@@ -85,10 +94,8 @@ def measure_gpu(
 
     Raises:
         WrongNumbersError: If a comparison fails; the report up to there is in the file.
-        FileNotFoundError, ValueError: If `data` has no pairs.
     """
     begin = time.monotonic()
-    pairs = load_pairs(data) if data is not None and parse_lengths(data) is None else None
     report = _describe(device, data, budget)
 
     def write() -> None:
@@ -131,7 +138,10 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
     # A cell on a slow device ends early, with fewer steps, rather than take the time of the others.
     deadline = time.monotonic() + min(left, max(2 * cell.seconds, 30.0))
     try:
-        results = measure(prepare(rows, settings), settings, deadline)
+        step = prepare(rows, settings)
+        results = [asdict(result) for result in measure(step, settings, deadline)]
+        if settings.device == "cuda":
+            results = [result | count_launches(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:
         return {"status": OUT_OF_TIME}
     except torch.OutOfMemoryError:
@@ -145,7 +155,7 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
         gc.collect()
         if settings.device == "cuda":
             torch.cuda.empty_cache()
-    return {"status": "measured", "variants": [asdict(result) for result in results]}
+    return {"status": "measured", "variants": results}
 
 
 def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset | None, str]:
@@ -163,11 +173,7 @@ def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset 
 def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
     """Machine, versions and command: what figures need beside them."""
     versions = {"trl_padfix": __version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    versions |= {name: number for name in PACKAGES if (number := installed_version(name)) is not None}
     return {
         "report": "gpu",
         "format": FORMAT,
@@ -176,7 +182,7 @@ def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
         "machine": _machine(device),
         "versions": versions,
         "commit": _commit(),
-        "command": shlex.join(["trl-padfix", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/gpu_report.py", *sys.argv[1:]]),
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "data": data,
         "budget_seconds": budget,
@@ -202,8 +208,8 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of a checkout that the package runs from, marked where it was changed; `None` of a wheel."""
-    where = Path(__file__).resolve().parents[3]
+    """The commit of the checkout, marked where files were changed; `None` of an archive."""
+    where = Path(__file__).resolve().parents[1]
     if not (where / ".git").exists():
         return None
     try:
@@ -213,3 +219,49 @@ def _commit() -> str | None:
         return run("rev-parse", "HEAD") + (" with changes" if run("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit status: 1 if a computation is wrong or a cell failed."""
+    parser = argparse.ArgumentParser(description="Check and measure a GPU, or print the table of a report.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same plan at toy size")
+    parser.add_argument("--data", help="preference pairs, as for `trl-padfix bench`; by default random ones")
+    parser.add_argument("--budget", type=float, default=BUDGET / 60, help="minutes in all; by default %(default)g")
+    parser.add_argument("--json", type=Path, default=Path("gpu-report.json"), help="file to write")
+    parser.add_argument("--compile-backend", default="inductor", help="of compiled layers")
+    parser.add_argument("--table", type=Path, help="print the table of this report, and measure nothing")
+    given = parser.parse_args(arguments)
+    if given.table is not None:
+        try:
+            print(gpu_table(load_report(given.table)))
+        except (OSError, ValueError) as error:
+            parser.error(f"--table: {error}")
+        return 0
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see the plan "
+            "run at toy size with `--device cpu`; that says nothing about a GPU."
+        )
+    if reason := refuse_output(given.json):
+        parser.error(f"--json: {reason}")
+    pairs = None
+    try:
+        if given.data is not None and parse_lengths(given.data) is None:
+            pairs = load_pairs(given.data)
+    except (OSError, ValueError) as error:
+        parser.error(f"--data: {error}")
+    plan = plan_of(toy=given.device == "cpu", backend=given.compile_backend)
+    how = {"device": given.device, "data": given.data, "budget": 60 * given.budget, "backend": given.compile_backend}
+    try:
+        found = measure_gpu(given.json, plan, pairs=pairs, say=print, **how)
+    except WrongNumbersError as error:
+        print(f"STOPPED. {error}")
+        return 1
+    if given.device == "cuda":
+        print(gpu_table(found))
+    print(f"Written to {given.json}.{' This was a CPU.' if given.device == 'cpu' else ''}")
+    return int(any(cell["status"].startswith(("wrong", "failed")) for cell in found["cells"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

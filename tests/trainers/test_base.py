@@ -1,0 +1,184 @@
+"""`padding_free_trainer`: a trainer class that nobody here has heard of, without padding."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, words
+from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
+
+import trl_padfix
+from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix.trainers.parts import Settings, Step
+from trl_padfix.trainers.task import Task
+from trl_padfix.trainers.watch.finite import FiniteValues
+from trl_padfix.trainers.watch.token_counts import TokenCounts
+
+
+class Weighted(Trainer):
+    """A loss of its own, by hand, and arguments that are passed on."""
+
+    def __init__(self, *args: Any, weight: float = 1.0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.weight = weight
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = self.weight * loss
+        return (loss, outputs) if return_outputs else loss
+
+
+class Renamed(Weighted):
+    """Batches whose names only the class knows."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, {k.removeprefix("my_"): v for k, v in inputs.items()}, *args, **kwargs)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+
+CLASSES = {"transformers'": Trainer, "a loss of its own": Weighted, "names of its own": Renamed}
+
+
+def build_rows(count: int, seed: int = 0) -> Dataset:
+    draw, tokenizer = random.Random(seed), build_tokenizer()
+    system = "w1 w2 w3 w4 w5 w6 "
+    ids = [tokenizer(system + words(draw, 1, 14))["input_ids"] for _ in range(count)]
+    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+
+
+def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
+    """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
+    tokenizer, renames = build_tokenizer(), issubclass(trainer_class, Renamed)
+    collate = DataCollatorForSeq2Seq(tokenizer)
+    kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
+    settings = kept | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5}
+    trainer = trainer_class(
+        build_model(),
+        TrainingArguments(str(folder), **settings | {"remove_unused_columns": not renames} | config),
+        data_collator=lambda rows: {f"my_{k}" if renames else k: v for k, v in collate(rows).items()},
+        train_dataset=build_rows(24),
+        eval_dataset=build_rows(10, seed=1),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    entered: list[int] = []
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[:2].numel()))
+    trainer.train()
+    trainer.evaluate()
+    return trainer, sum(entered)
+
+
+def trajectory(trainer) -> torch.Tensor:
+    logs = trainer.state.log_history
+    return torch.tensor(
+        [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log] + [[logs[-1]["eval_loss"], 0]]
+    )
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_any_trainer_runs_without_padding_on_its_own_trajectory(kind, sharing, tmp_path):
+    theirs, padded = train(tmp_path / "theirs", CLASSES[kind])
+    checked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing)
+    assert issubclass(checked, CLASSES[kind])
+    ours, _ = train(tmp_path / "checked", checked)
+    assert_same(trajectory(ours), trajectory(theirs), atol=1e-5)
+    reports = ours.padding.parity
+    assert {mode: [report.ok for report in reports[mode]] for mode in reports} == {"train": [True], "eval": [True]}
+    unchecked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing, parity_check=False)
+    ours, entered = train(tmp_path / "ours", unchecked)
+    stats = ours.padding.stats
+    assert stats.packed_tokens == entered < stats.padded_tokens == padded
+    assert (entered < stats.real_tokens) is sharing
+    logs = ours.state.log_history
+    assert all(0 < log["padfix/pad_fraction"] < 1 for log in logs if "loss" in log)
+    assert logs[-1]["eval_perf/tokens_per_second"] > 0
+    ours.padding.restore()
+    assert ours.padding.handle is None
+    assert "forward" not in vars(ours.model.model)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_leaking_layout_is_seen(kind, tmp_path, monkeypatch):
+    theirs, _ = train(tmp_path / "theirs", CLASSES[kind])
+    break_mode(monkeypatch, "padding-free")
+    with pytest.raises(ParityError):
+        train(tmp_path / "checked", padding_free_trainer(CLASSES[kind]))
+    ours, _ = train(tmp_path / "ours", padding_free_trainer(CLASSES[kind], parity_check=False))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(trajectory(ours), trajectory(theirs))
+
+
+def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
+    theirs, padded = train(tmp_path / "theirs", Weighted)
+    ours, entered = train(tmp_path / "ours", padding_free_trainer(Weighted, padding_free=False))
+    assert trajectory(ours).tolist() == trajectory(theirs).tolist()
+    assert entered == padded
+    assert ours.padding.handle is None
+
+
+def test_what_needs_to_know_the_rows_is_refused():
+    with pytest.raises(TypeError, match=r"no settings \['max_tokens_per_batch'\]"):
+        padding_free_trainer(Trainer, max_tokens_per_batch=10)
+    with pytest.raises(TypeError, match="DPOTrainer removes padding already"):
+        padding_free_trainer(trl_padfix.DPOTrainer)
+
+
+def test_arguments_that_a_class_passes_on_are_seen():
+    with pytest.raises(TypeError, match="`processing_class` is a `str`"):
+        padding_free_trainer(Weighted)(build_model(), processing_class="a name")
+
+
+def test_settings_are_read_once_and_have_their_defaults():
+    config = trl.DPOConfig("unused", padding_free=True, use_cpu=True, bf16=False)
+    settings = Settings.of(config, prefix_sharing=True)
+    assert (settings.padding_free, settings.prefix_sharing, settings.parity_check) == (True, True, True)
+    assert Settings.of(None) == Settings()
+    ours = trl_padfix.DPOConfig("unused", use_cpu=True, bf16=False)
+    assert Settings.of(ours) == Settings()
+
+
+# -- parts, without a trainer
+
+
+def stand_in(**settings) -> Any:
+    return SimpleNamespace(
+        padding=SimpleNamespace(settings=Settings(**settings), handle=None, is_removed=False),
+        accelerator=SimpleNamespace(num_processes=1),
+        callback_handler=SimpleNamespace(callbacks=[]),
+        processing_class=None,
+    )
+
+
+def step_on(ids: list[list[int]]) -> Step:
+    batch = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long()}
+    return Step(None, batch, "train", 1, Task(None).padded_batches)
+
+
+def test_tokens_are_counted_without_a_trainer():
+    part, step, logs = TokenCounts(stand_in()), step_on([[5, 6, 0], [7, 8, 9]]), {}
+    with part.step(step):
+        pass
+    assert part.counters["train"]._on_device.tolist() == [6, 5, 6, 0, 0]
+    part.log(logs, "train")
+    assert logs.keys() == {"perf/tokens_per_second"}
+
+
+def test_a_loss_that_is_not_finite_stops_without_a_trainer():
+    part, step = FiniteValues(stand_in(stop_on_nonfinite=True)), step_on([[5, 6, 0], [7, 8, 9]])
+    said = r"loss of training in step 1 is nan, over the rows .*\[5, 6\]"
+    with pytest.raises(FloatingPointError, match=said), part.step(step):
+        step.result = torch.tensor(float("nan"))
+    part = FiniteValues(stand_in(stop_on_nonfinite=True))
+    with part.step(step):
+        step.result = torch.tensor(1.0)

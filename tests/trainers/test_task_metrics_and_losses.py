@@ -1,0 +1,105 @@
+"""What users compute by themselves, metrics and losses, and training that goes on after an out-of-memory error."""
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.budget_runs import BUDGET, GLOBAL_BATCH, make
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
+
+import trl_padfix
+
+
+TEXTS = Dataset.from_list([{"text": "w3 " * (1 + 3 * i % 11)} for i in range(7)])
+"""Of which every token is trained, the first of a row too."""
+
+
+def shifted_metrics(prediction) -> dict[str, float]:
+    """Tokens that are predicted and their mean negative log-likelihood, as examples of TRL compute it."""
+    logits, labels = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
+    each = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return {
+        "nats": each.sum().item() / int((labels[:, 1:] != -100).sum()),
+        "tokens": int((labels[:, 1:] != -100).sum()),
+    }
+
+
+def evaluate(library, folder, compute_metrics=shifted_metrics, **config):
+    settings = SETTINGS | {"output_dir": str(folder), "per_device_eval_batch_size": 3, "loss_type": "nll"}
+    trainer = library.SFTTrainer(
+        model=build_model(),
+        args=library.SFTConfig(**settings | config),
+        train_dataset=TEXTS,
+        eval_dataset=TEXTS,
+        processing_class=build_tokenizer(),
+        compute_metrics=compute_metrics,
+    )
+    return trainer.evaluate()
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_compute_metrics_is_given_trls_labels_on_either_side(padding_free, tmp_path):
+    theirs = evaluate(trl, tmp_path)
+    for side in ("left", "right"):
+        ours = evaluate(trl_padfix, tmp_path, padding_side=side, padding_free=padding_free)
+        assert ours["eval_tokens"] == theirs["eval_tokens"] > 0
+        assert ours["eval_nats"] == pytest.approx(theirs["eval_nats"], abs=1e-5)
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-5)
+
+
+def test_compute_metrics_is_given_inputs_that_fit_the_labels(tmp_path):
+    def fit(prediction) -> dict[str, float]:
+        inputs, labels = (torch.as_tensor(values) for values in (prediction.inputs, prediction.label_ids))
+        return {"fit": bool((labels[labels != -100] == inputs[labels != -100]).all())}
+
+    given = {"include_for_metrics": ["inputs"], "padding_side": "left", "padding_free": True}
+    assert evaluate(trl_padfix, tmp_path, fit, **given)["eval_fit"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_a_budget_takes_a_loss_that_logs_nothing(name, tmp_path):
+    losses = {}
+    for ours in (True, False):
+        trainer = make(name, tmp_path, ours=ours, max_steps=2)
+        rows_of_step = GLOBAL_BATCH * (2 if name == "dpo" else 1)
+
+        def compute_loss(model, inputs, return_outputs=False, num_items_in_batch=None, rows=rows_of_step):
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            each = (logits.logsumexp(-1) * inputs["attention_mask"]).sum(1)
+            return each.sum() / rows if num_items_in_batch is not None else each.mean()
+
+        under_ours = next(c for c in type(trainer).__mro__ if c.__module__.startswith("trl."))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(under_ours, "compute_loss", lambda self, *args, loss=compute_loss, **kw: loss(*args, **kw))
+            trainer.train()
+        losses[ours] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_same(tmp_path, monkeypatch):
+    runs = {}
+    for fails in (False, True):
+        trainer = make("dpo", tmp_path, ours=True, max_steps=3, auto_find_batch_size=True, parity_check=False)
+        steps, step, loss = [], trainer.training_step, trainer.compute_loss
+        failures = [2] if fails else [0]
+
+        def training_step(*args, step=step, steps=steps):
+            steps.append([])
+            return step(*args)
+
+        def compute_loss(model, inputs, *args, loss=loss, steps=steps, failures=failures, **kwargs):
+            if failures[0]:
+                failures[0] -= 1
+                steps.clear()
+                raise RuntimeError("CUDA out of memory.")
+            steps[-1].append(int(inputs["attention_mask"].sum()))
+            return loss(model, inputs, *args, **kwargs)
+
+        trainer.training_step, trainer.compute_loss = training_step, compute_loss
+        trainer.train()
+        logged = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
+        runs[fails] = torch.tensor(logged), steps
+    torch.testing.assert_close(runs[True][0], runs[False][0], rtol=1e-5, atol=1e-5)
+    assert [sum(step) for step in runs[True][1]] == [sum(step) for step in runs[False][1]]
+    most = [max(max(step) for step in steps) for _, steps in runs.values()]
+    assert most[1] < most[0] <= BUDGET["dpo"]
