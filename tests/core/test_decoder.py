@@ -17,18 +17,18 @@ from trl_padfix import remove_padding
 
 
 def dispatch_is_entered_once(layers: int) -> None:
-    entered, running = [], patches.running
+    entered, within = [], patches.within
 
     @contextlib.contextmanager
-    def counted(call: Any) -> Iterator[None]:
-        entered.append(call)
-        with running(call):
+    def counted(**fields: Any) -> Iterator[None]:
+        entered.append(fields)
+        with within(**fields):
             yield
 
     model = small(num_hidden_layers=layers)
     ids, mask = gpu_runs.pairs(COLUMNS)
     with pytest.MonkeyPatch.context() as patch, remove_padding(model), torch.no_grad():
-        patch.setattr(patches, "running", counted)
+        patch.setattr(patches, "within", counted)
         model(ids, attention_mask=mask, use_cache=False)
     assert len(entered) == 1
 
@@ -39,7 +39,7 @@ def test_a_dispatch_in_every_layer_is_noticed(monkeypatch):
     call_once = attention.ViewPatch.call
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with patches.running(patches.packed_call()):
+        with patches.within(packed=patches.packed_call()):
             return call_once(self, *args, **kwargs)
 
     monkeypatch.setattr(attention.ViewPatch, "call", call)

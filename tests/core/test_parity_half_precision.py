@@ -15,7 +15,7 @@ import trl_padfix.core.call.layout_of
 import trl_padfix.core.call.layout_of as batches
 import trl_padfix.core.parity as parity
 from trl_padfix import check_parity, remove_padding
-from trl_padfix.core.model.views import other_attention
+from trl_padfix.core.context import within
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_padded_forward_with_another_attention_leaves_nothing_behind():
     model = build()
     ids, mask = pairs(4)
     functions = []
-    with remove_padding(model) as handle, handle.disabled(), other_attention("eager"):
+    with remove_padding(model) as handle, handle.disabled(), within(attention="eager"):
         hook = model.model.layers[0].self_attn.register_forward_hook(lambda m, i, out: functions.append(out[1]))
         model(ids, attention_mask=mask, use_cache=False)
         hook.remove()

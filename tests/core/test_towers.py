@@ -1,8 +1,7 @@
-"""What a tower's doubled output says of views of it, without a look at their values."""
+"""Towers that run once for a batch that repeats its images: when that is known without a look at the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,65 +12,11 @@ from torch import nn
 
 from trl_padfix import PaddingRemovalError, padding_free_layout
 from trl_padfix.core.call.calls import ModelCall
-from trl_padfix.core.call.doubled import Doubled
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.call.step import BatchFacts, Known, Seen, step_layouts
 from trl_padfix.core.context import within
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.towers import TowerPatch
-
-
-VIEWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
-    "itself": (lambda x: x, True),
-    "without the first token": (lambda x: x[:, 1:], True),
-    "one token": (lambda x: x[:, 0], True),
-    "some features": (lambda x: x[..., 2:4], True),
-    "features in front": (lambda x: x.transpose(1, 2), True),
-    "rows of tokens": (lambda x: x.flatten(0, 1), True),
-    "one row of each half": (lambda x: x[::2], True),
-    "other rows": (lambda x: x[1:3], False),
-    "the first half": (lambda x: x[:2], False),
-    "detached": (lambda x: x.detach(), False),
-    "tokens first": (lambda x: x.transpose(0, 1), False),
-    "shifted by a token": (lambda x: x.flatten(0, 1)[1:-1], False),
-    "each row twice": (lambda x: x.unsqueeze(1).expand(-1, 2, -1, -1), True),
-    "one row four times": (lambda x: x[:1].expand(4, -1, -1), False),
-    "rows that overlap": (lambda x: x.as_strided((2, 4, 5), (20, 5, 1), 10), False),
-    "a copy": (lambda x: x.clone(), False),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("place", ["host", "device", "with gradients"])
-def test_views_whose_halves_are_the_same_are_told_by_where_they_lie(name, place, gpu):
-    view, is_known = VIEWS[name]
-    half = torch.randn(2, 4, 5, requires_grad=place == "with gradients")
-    doubled = Doubled()
-    x = view(doubled.of(to_simulated(half) if place == "device" else half))
-    gpu.reset()
-    assert (x in doubled) == is_known
-    assert not gpu.synchronisations
-    if is_known:
-        assert torch.equal(*(x.held if place == "device" else x).chunk(2))
-
-
-def test_what_was_written_to_is_not_known_any_more():
-    doubled = Doubled()
-    x = doubled.of(torch.randn(2, 3))
-    assert x in doubled
-    x[0] += 1
-    assert x not in doubled
-
-
-def test_tensors_that_are_gone_are_not_kept():
-    doubled = Doubled()
-    doubled.of(torch.randn(2, 3))
-    (made,) = [t for t, _ in doubled._alive()]
-    assert made is None
-    assert torch.randn(4, 3) not in doubled
-
-
-# -- the word of a batch
 
 
 class Tower(nn.Module):
@@ -137,6 +82,47 @@ def test_where_word_did_not_hold_at_first_the_tower_looks():
         (found,) = model.step(images)
         torch.testing.assert_close(found, model.tower.project(images).detach())
     assert model.tower.images == [4, 2, 4, 4]
+
+
+class Projected(Model):
+    """A projector behind the tower, which is given a part of the features; they may be `written` to before."""
+
+    def __init__(self, written: float = 0.0) -> None:
+        super().__init__()
+        self.projector, self.written = Tower(), written
+        self.projector.project = nn.Linear(2, 2)
+        tower, projector = self.patch.packed, TowerPatch(self.projector, self.patch.attachment).packed
+
+        def both(images: torch.Tensor) -> torch.Tensor:
+            features = tower(images)
+            features[0] += self.written
+            return projector(features[:, 1:])
+
+        self.patch.packed = both
+
+
+def test_word_holds_for_what_a_tower_made_of_the_images(gpu):
+    model = Projected()
+    model.step(pairs())
+    to_simulated(model.tower), to_simulated(model.projector)
+    carried = to_simulated(pairs())
+    gpu.reset()
+    model.step(carried, doubts=[])
+    assert not gpu.synchronisations
+    assert model.projector.images == [2, 4, 2]
+    model.written = 1.0
+    with pytest.raises(PaddingRemovalError, match="images of the batch are those"):
+        model.step(carried)
+
+
+def test_without_a_step_the_projector_looks():
+    model, images = Projected(written=1.0), pairs()
+    with torch.no_grad(), within(model=model.call):
+        found = model.patch.packed(images)
+    features = model.tower.project(images)
+    features[0] += 1.0
+    torch.testing.assert_close(found, model.projector.project(features[:, 1:]))
+    assert model.projector.images == [4]
 
 
 def test_tensors_of_another_shape_are_looked_at():

@@ -382,7 +382,7 @@ OTHERS = [
     ),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "core.towers", "a module that draws", has),
     Upstream("_foreach_norm", "torch", "tools.bench.steps", "norms of many gradients in one call", has),
-    Upstream("_base", "torch.Tensor", "core.call.doubled", "the tensor that another one is a view of", has),
+    Upstream("_base", "torch.Tensor", "core.call.step", "the tensor that another one is a view of", has),
     Upstream("_is_view", "torch.Tensor", "core.call", "whether a tensor is a view, as a slice of all rows is", has),
     Upstream(
         "_version", "torch.Tensor", "core.remove", "whether a tensor was written to since its layout was built", has,

@@ -29,10 +29,6 @@ def change_of_earlier_states(decoder: Any) -> float:
     One forward of two rows that differ in their last token, in evaluation mode, without gradients and with the random
     state left as it is.
 
-    Args:
-        decoder ([`~transformers.PreTrainedModel`]):
-            The decoder.
-
     Returns:
         `float`: the largest change, relative to the largest one of the last token's own state; 0 if it is no more than
         rounding, as in a causal decoder, and where the decoder cannot be run: its weights are not here (on the meta

@@ -46,17 +46,8 @@ class DecoderPatch(ForwardPatch):
     """
     Packs at the decoder's door, unpacks at its exit.
 
-    Args:
-        module (`torch.nn.Module`):
-            The decoder.
-        attachment ([`PaddingRemoval`]):
-            The handle.
-        layers (`dict[str, torch.nn.Module]`, *optional*):
-            Its layers by name.
-        refuse (`Callable`, *optional*):
-            Says why a layout, or a batch with prepared masks, cannot be packed, if it cannot.
-        makes_rows (`bool`, *optional*, defaults to `False`):
-            Whether some of its mixers run on rows.
+    `layers` are those of the decoder by name, `refuse` says why a layout, or a batch with prepared masks, cannot be
+    packed, if it cannot, and `makes_rows` whether some of its mixers run on rows.
     """
 
     runs_on_view = True
@@ -127,10 +118,7 @@ class DecoderPatch(ForwardPatch):
             raise
 
     def _check(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If this call, or what was changed since attachment, cannot be packed.
-        """
+        """Raise a [`PaddingRemovalError`] if this call, or what was changed since attachment, cannot be packed."""
         config = self.module.config
         if reason := refuse_implementation(config._attn_implementation):
             raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
@@ -152,14 +140,14 @@ class DecoderPatch(ForwardPatch):
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
         current = PackedCall(
-            layout,
-            self.module.config._attn_implementation,
-            self.module,
-            positions,
-            last,
-            DryRun(self, self.layers, packed, last),
-            prepared,
-            self._needs_equal_calls(),
+            layout=layout,
+            implementation=self.module.config._attn_implementation,
+            decoder=self.module,
+            position_ids=positions,
+            last_position=last,
+            dry_run=DryRun(self, self.layers, packed, last),
+            prepared=prepared,
+            one_block=self._needs_equal_calls(),
         )
         if current.one_block:
             calls_of_layers(current, one_block=True)

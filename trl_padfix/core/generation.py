@@ -165,9 +165,10 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
     empty = (mask.sum(1) == 0).nonzero().flatten().tolist() if mask.dim() == 2 else []
     if empty:
         raise ValueError(f"Prompts {empty} of the batch hold no real token: there is nothing to continue. Drop them.")
-    names = [n for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]]
-    names = [main, "attention_mask", *(n for n in names if n not in (main, "attention_mask"))]
-    return dict(zip(names, left_align(*((call | {"attention_mask": mask})[n] for n in names)), strict=True))
+    given = {main: ids, "attention_mask": mask} | {
+        n: v for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]
+    }
+    return dict(zip(given, left_align(*given.values()), strict=True))
 
 
 def _with_columns(output: Any, count: int, call: dict[str, Any], model: Any) -> Any:
@@ -198,20 +199,7 @@ def _refuse_counted_columns(model: Any) -> None:
 
 
 def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
-    """
-    Refuse to generate beyond the positions of a model.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The model.
-        longest (`int`):
-            Tokens of the longest prompt.
-        **kwargs:
-            Those of `model.generate`.
-
-    Raises:
-        ValueError: If the longest prompt and the new tokens are more than the positions.
-    """
+    """Raise a `ValueError` if a prompt of `longest` tokens and the new ones are more than the positions of a model."""
     limit = _positions(model.config.get_text_config(decoder=True))
     config = kwargs.get("generation_config") or model.generation_config
     new = kwargs.get("max_new_tokens", config.max_new_tokens)

@@ -7,7 +7,6 @@ forward has to remember is in `calls.py`.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
+from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
@@ -191,14 +191,9 @@ class PaddingRemoval(Attachment):
             prepared=prepared,
             prefix_sharing=self.prefix_sharing,
             packs_padded=self.packs_padded,
-            takes_positions=_is_given_positions(self.decoder),
+            # Mamba's decoder is given the positions of a call, and does not look at them.
+            takes_positions=takes_positions(self.decoder) or takes_any_argument(self.decoder),
         )
-
-
-def _is_given_positions(decoder: nn.Module) -> bool:
-    """Whether the positions of a call reach a decoder, even if it does not look at them (Mamba)."""
-    kinds = [p.kind for p in inspect.signature(decoder.forward).parameters.values()]
-    return takes_positions(decoder) or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -23,7 +23,7 @@ from .model.patching import Attachment, ForwardPatch
 from .model.sharded import gathered_head
 
 
-__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_layouts"]
+__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "skip_first_comparison"]
 
 logger = logging.get_logger(__name__)
 
@@ -50,7 +50,7 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            with within(model=ModelCall(decoder, given=_told_of_rows(call))):
+            with within(model=ModelCall(decoder, given=_row_arguments(call))):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
@@ -66,7 +66,7 @@ class LMHeadPatch(ForwardPatch):
             row, column = index // columns, index % columns
             kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
             places = row * labels.shape[1] + column
-            with within(model=ModelCall(decoder, scored=places, given=_told_of_rows(call))):
+            with within(model=ModelCall(decoder, scored=places, given=_row_arguments(call))):
                 output = self.wrapped(*args, **kwargs)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
@@ -97,27 +97,23 @@ class LMHeadPatch(ForwardPatch):
 
     def _predictable(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Labels with those predicted from padding removed."""
-        labels, mask = call.get("labels"), call.get("attention_mask")
+        labels: Any = call.get("labels")
+        mask: Any = call.get("attention_mask")
         cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-        if cached or not self.attachment.packs_padded or not isinstance(labels, torch.Tensor):
-            return {}
-        if not isinstance(mask, torch.Tensor) or mask.shape != labels.shape:
+        both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+        if cached or not both or not self.attachment.packs_padded:
             return {}
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
         return {"labels": labels.masked_fill(follows, -100)}
 
 
-def _told_of_rows(call: dict[str, Any]) -> dict[str, Any]:
+def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """What the arguments of a model say of its rows, and of a cache."""
     return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")}
 
 
-def trust_layouts(attachment: Attachment) -> None:
-    """
-    Take the labels' places from the layouts that come with batches, without comparing those of the first batch.
-
-    For whoever attaches anew for every step and makes layouts from the very labels of the step.
-    """
+def skip_first_comparison(attachment: Attachment) -> None:
+    """Take the labels' places of the first batch too from its layout; for a benchmark that attaches in every step."""
     for patch in attachment._patches:
         if isinstance(patch, LMHeadPatch):
             patch.word.holds = True
@@ -151,9 +147,7 @@ class PoolingPatch(ForwardPatch):
     loss stay the model's.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._said = False
+    _said = False
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         decoder = self.attachment.decoder
@@ -164,10 +158,7 @@ class PoolingPatch(ForwardPatch):
         return self.wrapped(*args, **kwargs)
 
     def _check_pooled(self, call: dict[str, Any]) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If padding would be scored, which has no state here.
-        """
+        """Raise a [`PaddingRemovalError`] if padding would be scored, which has no state here."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .context import within
 from .generation import evaluating
 from .layout.build import packed_layout
 from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .model.older import supports
 from .model.sharded import forget_order_of_calls
-from .model.views import other_attention
 from .remove import attachment_of, remove_padding
 from .slices import short_slices
 
@@ -218,7 +217,8 @@ def check_parity(
         else:
             rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
             ids, mask = short_slices(*rows, chunk=handle.mixers.chunk)
-            inputs, columns = {"input_ids": ids, "attention_mask": mask, "use_cache": False}, None
+            inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            columns = torch.arange(ids.shape[1] - 1, device=ids.device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         counted = dict(vars(handle.stats))
         stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
@@ -228,19 +228,22 @@ def check_parity(
             inputs["position_ids"] = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
             inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
-            stack.enter_context(_pad_token_id(pretrained.config.get_text_config(), -1))
-        packed = (
-            _scores_of_packed(model, ids, mask) if arrives_packed else _scores(model(**inputs), ids, mask, columns)
-        )
+            config = pretrained.config.get_text_config()
+            stack.callback(setattr, config, "pad_token_id", config.pad_token_id)
+            config.pad_token_id = -1
+
+        def scores(arrives_packed: bool = False) -> torch.Tensor:
+            logits = _logits_of_packed(model, ids, mask) if arrives_packed else _logits(model(**inputs))
+            return _scores(logits, ids, mask, columns)
+
+        packed = scores(arrives_packed)
         packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
+        dtype = dtype or _precision(decoder, ids.device)
+        other = None if dtype in TOLERANCES else _other_attention(pretrained, decoder)
         with handle.disabled():
-            padded = _scores(model(**inputs), ids, mask, columns)
-            dtype = dtype or _precision(decoder, ids.device)
-            other = None if dtype in TOLERANCES else _other_attention(pretrained, decoder)
-            again = padded
-            if other is not None:
-                with other_attention(other):
-                    again = _scores(model(**inputs), ids, mask, columns)
+            padded = scores()
+            with within(attention=other):
+                again = padded if other is None else scores()
         forget_order_of_calls(pretrained, ids)
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
@@ -287,15 +290,18 @@ def _unpacked(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
 
 
-def _scores_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The scores of the rows of a batch that are handed over packed."""
+def _logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The logits of the rows of a batch that are handed over packed, `(B, L, V)`."""
     keep = mask.bool()
     positions = (mask.cumsum(1) - 1)[keep][None]
-    output = model(input_ids=ids[keep][None], position_ids=positions, use_cache=False)
-    logits = output.logits if hasattr(output, "logits") else output[0]
+    logits = _logits(model(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
     padded = logits.new_zeros(*ids.shape, logits.shape[-1])
     padded[keep] = logits[0]
-    return _scores((padded,), ids, mask)
+    return padded
+
+
+def _logits(output: Any) -> torch.Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
 
 
 def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
@@ -310,26 +316,18 @@ def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any
     return inputs | {"use_cache": False}, columns
 
 
-def _scores(output: Any, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-    """
-    Log-probabilities of the real tokens after the first, or what a head on pooled states returned.
-
-    Args:
-        columns (`torch.Tensor`, *optional*):
-            Columns to score the next token of, where the output may hold these only.
-    """
-    logits = (output.logits if hasattr(output, "logits") else output[0]).float()
-    if columns is not None:
-        logits = logits[:, columns] if logits.shape[1] != len(columns) else logits
-        real = (mask[:, columns] * mask[:, columns + 1]).bool()
-        ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # an image token may lie beyond the vocabulary
-        return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
+def _scores(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the real tokens after `columns`, or what a head on pooled states returned."""
+    logits = logits.float()
     if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
         logits = logits[:, -ids.shape[1] :]  # virtual tokens stand before every row
-    if logits.dim() == 2 or logits.shape[:2] != ids.shape:
+    if logits.dim() == 3 and logits.shape[:2] == ids.shape:
+        logits = logits[:, columns]
+    if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
-    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return logps[(mask[:, 1:] * mask[:, :-1]).bool()]  # nothing is predicted from a hole
+    real = (mask[:, columns] * mask[:, columns + 1]).bool()  # nothing is predicted from a hole
+    ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # an image token may lie beyond the vocabulary
+    return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]
 
 
 def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
@@ -347,12 +345,3 @@ def multiplies_in_tf32() -> bool:
     # transformers does for `tf32=True`.
     precision = getattr(matmul, "fp32_precision", None)
     return bool(matmul.allow_tf32) if precision is None else precision == "tf32"
-
-
-@contextlib.contextmanager
-def _pad_token_id(config: Any, value: int) -> Iterator[None]:
-    saved, config.pad_token_id = config.pad_token_id, value
-    try:
-        yield
-    finally:
-        config.pad_token_id = saved

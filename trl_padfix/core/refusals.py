@@ -28,24 +28,14 @@ def refusal(
     wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module, mixers: Mixers | None = None
 ) -> str | None:
     """
-    Why a decoder cannot be packed with exact results.
+    Why a decoder cannot be packed with exact results: the layer or setting, and the reason; `None` if it can.
 
-    Args:
-        wrapper (`torch.nn.Module`):
-            What the user attached to: `model` itself, or a PEFT or other wrapper around it.
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        decoder (`torch.nn.Module`):
-            Its text decoder.
-        mixers ([`Mixers`], *optional*):
-            What mixes tokens in it, if that was found already.
-
-    Returns:
-        `str`, *optional*: the layer or setting, and the reason; `None` if nothing speaks against it.
+    `wrapper` is what the user attached to: `model` itself, or a PEFT or other wrapper around it.
     """
     config = getattr(decoder, "config", model.config)
     for peft_config in _prompt_learning(wrapper):
-        if _kind(peft_config) not in _VIRTUAL_TOKENS:
+        kind = peft_config.peft_type
+        if getattr(kind, "value", kind) not in _VIRTUAL_TOKENS:
             return (
                 f"{type(peft_config).__name__} puts a cache before every row, or other things that the attention mask "
                 "of the batch does not show; use LoRA, prompt tuning or p-tuning"
@@ -119,22 +109,12 @@ def _prompt_learning(wrapper: nn.Module) -> list[Any]:
     return [config for config in configs if getattr(config, "is_prompt_learning", False)]
 
 
-def _kind(peft_config: Any) -> str:
-    kind = peft_config.peft_type
-    return str(getattr(kind, "value", kind))
-
-
 def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:
     """
     Why a batch cannot be packed; `None` if it can.
 
-    Args:
-        layout ([`Layout`]):
-            Its layout; rows may have masked tokens between real ones.
-        is_given_masks (`bool`):
-            Whether the decoder is given masks in which tokens of an image see each other.
-        mixers ([`Mixers`]):
-            What mixes tokens in the decoder.
+    Its rows may have masked tokens between real ones. `is_given_masks` says whether the decoder is given masks in
+    which tokens of an image see each other.
     """
     others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
     on_rows = mixers.that_are(ROWS) + mixers.that_are(WHOLE)
@@ -174,7 +154,9 @@ def _needs_places_in_a_cache(module: nn.Module) -> bool:
 def refuse_devices(decoder: nn.Module) -> str | None:
     """Why a decoder whose layers are on several devices cannot be packed, or `None` if they are on one."""
     found = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")
-    found |= dict.fromkeys(str(d) for d in _map_of(decoder).values() if d not in ("cpu", "disk"))
+    # Where accelerate sends the parts of a decoder while it runs, offloaded weights among them.
+    sent = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in decoder.modules())
+    found |= dict.fromkeys(str(d) for d in sent if d not in (None, "cpu", "disk"))
     names = list(dict.fromkeys(f"cuda:{name}" if name.isdigit() else name for name in found))
     if len(names) < 2:
         return None
@@ -182,10 +164,3 @@ def refuse_devices(decoder: nn.Module) -> str | None:
         f"its layers are on several devices ({', '.join(names)}), and the layout of a packed batch is on one. Load it "
         "without `device_map` and split it over processes (FSDP2, DeepSpeed), or onto one GPU (`device_map={'': 0}`)"
     )
-
-
-def _map_of(decoder: nn.Module) -> dict:
-    """Where accelerate sends the parts of a decoder while it runs, offloaded weights among them."""
-    hooks = ((name, getattr(module, "_hf_hook", None)) for name, module in decoder.named_modules())
-    devices = ((name, getattr(hook, "execution_device", None)) for name, hook in hooks)
-    return {name: device for name, device in devices if device is not None}

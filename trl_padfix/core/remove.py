@@ -127,8 +127,7 @@ def remove_padding(
 
 def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
     """The patches that remove padding from `model`, from its decoder to its head."""
-    decoder, multimodal = handle.decoder, handle.multimodal
-    mixers = handle.mixers
+    decoder, multimodal, mixers = handle.decoder, handle.multimodal, handle.mixers
     refuse = partial(refuse_batch, mixers=mixers)
     yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=refuse, makes_rows=bool(mixers.that_are(ROWS)))
     yield from mixers.patches(handle)
@@ -150,10 +149,8 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     """
     Let the decoder of `model` number the tokens of each padded row from its first real one.
 
-    Left padding then gives the numbers of right padding in models with absolute positions too.
-
-    Returns:
-        [`Attachment`], *optional*: `None` if the decoder takes no positions, or numbers its tokens itself.
+    Left padding then gives the numbers of right padding in models with absolute positions too. `None` if the decoder
+    takes no positions, or numbers its tokens itself.
     """
     decoder = find_decoder(find_pretrained(model))
     if not takes_positions(decoder) or not Numbering.of(decoder).by_columns:

@@ -27,12 +27,8 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0) -> tuple
     """
     Two short rows and the row that each shares most with, cut to at most `SLICE` tokens around where they part.
 
-    Args:
-        ids, mask (`torch.Tensor` of shape `(B, L)`):
-            Token ids and attention mask.
-        chunk (`int`, *optional*, defaults to 0):
-            Tokens that scans of the decoder compute at once. If rows are longer than that, the second pair are rows
-            that cross from chunk to chunk, cut to at most two and a half chunks.
+    If rows are longer than the `chunk` of tokens that scans of the decoder compute at once, the second pair are rows
+    that cross from chunk to chunk, cut to at most two and a half chunks.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the slices, right-padded, with some padding always.

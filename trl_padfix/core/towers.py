@@ -10,6 +10,7 @@ decoder itself is not told: the ids that its embeddings were made from, and the 
 from __future__ import annotations
 
 import inspect
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from .call.arguments import bind
 from .call.calls import ModelCall, model_call
-from .call.doubled import Doubled
 from .call.images import tensors_in
+from .call.layers import takes_any_argument
 from .call.step import Word
 from .context import context, set_until_reset, within
 from .handle import PaddingRemoval
@@ -44,7 +45,8 @@ class MultimodalPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         cached = call.get("use_cache") is not None or call.get("past_key_values") is not None
-        if not cached and _takes_use_cache(self.wrapped):
+        takes_it = "use_cache" in inspect.signature(self.wrapped).parameters or takes_any_argument(self.module)
+        if takes_it and not cached:
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
         around = outer or ModelCall(self.attachment.decoder)
@@ -68,8 +70,8 @@ class TowerPatch(ForwardPatch):
     repeats itself: a tower that answers otherwise (in one row for all images, say) is left alone. So is one whose
     weights are sharded (FSDP, ZeRO-3): its processes have to run it equally often.
 
-    Whether its input repeats itself is looked at on the device, unless it is what another tower answered for one half,
-    or the batch came with word that images of this shape do.
+    Whether its input repeats itself is looked at on the device, unless the batch came with word that images of this
+    shape do, also for what another tower made of them.
     """
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
@@ -79,41 +81,36 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        doubled = call.doubled if call is not None else Doubled()
-        may = self.separates_halves is not False and not _are_others(call)
+        doubled = call.doubled if call is not None else []
+        may = self.separates_halves is not False and not _images_differ(call)
         if not may or _draws(self.module) or _is_sharded(self.module):
             return self.wrapped(*args, **kwargs)
         if not self._repeats([*args, *kwargs.values()], doubled):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
-        output = _twice(self.wrapped(*half[0], **half[1]), doubled)
+        output = _twice(self.wrapped(*half[0], **half[1]))
+        doubled += map(weakref.ref, tensors_in(output))
         if self.separates_halves is None:
             with torch.no_grad():
                 self.separates_halves = _agree(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
 
-    def _repeats(self, given: list[Any], doubled: Doubled) -> bool:
+    def _repeats(self, given: list[Any], doubled: list[weakref.ref[torch.Tensor]]) -> bool:
         """Whether every tensor among the arguments is the same twice, one half after the other."""
         if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in given):
             return False
         tensors = [v for v in given if isinstance(v, torch.Tensor) and v.dim() > 0]
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
-        unknown = [v.detach() for v in tensors if v not in doubled]
         step = context().step
-        if unknown and step is not None and all(map(step.says_halves_repeat, unknown)):
-            differ = torch.stack([(first != second).any() for first, second in (v.chunk(2) for v in unknown)])
+        if step is not None and all(step.says_halves_repeat(v, doubled) for v in tensors):
+            differ = torch.stack([(first != second).any() for first, second in (v.detach().chunk(2) for v in tensors)])
             if self.word.is_kept("The images of the batch are those that its collator saw", differ.any()):
                 return True
-        return all(torch.equal(*v.chunk(2)) for v in unknown)
+        return all(torch.equal(*v.chunk(2)) for v in tensors)
 
 
-def _takes_use_cache(forward: Any) -> bool:
-    parameters = inspect.signature(forward).parameters
-    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _are_others(call: ModelCall | None) -> bool:
+def _images_differ(call: ModelCall | None) -> bool:
     """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
     step = context().step
     if call is None or step is None:
@@ -126,23 +123,21 @@ def _first_half(value: Any) -> Any:
     return value.chunk(2)[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
 
-def _twice(output: Any, doubled: Doubled) -> Any:
+def _twice(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
-        return doubled.of(output)
+        return torch.cat([output, output])
     if isinstance(output, ModelOutput):
         for name, value in output.items():
-            output[name] = _twice(value, doubled)
+            output[name] = _twice(value)
         return output
     if isinstance(output, list | tuple):
-        return type(output)(_twice(v, doubled) for v in output)
+        return type(output)(map(_twice, output))
     return output
 
 
 def _agree(a: Any, b: Any) -> bool:
     """Whether two outputs have the same shapes, and the same values to rounding."""
-    values = a.values() if isinstance(a, ModelOutput) else [a]
-    others = b.values() if isinstance(b, ModelOutput) else [b]
-    pairs = list(zip(tensors_in(list(values)), tensors_in(list(others)), strict=False))
+    pairs = list(zip(tensors_in(a), tensors_in(b), strict=False))
     tolerance = 1e-3 if all(x.dtype == torch.float32 for x, _ in pairs) else 0.05
     return len(pairs) > 0 and all(
         x.shape == y.shape and bool(((x - y).abs().max() <= tolerance * y.abs().max()).item()) for x, y in pairs

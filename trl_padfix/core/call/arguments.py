@@ -36,15 +36,7 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
     """
-    The arguments of a decoder for the packed tokens.
-
-    Args:
-        call (`dict`):
-            Arguments of the decoder, padded, by name.
-        layout ([`Layout`]):
-            Layout of the batch.
-        numbering ([`Numbering`]):
-            How the decoder numbers its tokens where it is given no positions.
+    The arguments of a decoder for the packed tokens; `numbering` gives them positions where the `call` has none.
 
     Raises:
         PaddingRemovalError: If a tensor among them is not a value for each token.
@@ -91,46 +83,28 @@ def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.
 
 
 def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None) -> Any:
-    """
-    Lay the output of a decoder out over the batch.
-
-    Args:
-        output ([`~transformers.utils.ModelOutput`] or `tuple`):
-            What the decoder returned for the packed tokens.
-        layout ([`Layout`]):
-            Layout of the batch.
-        call ([`ModelCall`], *optional*):
-            The call of its model, which may ask for other states than `(B, L, H)`.
-    """
-
-    def choose(hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if call is not None and call.pools_last:
-            return _last_everywhere(hidden, layout)
-        if call is not None and call.scored is not None:
-            return _select(hidden, layout, call.scored)
-        return _unpack_value(hidden, layout)
-
+    """Lay the output of a decoder out over the batch; the `call` of its model may ask for other states."""
     if isinstance(output, ModelOutput):
-        last = output["last_hidden_state"]
         for name, value in output.items():
-            if name != "last_hidden_state":
-                output[name] = _unpack_value(value, layout)
-        output["last_hidden_state"] = choose(last, layout)
+            is_last = name == "last_hidden_state"
+            output[name] = _states(value, layout, call) if is_last else _unpack_value(value, layout)
         return output
     if isinstance(output, tuple):
-        return (choose(output[0], layout), *(_unpack_value(value, layout) for value in output[1:]))
+        return (_states(output[0], layout, call), *(_unpack_value(value, layout) for value in output[1:]))
     raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
 
 
-def _select(hidden: torch.Tensor, layout: Layout, index: torch.Tensor) -> torch.Tensor:
-    """The states of the tokens at `index` in the flattened batch, as one row."""
+def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None) -> torch.Tensor:
+    """`(B, L, H)`; the last real token of a row in all its columns, or `(1, n, H)`, if the call asks for that."""
+    if call is not None and call.pools_last:
+        index = layout.last_index
+    elif call is not None and call.scored is not None:
+        index = call.scored
+    else:
+        return _unpack_value(hidden, layout)
     index = index if layout.is_trivial else layout.packed_positions_of(index)
-    return hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
-
-
-def _last_everywhere(hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """`(B, L, H)` with the state of a row's last real token in all its columns."""
-    return _select(hidden, layout, layout.last_index).transpose(0, 1).expand(-1, layout.batch_shape[1], -1)
+    chosen = hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
+    return chosen.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else chosen
 
 
 def _unpack_value(value: Any, layout: Layout) -> Any:

@@ -7,6 +7,7 @@ also travels in the keyword arguments of the layers, where gradient checkpointin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,6 @@ from torch import nn
 
 from ..context import context
 from ..layout.layout import Layout
-from .doubled import Doubled
 from .prepared_masks import PreparedMasks
 
 
@@ -44,8 +44,8 @@ class ModelCall:
             Whether the decoder returns the state of a row's last real token in every column of the row.
         layout ([`Layout`], *optional*):
             The layout of the `(B, L, H)` that the decoder has returned, for what comes after it in this call.
-        doubled ([`Doubled`]):
-            What towers answered whose halves are the same.
+        doubled (`list` of `weakref.ref`):
+            What towers answered whose halves are the same; not kept alive for it.
     """
 
     decoder: nn.Module
@@ -54,7 +54,7 @@ class ModelCall:
     given: dict[str, Any] = field(default_factory=dict)
     pools_last: bool = False
     layout: Layout | None = None
-    doubled: Doubled = field(default_factory=Doubled)
+    doubled: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,10 +98,7 @@ class RowsCall:
     """
     A forward of a decoder over whole rows with its layers left out, to see how it calls them; see `dry_run.py`.
 
-    Attributes:
-        decoder (`torch.nn.Module`): The decoder that is called.
-        position_ids (`torch.Tensor`): Positions of the tokens of these rows, as the decoder is given them.
-        last_position (`int` or `torch.Tensor`): Largest position of the padded call, padding included.
+    Its fields are those of a [`PackedCall`], for these rows.
     """
 
     decoder: nn.Module
@@ -118,10 +115,10 @@ def model_call(decoder: nn.Module) -> ModelCall | None:
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     """The packed forward that is running, if one is, and if it is that of `decoder`."""
     call = context().packed
-    return call if call is not None and (decoder is None or call.decoder is decoder) else None
+    return call if call is not None and decoder in (None, call.decoder) else None
 
 
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
     """The forward over rows that is running, if one is, and if it is that of `decoder`."""
     call = context().rows
-    return call if call is not None and (decoder is None or call.decoder is decoder) else None
+    return call if call is not None and decoder in (None, call.decoder) else None

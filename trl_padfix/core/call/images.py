@@ -38,17 +38,10 @@ def content_keys(
 
 def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
     """
-    Keys that identify each token beside its id: tokens with equal keys are given equal inputs.
+    Keys that identify each token beside its id, `(keys, B, L)`, int64: tokens with equal keys are given equal inputs.
 
-    Args:
-        call (`dict`):
-            Arguments of the decoder, padded.
-        batch_shape (`torch.Size`):
-            `(B, L)`.
-
-    Returns:
-        `torch.Tensor` of shape `(keys, B, L)` and dtype int64, *optional*: positions and (bool or integer) values as
-        they are, embeddings and features as 64 bits of their content.
+    They are the positions and (bool or integer) values of a padded `call` as they are, and 64 bits of the content of
+    embeddings and features.
     """
     keys: list[torch.Tensor] = []
     mask_BL = visual_mask(call, tuple(batch_shape))
@@ -72,21 +65,12 @@ def plain_mask(
     call: dict[str, Any], around: dict[str, Any], decoder: Any, is_causal: bool = True
 ) -> tuple[dict[str, Any], PreparedMasks | None]:
     """
-    A decoder call with the two-dimensional mask that prepared masks were made of.
-
-    Args:
-        call (`dict`):
-            Arguments of the decoder.
-        around (`dict`):
-            Arguments of the module around it.
-        decoder (`torch.nn.Module`):
-            The decoder.
-        is_causal (`bool`, *optional*, defaults to `True`):
-            Whether its attention is causal by itself; where it is not, its masks alone say what is seen.
+    A decoder call with the two-dimensional mask that prepared masks were made of, as the module `around` it has it.
 
     Returns:
         `tuple[dict, PreparedMasks | None]`: the call, and the masks themselves if they are other ones than the decoder
-        would make: those in which tokens of an image see each other.
+        would make: those in which tokens of an image see each other. Of a decoder whose attention is not causal by
+        itself they always are, since they alone say what is seen.
     """
     prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
     cached = call.get("past_key_values") is not None or call.get("use_cache") is True
@@ -97,15 +81,13 @@ def plain_mask(
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return call, None
-    if not is_causal:
-        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
-    own = own_masks(decoder.config, embeds, mask)
-    pairs = [(prepared, own)]
-    if isinstance(prepared, dict) and isinstance(own, dict):
-        pairs = [(prepared[kind], own.get(kind)) for kind in prepared]
-    if any(isinstance(m, dict) for m in pairs[0]) or not all(_same_mask(*pair, mask) for pair in pairs):
-        return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
-    return call | {"attention_mask": mask}, None
+    own: Any = own_masks(decoder.config, embeds, mask) if is_causal else None
+    are_own = is_causal and isinstance(prepared, dict) == isinstance(own, dict)
+    if are_own and isinstance(prepared, dict):
+        are_own = all(_same_mask(prepared[kind], own.get(kind), mask) for kind in prepared)
+    elif are_own:
+        are_own = _same_mask(prepared, own, mask)
+    return call | {"attention_mask": mask}, None if are_own else PreparedMasks.of(prepared)
 
 
 def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:

@@ -31,14 +31,7 @@ __all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """
-    One call of a layer within a packed forward.
-
-    Attributes:
-        layer (`torch.nn.Module`): The layer.
-        arguments (`dict`): What it was called with, by name.
-        call ([`PackedCall`]): The packed forward.
-    """
+    """One call of a layer within a packed forward, its arguments by name."""
 
     layer: nn.Module
     arguments: dict[str, Any]
@@ -58,20 +51,15 @@ def takes_any_argument(module: nn.Module) -> bool:
 
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes keyword arguments that it does not name, and calls something with them."""
-    return takes_any_argument(module) and _expands_arguments(_code(type(module)))
+    expands = any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(_code(type(module))))
+    return takes_any_argument(module) and expands
 
 
 class LayerPatch(ForwardPatch):
     """
     Keeps the call of a layer for the modules within it, in recomputation too.
 
-    Args:
-        module (`torch.nn.Module`):
-            The layer, or a part of one that is checkpointed by itself.
-        attachment ([`PaddingRemoval`]):
-            The handle.
-        is_layer (`bool`, *optional*, defaults to `True`):
-            Whether the decoder calls it; a part leaves the call of its layer in place.
+    A part of a layer that is checkpointed by itself (not `is_layer`) leaves the call of its layer in place.
     """
 
     serves_recomputation = True
@@ -132,8 +120,3 @@ def _checkpoints_inside(cls: type[nn.Module]) -> bool:
 @cache
 def _code(cls: type[nn.Module]) -> Any:
     return inspect.unwrap(cls.forward).__code__
-
-
-@cache
-def _expands_arguments(code: Any) -> bool:
-    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))

@@ -65,22 +65,17 @@ class LayoutKey:
         ids_around: torch.Tensor | None = None,
     ) -> LayoutKey | None:
         """
-        Read the arguments of a decoder, or the batch that they will come from.
+        Read the arguments of a decoder, or the batch that they will come from; `None` if there is nothing to pack.
 
         Args:
-            given (`Mapping`):
-                Arguments by name.
-            prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-                Whether repeated prefixes are computed once; with `"auto"` not where ids do not tell tokens apart.
-            packs_padded (`bool`, *optional*, defaults to `True`):
+            prefix_sharing (`bool` or `"auto"`):
+                With `"auto"` nothing is shared where ids do not tell tokens apart.
+            packs_padded (`bool`):
                 Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
-            takes_positions (`bool`, *optional*, defaults to `True`):
+            takes_positions (`bool`):
                 Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
             ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
                 Ids that the module around a decoder made its embeddings of.
-
-        Returns:
-            [`LayoutKey`], *optional*: `None` if there is nothing to pack.
 
         Raises:
             PaddingRemovalError: If something is given that cannot be packed.
@@ -130,12 +125,7 @@ class LayoutKey:
         return shared if shared is not None and shared.sharing_pays else padding_free_layout(mask)
 
     def misfits(self, layout: Layout) -> torch.Tensor:
-        """
-        The rows of a batch for which a layout is wrong, found on the device of the batch.
-
-        Returns:
-            `torch.Tensor` of shape `(B,)`, bool.
-        """
+        """The rows of a batch for which a layout is wrong, `(B,)`, bool, found on the device of the batch."""
         ids, mask, positions, bounds = self.tensors
         real, source, shape = layout.real_index, layout.source, layout.batch_shape
         first = layout.positions if source is None else layout.positions[source]
@@ -165,22 +155,10 @@ def layout_of(
     **how: Any,
 ) -> Layout | None:
     """
-    The layout of a decoder call.
+    The layout of a decoder call; `None` if it is to go through as it is.
 
-    Args:
-        call (`dict`):
-            Arguments of the decoder, by name.
-        model_call ([`ModelCall`], *optional*):
-            The call of the module around the decoder, with ids that the decoder itself is not given.
-        prepared ([`PreparedMasks`], *optional*):
-            Masks that the decoder was given, if they let tokens see more than its own would.
-        prefix_sharing, **how:
-            As [`LayoutKey.read`] takes them. A batch in which sharing would cost more than it saves is computed
-            without ([`Layout.sharing_pays`]).
-
-    Returns:
-        [`Layout`], *optional*: `None` if the call is to go through as it is: with a cache, packed by us already, or
-        without anything to remove.
+    `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared`
+    are masks that it was given, if they let tokens see more than its own would. The rest is for [`LayoutKey.read`].
 
     Raises:
         PaddingRemovalError: If the call brings something that cannot be packed.
@@ -232,18 +210,11 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
 
 
 def _shares(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
-    """
-    Whether prefixes are shared: by ids, if these say which tokens are equal.
-
-    Raises:
-        PaddingRemovalError: If they do not, and sharing was asked for.
-    """
+    """Whether ids say which tokens are equal; a [`PaddingRemovalError`] if they do not, and `True` was asked for."""
     ids = given.get("input_ids")
-    if not prefix_sharing:
+    if not prefix_sharing or (ids is None and prefix_sharing == "auto"):
         return False
     if ids is None:
-        if prefix_sharing == "auto":
-            return False
         raise PaddingRemovalError(
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."

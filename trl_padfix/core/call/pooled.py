@@ -12,12 +12,9 @@ __all__ = ["Pooled", "pooled_tokens"]
 
 class Pooled(NamedTuple):
     """
-    What there is to say of the tokens that a classifier scores, on the host.
+    Of each row, on the host: whether the token that is scored is another one than its last, and whether it is padding.
 
-    Attributes:
-        pad_token_id (`int`, *optional*): The pad token by which they were looked for.
-        others (`tuple[bool, ...]` of length `B`): Whether a row's is another token than its last real one.
-        padding (`tuple[bool, ...]` of length `B`): Whether a row's is padding by the attention mask.
+    `pad_token_id` is the pad token by which they were looked for.
     """
 
     pad_token_id: int | None

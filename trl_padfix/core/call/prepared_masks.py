@@ -48,17 +48,10 @@ class PreparedMasks:
 
     def keys(self, mask_BL: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
         """
-        Keys that identify what each token sees, and the whole of the block that sees itself around it.
+        Keys that identify what each token sees, and the whole of the block that sees itself: `(masks + 1, B, L)`.
 
-        Args:
-            mask_BL (`torch.Tensor` of shape `(B, L)`):
-                1 for real tokens.
-            given (`list` of `torch.Tensor` of shape `(B, L)`):
-                The other keys that identify a token.
-
-        Returns:
-            `torch.Tensor` of shape `(masks + 1, B, L)`. Two tokens that agree in their last key are the same tokens of
-            the same blocks, so rows that are sorted by it part before a block in which they differ.
+        `given` are the other keys of a token, each `(B, L)`. Two tokens that agree in their last key are the same
+        tokens of the same blocks, so rows that are sorted by it part before a block in which they differ.
         """
         L = mask_BL.shape[1]
         generator = torch.Generator().manual_seed(1)
@@ -88,9 +81,8 @@ class PreparedMasks:
         rows = (layout.packed_index[layout.cu_seqlens_q[:-1].long()] // L).tolist()
         begins = torch.searchsorted(layout.real_index, torch.tensor(rows, device=layout.real_index.device) * L)
         parts = []
-        for row, begin, queries, keys in zip(
-            rows, begins.tolist(), layout.query_lengths, layout.key_lengths, strict=True
-        ):
+        lengths = zip(layout.query_lengths, layout.key_lengths, strict=True)
+        for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
             parts.append(_visible(mask[row])[:, columns[-queries:]][:, :, columns][None])
         return parts

@@ -8,6 +8,7 @@ where the host waits anyway.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -81,11 +82,7 @@ class Known:
     """
     A batch of which something is known.
 
-    Attributes:
-        key ([`LayoutKey`]): What its layout was made of.
-        facts ([`BatchFacts`]): What is known of it.
-        seen (`tuple` of [`Seen`]): The tensors of the key, as they were then.
-        images (`tuple` of [`Seen`]): Those of which `facts.images_repeat` says something.
+    `seen` are the tensors of the key as they were then, `images` those of which `facts.images_repeat` says something.
     """
 
     key: Any
@@ -104,20 +101,10 @@ class Known:
         needed = self.key.needed
         return all(not n or s.is_still(t) for n, s, t in zip(needed, self.seen, key.tensors, strict=True))
 
-    def is_batch_of(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
-        """Whether these are its ids and its mask."""
-        return self.seen[0].is_still(ids) and self.seen[1].is_still(mask)
-
 
 @dataclass(frozen=True, eq=False)
 class Doubt:
-    """
-    Something that was relied on, and what the device says of it.
-
-    Attributes:
-        what (`str`): What was relied on, as a sentence without its full stop.
-        wrong (`torch.Tensor`, bool): Where it does not hold; of shape `(B,)` if that is known by row.
-    """
+    """What was relied on, as a sentence without its full stop, and where it is wrong: `(B,)` if known by row."""
 
     what: str
     wrong: torch.Tensor
@@ -126,11 +113,9 @@ class Doubt:
 @dataclass(eq=False)
 class Step:
     """
-    What a step knows, and what it relied on.
+    The batches that a step knows, those that its forwards met included, and what it relied on: to be read later.
 
-    Attributes:
-        known (`list` of [`Known`]): Batches, those that forwards have met within the step included.
-        doubts (`list` of [`Doubt`], *optional*): What is to be read later; `None` if nobody can have written.
+    Without `doubts` nobody can have written to the batches.
     """
 
     known: list[Known] = field(default_factory=list)
@@ -148,11 +133,15 @@ class Step:
 
     def facts(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts | None:
         """What came with the batch that has these ids and this mask."""
-        return next((known.facts for known in self.known if known.is_batch_of(ids, mask)), None)
+        found = (k.facts for k in self.known if k.seen[0].is_still(ids) and k.seen[1].is_still(mask))
+        return next(found, None)
 
-    def says_halves_repeat(self, x: torch.Tensor) -> bool:
-        """Whether a batch has a tensor like `x`, and came with word that its halves are the same."""
+    def says_halves_repeat(self, x: torch.Tensor, made: Iterable[weakref.ref[torch.Tensor]] = ()) -> bool:
+        """Whether a batch came with word that its images repeat: `x` is like one, or of what was `made` of them."""
         said = [seen for known in self.known if known.facts.images_repeat for seen in known.images]
+        alive = [t for t in (tensor() for tensor in made) if t is not None]
+        if said and self.doubts is not None and any(x is t or x._base is t for t in alive):
+            return True
         unwritten = [seen.tensor for seen in said if seen.is_still(seen.tensor)]
         return any(t.shape == x.shape and t.device == x.device for t in unwritten if t is not None)
 
@@ -177,15 +166,8 @@ def step_layouts(known: Iterable[Known] = (), doubts: list[Doubt] | None = None)
     """
     Let forwards that are given the very same tensors share one layout, until the block ends.
 
-    Args:
-        known (`Iterable` of [`Known`], *optional*):
-            What came with the batch of the step.
-        doubts (`list`, *optional*):
-            Takes what was relied on, for [`check_doubts`] at a time when the device has been waited for; by default
-            it is read when the block ends.
-
-    Raises:
-        PaddingRemovalError: Without `doubts`, if the batch was written to unseen.
+    `known` came with the batch of the step. `doubts` takes what was relied on, for [`check_doubts`] at a time when the
+    device has been waited for; by default it is read when the block ends.
     """
     found: list[Doubt] = [] if doubts is None else doubts
     with within(step=Step(list(known), found)):
@@ -218,13 +200,7 @@ class Word:
 
 def check_doubts(doubts: Iterable[Doubt], of: str = "") -> None:
     """
-    Read what was relied on.
-
-    Args:
-        doubts (`Iterable` of [`Doubt`]):
-            What was noted; reading waits for the device.
-        of (`str`, *optional*):
-            Which step it was, for the message.
+    Read what was relied on, waiting for the device; `of` says which step it was.
 
     Raises:
         PaddingRemovalError: If something did not hold, so that numbers of the step are wrong.

@@ -1,4 +1,4 @@
-"""Checks of what layouts are made from: masks, and the bounds of sequences in packed rows."""
+"""The three ways to make a layout, with the checks of what it is made from."""
 
 from __future__ import annotations
 
@@ -12,102 +12,7 @@ from .layout import Layout
 from .trie import merge_prefixes, places_by_token, shared_paths
 
 
-__all__ = [
-    "check_mask",
-    "check_positions",
-    "check_two_dimensional",
-    "checked_bounds",
-    "packed_layout",
-    "padding_free_layout",
-    "prefix_sharing_layout",
-]
-
-
-def check_two_dimensional(mask: torch.Tensor) -> None:
-    """
-    Raises:
-        ValueError: If an attention mask is not `(B, L)`.
-    """
-    if mask.dim() != 2:
-        raise ValueError(
-            f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
-            "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
-        )
-
-
-def check_positions(position_ids: torch.Tensor, input_ids: torch.Tensor | None) -> None:
-    """
-    Raises:
-        ValueError: If positions are not `(B, L)`, or ids are not like them.
-    """
-    if position_ids.dim() != 2:
-        raise ValueError(
-            f"Positions of shape {tuple(position_ids.shape)} do not say where the sequences of a packed row begin; "
-            "that takes `(B, L)`."
-        )
-    if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
-        raise ValueError(
-            f"Token ids of shape {tuple(input_ids.shape)} on {input_ids.device} and positions of shape "
-            f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
-        )
-
-
-def check_mask(given: torch.Tensor, mask_BL: torch.Tensor) -> np.ndarray:
-    """
-    Check an attention mask.
-
-    Args:
-        given (`torch.Tensor`):
-            The mask, as it was given.
-        mask_BL (`torch.Tensor` of shape `(B, L)`):
-            The same on the host.
-
-    Returns:
-        `np.ndarray` of shape `(B, L)`, bool: where tokens are real.
-
-    Raises:
-        ValueError: If it holds other values than 0 and 1, or has a row without a real token.
-    """
-    whole = not given.is_floating_point() and mask_BL.numel() > 0
-    # The bits of all numbers together: one pass says whether any is negative or more than 1.
-    if not whole or int(np.bitwise_or.reduce(mask_BL.contiguous().view(-1).numpy())) not in (0, 1):
-        values = given.flatten().unique()[:5].tolist()
-        if mask_BL.numel() == 0 or not set(values) <= {0, 1}:
-            raise ValueError(
-                f"The attention mask of shape {tuple(given.shape)} and dtype {given.dtype} holds {values}; removing "
-                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
-            )
-    kept_BL = mask_BL.numpy() != 0 if whole else (mask_BL != 0).numpy()
-    empty = np.flatnonzero(~kept_BL.any(1)).tolist()
-    if empty:
-        raise ValueError(
-            f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
-            "defined result. Drop these rows from the batch, or keep at least one token of each."
-        )
-    return kept_BL
-
-
-def checked_bounds(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """
-    Where the sequences of a batch begin, on the host.
-
-    Args:
-        cu_seqlens (`torch.Tensor` of shape `(S + 1,)`):
-            Bounds of the sequences, as variable-length kernels take them.
-        tokens (`int`):
-            Tokens of the batch.
-
-    Raises:
-        ValueError: If they do not ascend from 0 to `tokens` in whole numbers.
-    """
-    bounds = cu_seqlens.cpu()
-    whole = bounds.dim() == 1 and bounds.dtype in (torch.int16, torch.int32, torch.int64) and len(bounds) > 1
-    if not whole or bounds[0] != 0 or bounds[-1] != tokens or (bounds.diff() < 0).any():
-        raise ValueError(
-            f"`cu_seqlens` of dtype {cu_seqlens.dtype} is {bounds.flatten()[:9].tolist()}; the bounds of sequences in "
-            f"a batch of {tokens} tokens are whole numbers that ascend from 0 to {tokens}."
-        )
-    return bounds.long()[bounds < tokens]
+__all__ = ["packed_layout", "padding_free_layout", "prefix_sharing_layout"]
 
 
 def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
@@ -230,7 +135,16 @@ def packed_layout(
 
     ```
     """
-    check_positions(position_ids, input_ids)
+    if position_ids.dim() != 2:
+        raise ValueError(
+            f"Positions of shape {tuple(position_ids.shape)} do not say where the sequences of a packed row begin; "
+            "that takes `(B, L)`."
+        )
+    if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
+        raise ValueError(
+            f"Token ids of shape {tuple(input_ids.shape)} on {input_ids.device} and positions of shape "
+            f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
+        )
     given = [position_ids] if input_ids is None else [position_ids, input_ids]
     given_BL = torch.stack([x.to(torch.int64) for x in given]).cpu()
     B, L = position_ids.shape
@@ -238,7 +152,7 @@ def packed_layout(
         begins = given_BL[0].diff(dim=1, prepend=given_BL[0, :, :1]) != 1
     else:
         begins = torch.zeros(B, L, dtype=torch.bool)
-        begins.view(-1)[checked_bounds(cu_seqlens, B * L)] = True
+        begins.view(-1)[_begins(cu_seqlens, B * L)] = True
     begins[:, 0] = True  # no sequence goes on in the next row
     place = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
@@ -250,11 +164,15 @@ def packed_layout(
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     """The layout of `mask`, with rows that agree in all `keys` shared; without keys nothing is shared."""
-    check_two_dimensional(mask)
+    if mask.dim() != 2:
+        raise ValueError(
+            f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
+            "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
+        )
     given = [mask, *keys]
     if mask.device.type != "cpu":  # one copy to the host, and so one synchronisation, for all that is read
         given = list(torch.stack([x.to(torch.int64) for x in given]).cpu())
-    kept_BL, keys_BL = check_mask(mask, given[0]), given[1:]
+    kept_BL, keys_BL = _kept(mask, given[0]), given[1:]
     B, L = kept_BL.shape
     lengths = np.count_nonzero(kept_BL, axis=1)
     is_full = bool((lengths == L).all())
@@ -267,6 +185,39 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
         position_R = real_index - begins.repeat_interleave(torch.from_numpy(lengths))
     keys_R = [k.flatten() if is_full else k.flatten()[real_index] for k in keys_BL]
     return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
+
+
+def _kept(mask: torch.Tensor, on_host: torch.Tensor) -> np.ndarray:
+    """Where tokens are real, `(B, L)`, bool; a `ValueError` for other values than 0 and 1 and for empty rows."""
+    whole = not mask.is_floating_point() and on_host.numel() > 0
+    # The bits of all numbers together: one pass says whether any is negative or more than 1.
+    if not whole or int(np.bitwise_or.reduce(on_host.contiguous().view(-1).numpy())) not in (0, 1):
+        values = mask.flatten().unique()[:5].tolist()
+        if on_host.numel() == 0 or not set(values) <= {0, 1}:
+            raise ValueError(
+                f"The attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} holds {values}; removing "
+                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
+            )
+    kept_BL = on_host.numpy() != 0 if whole else (on_host != 0).numpy()
+    empty = np.flatnonzero(~kept_BL.any(1)).tolist()
+    if empty:
+        raise ValueError(
+            f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
+            "defined result. Drop these rows from the batch, or keep at least one token of each."
+        )
+    return kept_BL
+
+
+def _begins(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Where sequences begin, on the host; raises a `ValueError` for bounds that do not ascend from 0 to `tokens`."""
+    bounds = cu_seqlens.cpu()
+    whole = bounds.dim() == 1 and bounds.dtype in (torch.int16, torch.int32, torch.int64) and len(bounds) > 1
+    if not whole or bounds[0] != 0 or bounds[-1] != tokens or (bounds.diff() < 0).any():
+        raise ValueError(
+            f"`cu_seqlens` of dtype {cu_seqlens.dtype} is {bounds.flatten()[:9].tolist()}; the bounds of sequences in "
+            f"a batch of {tokens} tokens are whole numbers that ascend from 0 to {tokens}."
+        )
+    return bounds.long()[bounds < tokens]
 
 
 def _lay_out(

@@ -28,12 +28,10 @@ def on_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 @dataclass(frozen=True, eq=False)
 class FlatMaps:
     """
-    The index maps in dataclasses in one block of memory: one tensor to hand between processes, to pin and to upload.
+    The index maps in dataclasses in one int64 vector: one tensor to hand between processes, to pin and to upload.
 
-    Attributes:
-        block (`torch.Tensor` of shape `(n,)`, int64): All maps, one behind the other; what is one object stays one.
-        parts (`tuple[tuple[int, torch.dtype], ...]`): Length and dtype of each map.
-        value (`Any`): What was given, with the number of its part in the place of each map.
+    `parts` are length and dtype of each map, and `value` is what was given, with a [`_Part`] in the place of each map.
+    What is one object stays one.
     """
 
     block: torch.Tensor

@@ -19,13 +19,7 @@ __all__ = ["Trie", "common_bytes", "merge_prefixes", "places_by_token", "shared_
 
 
 class Trie(NamedTuple):
-    """
-    Rows in the order in which they are computed.
-
-    Attributes:
-        order (`list[int]`): The rows, sorted.
-        shared (`list[int]`): Tokens at the beginning of each of them, in that order, that the row before it has too.
-    """
+    """Rows, sorted, and how many tokens each of them begins with that the row before it has too."""
 
     order: list[int]
     shared: list[int]
@@ -33,16 +27,9 @@ class Trie(NamedTuple):
 
 def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
     """
-    Sort the rows, and find what each has in common with the one before it.
+    Sort rows of `lengths` by the keys that identify their tokens, each key `(R,)`.
 
-    Args:
-        keys_R (`list[torch.Tensor]`, each of shape `(R,)`):
-            Keys that identify each real token, row after row: two tokens are the same if all their keys are.
-        lengths (`list[int]`):
-            Real tokens of each row.
-
-    Returns:
-        [`Trie`]: in sorted order a row shares with all rows before it what it shares with the one just before it.
+    In sorted order a row shares with all rows before it what it shares with the one just before it.
     """
     keys = _big_endian(keys_R)
     width = keys.itemsize * len(keys_R)
@@ -74,17 +61,9 @@ def common_bytes(left: bytes, right: bytes) -> int:
 
 def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
     """
-    The packed token that computes each real token.
+    The packed token that computes each real token, `(R,)`.
 
-    Args:
-        rows (`list[tuple[int, int, int]]`):
-            In sorted order: where a row begins among the real tokens, how many tokens it shares with the row before
-            it, and its length.
-        tokens (`int`):
-            How many real tokens there are.
-
-    Returns:
-        `torch.Tensor` of shape `(R,)`.
+    `rows` are sorted: where each begins among the real tokens, how many tokens it shares, and its length.
     """
     source = np.empty(tokens, dtype=np.int64)
     before = packed = 0
@@ -100,13 +79,8 @@ def places_by_token(shared: list[int], key_lengths: list[int]) -> tuple[torch.Te
     The order in which to add what was gathered for the keys of the segments back to the tokens that they are.
 
     The segments that have a token among their keys stand one behind the other, so the places of all tokens that the
-    same segments have are a table: a line for each token, a column for each of these segments.
-
-    Args:
-        shared (`list[int]`):
-            Tokens that each segment has in common with the one before it: its keys without its queries.
-        key_lengths (`list[int]`):
-            Keys of each segment.
+    same segments have are a table: a line for each token, a column for each of these segments. `shared` are the keys
+    of each segment without its queries.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: places among the keys sorted by token, `(n,)`, and where those of each

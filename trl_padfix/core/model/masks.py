@@ -21,7 +21,6 @@ class PackedMask:
     What a mask lets a token see, within its own row.
 
     Attributes:
-        causal (`bool`): Whether later tokens are hidden.
         window (`int`, *optional*): Tokens seen at most, the own one counted.
         chunk (`int`, *optional*): Rows are cut into chunks of this many places, and a token sees its own chunk only.
         custom (`bool`): Whether the model adds a condition of its own.

@@ -52,15 +52,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
-    """
-    Attributes with which an older decoder runs packed; none for current ones.
-
-    Args:
-        decoder (`torch.nn.Module`):
-            The decoder that is about to be called.
-        extra (`dict`):
-            Keyword arguments that its layers must receive.
-    """
+    """Attributes with which an older decoder runs packed, its layers given `extra`; none for current ones."""
     # Before `masking_utils` (4.52; here and there until 4.56) decoders make their mask in a method, which builds a
     # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
     if not hasattr(decoder, "_update_causal_mask"):
@@ -71,17 +63,17 @@ def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any
     # some without their keyword arguments (GPT-2).
     checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
     if checkpoint is not None:
-        replaced["_gradient_checkpointing_func"] = _passing_on(checkpoint, extra)
+        replaced["_gradient_checkpointing_func"] = lambda layer, *args, **kwargs: checkpoint(
+            functools.partial(layer, **extra), *args, **kwargs
+        )
     return replaced
 
 
 def register_mask_function(name: str, function: Callable) -> None:
     """Enter `function` among the mask functions of transformers, where there are any."""
-    try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    except ImportError:  # decoders made their masks themselves before 4.53
-        return
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
+    masking_utils = _masking_utils()
+    if masking_utils is not None:
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
 
 
 def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], bool]) -> None:
@@ -93,25 +85,21 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
 
     The search is as it was again when each `user` has called [`resume_packed_search`].
     """
-    masking_utils = _masking_utils_with_search()
-    if masking_utils is None:
-        return
     with _search_lock:
         _search_users.add(user)
-        search = masking_utils.find_packed_sequence_indices
-        if isinstance(search, _SparedSearch):
-            return
-        masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
+        masking_utils = _masking_utils()
+        # Some versions after 4.53 have it under another name, and wait for the device.
+        search = getattr(masking_utils, "find_packed_sequence_indices", None)
+        if search is not None and not isinstance(search, _SparedSearch):
+            masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
 
 
 def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
-    masking_utils = _masking_utils_with_search()
-    if masking_utils is None:
-        return
     with _search_lock:
         _search_users.discard(user)
-        search = masking_utils.find_packed_sequence_indices
+        masking_utils = _masking_utils()
+        search = getattr(masking_utils, "find_packed_sequence_indices", None)
         if isinstance(search, _SparedSearch) and not _search_users:
             masking_utils.find_packed_sequence_indices = search.search
 
@@ -131,13 +119,13 @@ _search_lock = threading.Lock()
 _search_users: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def _masking_utils_with_search() -> Any:
+def _masking_utils() -> Any:
+    """The module of transformers that makes masks; before 4.53 decoders made them themselves."""
     try:
         from transformers import masking_utils
-    except ImportError:  # before 4.53
+    except ImportError:
         return None
-    # Some versions after 4.53 have it under another name, and wait for the device.
-    return masking_utils if hasattr(masking_utils, "find_packed_sequence_indices") else None
+    return masking_utils
 
 
 def flash_arguments(layout: Layout) -> dict[str, Any]:
@@ -149,7 +137,8 @@ def flash_arguments(layout: Layout) -> dict[str, Any]:
 
 def supports(cls: type[PreTrainedModel], attention: str) -> bool:
     """Whether transformers has an `attention` (`"sdpa"`, `"flash_attn"`, `"flex_attn"`) path for a class of models."""
-    # One flag for all versions of FlashAttention since 4.53; code on the Hub may still carry the old one.
+    # One flag for all versions of FlashAttention since 4.53. The old one goes with 4.52, and with the code on the Hub
+    # that still carries it.
     old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
     return bool(old or getattr(cls, f"_supports_{attention}", False))
 
@@ -175,7 +164,7 @@ def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor
     from transformers.masking_utils import create_masks_for_generate
 
     given: dict[str, Any] = {"inputs_embeds": embeds}
-    # 5.0 still spells one argument differently, and asks for the places that another version takes from the cache.
+    # Until 5.0 one argument is spelt differently, and places are asked for that later versions take from the cache.
     if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
         given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
     return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
@@ -196,13 +185,6 @@ def _old_mask(decoder: nn.Module) -> PackedMask | None:
     if window is None or not in_mask or not getattr(decoder.config, "use_sliding_window", True):
         return None
     return PackedMask(window=window)
-
-
-def _passing_on(checkpoint: Callable, extra: dict[str, Any]) -> Callable:
-    def checkpointed(layer: Callable, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(functools.partial(layer, **extra), *args, **kwargs)
-
-    return checkpointed
 
 
 @functools.cache

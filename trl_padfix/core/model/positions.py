@@ -20,13 +20,7 @@ from torch import nn
 from ..layout.layout import Layout, pack
 
 
-__all__ = [
-    "Numbering",
-    "length_dependent_ropes",
-    "packed_positions",
-    "position_embeddings",
-    "takes_positions",
-]
+__all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings", "takes_positions"]
 
 
 def takes_positions(decoder: nn.Module) -> bool:
@@ -47,9 +41,7 @@ class Numbering:
     """
     How a decoder that takes positions numbers its tokens where it is given none; by their columns, if nothing is set.
 
-    Attributes:
-        by_ids (`torch.nn.Module`, *optional*): The module that numbers tokens by what their ids are.
-        by_mask (`bool`): Whether the mask is summed up, so that holes in a row do not count.
+    `by_ids` is the module that numbers them by what their ids are; `by_mask` sums the mask up: holes do not count.
     """
 
     by_ids: nn.Module | None = None
@@ -74,30 +66,18 @@ class Numbering:
 
 def length_dependent_ropes(decoder: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of a decoder whose frequencies depend on the largest position of a forward."""
-    found = []
-    for module in decoder.modules():
+
+    def depends_on_length(module: nn.Module) -> bool:
         types = getattr(module, "rope_type", None)
-        types = types.values() if isinstance(types, dict) else [types]
-        if {"dynamic", "longrope"} & {kind for kind in types if isinstance(kind, str)}:
-            found.append(module)
-    return found
+        return any(
+            kind in ("dynamic", "longrope") for kind in (types.values() if isinstance(types, dict) else [types])
+        )
+
+    return [module for module in decoder.modules() if depends_on_length(module)]
 
 
 def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout) -> torch.Tensor:
-    """
-    Positions of the packed tokens where the caller gave none.
-
-    Args:
-        numbering ([`Numbering`]):
-            That of the decoder.
-        call (`dict`):
-            Arguments of the decoder, padded.
-        layout ([`Layout`]):
-            Layout of the batch.
-
-    Returns:
-        `torch.Tensor` of shape `(T,)`: those that the decoder gives to the tokens of each row, were it alone.
-    """
+    """Positions of packed tokens, `(T,)`, where a `call` has none: as the decoder gives them to each row alone."""
     numbers: Any = numbering.by_ids
     number = _numbers_ids(numbers)
     if number is None:

@@ -34,13 +34,7 @@ def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
 
     It learns that from the first forwards and stops at a parameter out of turn (DeepSpeed 0.19), and TRL's loss takes
     the weights of the LM head by another way than a forward that returns logits. A call beyond the last of a forward
-    makes it forget; to models of other kinds nothing is done.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model.
-        ids (`torch.Tensor` of shape `(B, L)`):
-            Token ids; the first one is looked up.
+    makes it forget: the first of the `ids` is looked up. To models of other kinds nothing is done.
     """
     if _is_of_zero_3(model):
         model.get_input_embeddings()(ids[:1, :1])
@@ -55,12 +49,6 @@ def gathered_head(model: Any, decoder: nn.Module) -> Iterator[None]:
     keeps the rows that it stores from its own gradient, and nothing is averaged. accelerate (1.15) shards the head
     together with the final norm, whose call gathers both, and on its own where it does not find that norm, as in
     models with images. Of a head that is gathered the gradient is averaged when the backward pass ends.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model whose forward runs within the block.
-        decoder (`torch.nn.Module`):
-            Its decoder.
     """
     head = model.get_output_embeddings()
     if not hasattr(head, "unshard"):  # as units of FSDP2 have

@@ -10,25 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..context import context, within
+from ..context import context
 
 
-__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "other_attention", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
-
-
-def other_attention(name: str | None) -> AbstractContextManager[None]:
-    """Padded forwards of attached decoders compute with the attention `name` until the block ends, in this thread."""
-    return within(attention=name)
 
 
 def attention_override() -> str | None:
@@ -91,18 +85,10 @@ def viewed_module(module: Any) -> Any:
 
 def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:
     """
-    The forward of a module as a packed forward calls it.
+    The forward of a module as a packed forward calls it: on a view of it, on which also what is `held` differs.
 
-    Args:
-        module (`torch.nn.Module`):
-            The module; if it has a `config`, the view's names packed attention, unless another one is held.
-        forward (`Callable`, *optional*):
-            What stands in `module.__dict__["forward"]`; without it the forward of the class.
-        **held:
-            More attributes that are to have another value for this call.
-
-    Returns:
-        `Callable`, *optional*: `None` if `forward` is a wrapper that does not show which module it calls.
+    `forward` is what stands in `module.__dict__["forward"]`, if anything does. `None` if it is a wrapper that does not
+    show which module it calls.
     """
     if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}

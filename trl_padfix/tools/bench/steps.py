@@ -13,7 +13,7 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
 from ...core.call.step import step_layouts
-from ...core.heads import trust_layouts
+from ...core.heads import skip_first_comparison
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
@@ -168,7 +168,7 @@ def attached(step: Step, variant: Variant) -> Iterator[None]:
         for model in step.models:
             if variant.packed:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
-                trust_layouts(handle)  # a training compares them once, in its first step
+                skip_first_comparison(handle)  # a training compares them once, in its first step
                 if variant.compiled:
                     from ...core.attention.compiled import compile_layers
 
