@@ -22,7 +22,7 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ...core.call.layout_of import layout_of_batch
+from ...core.call.layout_of import LayoutKey
 from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
 from ...trainers.steps.dealing import split
@@ -216,7 +216,7 @@ def _counts(step: Step, variant: Variant, batch: dict[str, torch.Tensor]) -> dic
         ids, mask = decoder_inputs(batch).values()
         tokens, real = mask.numel(), int(mask.sum())
         if variant.packed:
-            tokens = layout_of_batch(ids, mask, prefix_sharing=variant.shares).packed_tokens
+            tokens = LayoutKey(ids, mask, shares=bool(variant.shares)).build().packed_tokens
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
 
 
