@@ -192,7 +192,7 @@ def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **config: 
     ("kind", "without"),
     # Mask, labels, and whether images repeat themselves: of captions the tower and what follows it look, of pairs the
     # tower alone. The reference looks for images and labels, too.
-    [("SFT", 4), ("DPO", 5)],
+    [("SFT", 4), ("DPO", 7)],
 )
 def test_a_step_on_images_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = vision(kind, tmp_path, (build_captions if kind == "SFT" else build_image_pairs)(4))

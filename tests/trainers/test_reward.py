@@ -285,8 +285,12 @@ def test_padding_that_would_be_scored_is_noticed(make, looks):
     trainer = make(config=config)
     batch = next(iter(trainer.get_train_dataloader()))
     written = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 5)}
-    with pytest.raises(RuntimeError, match="these are not the rows of the collator"):
-        trainer.compute_loss(trainer.model, written)
+    with pytest.raises(PaddingRemovalError, match="that is padding by the attention mask"):
+        trainer.compute_loss(trainer.model, written)  # other ids: they are looked at
+    looks.clear()
+    batch["input_ids"].data.masked_fill_(batch["attention_mask"] == 0, 5)
+    with pytest.raises(PaddingRemovalError, match=r"No padding of the batch is scored.*Rows: \["):
+        trainer.compute_loss(trainer.model, batch)
     assert not looks
     trainer = make(config=config, data_collator=DataCollatorForReward(pad_token_id=5))
     with pytest.raises(PaddingRemovalError, match=r"and in rows \[.*\] of the batch that is padding"):

@@ -34,7 +34,7 @@ from kit.dpo_runs import (
     run,
 )
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.trainer_runs import assert_same
+from kit.trainer_runs import assert_same, believe_layouts
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
@@ -207,6 +207,7 @@ def broken_mode(request, monkeypatch):
     """A mode whose layout is wrong."""
     broken = {"padding_free_layout": leaking_layout, "prefix_sharing_layout": confusing_layout}[request.param]
     monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{request.param}", broken)
+    believe_layouts(monkeypatch)
     return MODES["prefix sharing, left" if "sharing" in request.param else "padding-free, left"]
 
 

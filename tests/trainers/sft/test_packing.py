@@ -10,7 +10,7 @@ from kit.cells import slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.sft_cases import EXACT, NEWEST, SHORT, evaluated, packing
 from kit.sft_runs import METRICS, build_rows
-from kit.trainer_runs import MODES, assert_same, build_model, run
+from kit.trainer_runs import MODES, assert_same, believe_layouts, build_model, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -139,6 +139,7 @@ def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
         "trl_padfix.core.call.layout_of.packed_layout",
         lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
     )
+    believe_layouts(monkeypatch)
     with pytest.raises(ParityError, match="parity FAILED"):
         make(config=packing()).train()
     theirs = trl_packed("bfd")
