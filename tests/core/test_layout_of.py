@@ -125,6 +125,14 @@ def test_a_step_ends_with_its_block(monkeypatch):
     assert len(built) == 3
 
 
+def test_paged_generation_goes_through_as_it_is():
+    """It runs in a thread of its own, for which nobody has switched anything off."""
+    call = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[0, 1, 0]])}
+    with remove_padding(build("qwen2")) as handle:
+        assert handle.layout_of(call) is not None
+        assert handle.layout_of(call | {"cache": object(), "logits_indices": torch.tensor([1, 2])}) is None
+
+
 # Sharing that does not pay
 
 

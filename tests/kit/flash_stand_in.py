@@ -10,7 +10,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -47,6 +48,10 @@ def flash_attention_stand_in() -> Iterator[list[reference.VarlenCall]]:
     Everything is as it was after the block, however the block ends. A model built inside keeps its
     `attn_implementation`, so it runs inside only.
     """
+    # What is first imported within the block would keep the answers of the stand-in for good.
+    for module in ("continuous_batching.continuous_api", "continuous_batching"):
+        with suppress(ImportError):
+            import_module(f"transformers.generation.{module}")
     with ExitStack() as stack:
         stack.enter_context(_installed(_fake_package()))
         for name in _AVAILABILITY_CHECKS:

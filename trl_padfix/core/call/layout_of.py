@@ -164,7 +164,8 @@ def layout_of(
         PaddingRemovalError: If the call brings something that cannot be packed.
         ValueError: If mask and batch do not fit each other, or the mask cannot be read.
     """
-    if call.get("past_key_values") is not None or call.get("use_cache") is True or LAYOUT in call:
+    cached = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # the latter is paged
+    if cached or call.get("use_cache") is True or LAYOUT in call:
         return None  # cached: generation, or a caller that asked for the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
         raise PaddingRemovalError(
