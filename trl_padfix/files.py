@@ -51,10 +51,8 @@ def refuse_output(path: str | Path) -> str | None:
     """Why a file cannot be written to `path`, or `None` if it can; asked before hours of work, not after them."""
     path = Path(path)
     try:
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
+        if path.exists():  # if not, it is not made: other processes ask at the same time
+            path.open("ab").close()
         with tempfile.TemporaryFile(dir=path.parent):  # files are written beside their place
             return None
     except OSError as error:

@@ -48,7 +48,8 @@ def test_a_claim_that_does_not_hold_stops_a_notebook(monkeypatch):
     line = next(cell for cell in notebook.cells if "# the line" in cell.source)
     line.source = line.source.replace("handle = remove_padding(actor, prefix_sharing=True)", "handle = leaking(actor)")
     leak = (
-        "from trl_padfix.core import batches, remove\n"
+        "from trl_padfix.core import remove\n"
+        "from trl_padfix.core.call import layout_of as batches\n"
         "def leaking(model):\n"
         "    layout_of = batches.padding_free_layout\n"
         "    def leak(mask):\n"
