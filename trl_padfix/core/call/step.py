@@ -211,7 +211,7 @@ def check_doubts(doubts: Iterable[Doubt], of: str = "") -> None:
         rows = f" Rows: {doubt.wrong.nonzero().flatten().tolist()}." if doubt.wrong.dim() == 1 else ""
         raise PaddingRemovalError(
             f"{doubt.what}: that was relied on{of}, and does not hold, so its numbers are wrong.{rows} Somebody wrote "
-            "to the batch after its collator, in a way that leaves no trace (`.data`, numpy, another process), or gave "
-            "the model other labels than the batch has. Write to tensors of the batch in place, or put new ones into "
-            "it: a layout is then made of what they hold."
+            "to the batch after its collator, in a way that leaves no trace (`.data`, numpy, another process), or "
+            "gave the model other labels than the batch has. Write to tensors of the batch in place, or put new ones "
+            "into it: a layout is then made of what they hold."
         )
