@@ -22,10 +22,12 @@ from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
 from .call.prepared_masks import PreparedMasks, with_added_masks
+from .call.sight import Sight
 from .context import outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
+from .layout.pieces import PieceLayout
 from .mixers.dry_run import DryRun
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
@@ -106,12 +108,16 @@ class DecoderPatch(ForwardPatch):
                 self._match_other_processes(call)
                 return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
             self._check(call, layout, prepared)
-            if self.takes_whole_rows:
+            if isinstance(layout, PieceLayout):
+                output = self._over_piece(call, layout)
+                if layout.is_trunk:
+                    return output
+            elif self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
                 output = self._over_packed_row(call, layout, prepared)
-                if asked is not None and not asked.pools_last and asked.scored is None:
-                    set_until_reset(model=replace(asked, layout=layout))
+            if not self.takes_whole_rows and asked is not None and not asked.pools_last and asked.scored is None:
+                set_until_reset(model=replace(asked, layout=layout))
             return unpack_output(output, layout, asked)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
@@ -132,7 +138,16 @@ class DecoderPatch(ForwardPatch):
         if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
             raise PaddingRemovalError(reason)
 
-    def _over_packed_row(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> Any:
+    def _over_piece(self, call: dict[str, Any], layout: PieceLayout) -> Any:
+        """The output of the decoder for the tokens that a piece of a step computes, and for those that it sees."""
+        if layout.own is None:
+            return layout.sight.without_own()
+        output = self._over_packed_row(call, layout.own, None, layout.sight)
+        return layout.sight.join(output, layout.own.packed_tokens)
+
+    def _over_packed_row(
+        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None, sight: Sight | None = None
+    ) -> Any:
         """The output of the decoder for the packed tokens."""
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         if prepared is not None:
@@ -148,6 +163,7 @@ class DecoderPatch(ForwardPatch):
             dry_run=DryRun(self, self.layers, packed, last),
             prepared=prepared,
             one_block=self._needs_equal_calls(),
+            sight=sight,
         )
         if current.one_block:
             calls_of_layers(current, one_block=True)

@@ -21,6 +21,7 @@ from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
+from .layout.pieces import PieceLayout
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
@@ -74,12 +75,15 @@ class PaddingStats:
 
     def add(self, layout: Layout) -> None:
         """Count a forward."""
+        computed = layout.computed_tokens
         with _counting:
+            self.packed_tokens += computed
+            if isinstance(layout, PieceLayout) and layout.is_trunk:
+                return  # its batch is that of a piece, which counts
             self.padded_tokens += layout.padded_tokens
             self.real_tokens += layout.real_tokens
-            self.packed_tokens += layout.packed_tokens
             self.forwards += 1
-            self.shared_forwards += layout.packed_tokens < layout.real_tokens
+            self.shared_forwards += computed < layout.real_tokens
 
     def reset(self) -> None:
         """Begin anew."""

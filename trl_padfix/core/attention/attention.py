@@ -147,6 +147,8 @@ def packed_attention(
             f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
             f"{call.layout.packed_tokens} tokens: they are not one for each token"
         )
+    if call.sight is not None:
+        key, value = call.sight.extend(module, key, value)
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     masks = _prepared_masks(name, attention_mask, call)

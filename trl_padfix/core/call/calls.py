@@ -18,6 +18,7 @@ from torch import nn
 from ..context import context
 from ..layout.layout import Layout
 from .prepared_masks import PreparedMasks
+from .sight import Sight
 
 
 __all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]
@@ -73,6 +74,7 @@ class PackedCall:
         dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
         prepared ([`PreparedMasks`], *optional*): Masks that the decoder was given, where its own would not do.
         one_block (`bool`): Whether the rows of all mixers are one block, so that every process runs a mixer once.
+        sight ([`Sight`], *optional*): States of tokens that other forwards have computed.
         made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
@@ -84,6 +86,7 @@ class PackedCall:
     dry_run: Callable[..., Any] = lambda rows: []
     prepared: PreparedMasks | None = None
     one_block: bool = False
+    sight: Sight | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:

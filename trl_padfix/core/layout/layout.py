@@ -60,6 +60,8 @@ class Layout:
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+        key_positions (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
+            As `positions`, of the keys, where these are not all among the packed tokens.
     """
 
     batch_shape: tuple[int, int]
@@ -75,6 +77,7 @@ class Layout:
     spans: tuple[int, ...]
     key_order: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
+    key_positions: torch.Tensor | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -90,6 +93,11 @@ class Layout:
     def packed_tokens(self) -> int:
         """Tokens that the packed computation puts through the decoder."""
         return self.packed_index.numel()
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that a forward of this layout computes."""
+        return self.packed_tokens
 
     @property
     def last_index(self) -> torch.Tensor:

@@ -17,11 +17,13 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 import trl
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
@@ -34,14 +36,17 @@ from ..packing import datasets_of, models_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
 from .config import check_token_budget
-from .dealing import StepPlan, split
+from .dealing import StepPlan, split, split_depth_first
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
+from .once import MicroBatches, pieces_on_device, reason_to_compute_again
 from .sampler import StepOrder, StepRows
 from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
 
 
 __all__ = ["Budget", "BudgetCollator", "Splitting", "pieces_of"]
+
+logger = get_logger(__name__)
 
 MICRO_BATCHES, WEIGHTS = "micro_batches", "weights"
 """Keys of a batch that is a list of micro-batches, and of their weights in the loss of the step."""
@@ -69,6 +74,8 @@ class BudgetCollator:
             Whether all rows stay in one batch, whose forwards are split.
         by_tokens (`bool`, *optional*, defaults to `False`):
             Whether micro-batches weigh by their trained tokens, and not by their rows.
+        once (`bool`, *optional*, defaults to `False`):
+            Whether prefixes that micro-batches have in common are computed once in the step.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -77,6 +84,7 @@ class BudgetCollator:
     plan: StepPlan
     whole: bool = False
     by_tokens: bool = False
+    once: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
         ((of_step, numbers, examples),) = shares
@@ -85,7 +93,8 @@ class BudgetCollator:
         costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
-        parts = [rows[part].tolist() for rows in alike for part in split(costs[rows], self.budget)]
+        into = split_depth_first if self.once else split
+        parts = [rows[part].tolist() for rows in alike for part in into(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
             self.measure.check([numbers[i] for i in rows], batch)
@@ -162,7 +171,20 @@ class Splitting(Part):
         # Sharded models meet in every forward, the others at the end of the step.
         sharded = self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
         sharing = bool(handle and handle.prefix_sharing)
-        return splitting(Splits(self.budget, sharing, self.most_over_processes if sharded else None))
+        agree = self.most_over_processes if sharded else None
+        return splitting(Splits(self.budget, sharing, agree, self.once))
+
+    @cached_property
+    def once(self) -> bool:
+        """Whether prefixes are computed once in a step, and not by each piece of it; said once where they cannot be."""
+        handles = self.trainer.padding.handles
+        if self.budget is None or not handles or not all(handle.prefix_sharing for handle in handles):
+            return False
+        sharded = self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+        reasons = (reason_to_compute_again(handle, self.trainer.args, sharded) for handle in handles)
+        if reason := next(filter(None, reasons), None):
+            logger.info(f"Each piece of a step computes the prefixes that it shares with others anew: {reason}.")
+        return reason is None
 
     def most_over_processes(self, count: int) -> int:
         if self.trainer.accelerator.num_processes == 1:
@@ -221,7 +243,7 @@ class Budget(Splitting):
         order.steps = order.plan()
         rows = trainer._remove_unused_columns(dataset, description="training")
         order.images = self._measured_images(rows) if self.has_images() else None
-        how = {"whole": task.compares_rows(), "by_tokens": task.averages_tokens()}
+        how = {"whole": task.compares_rows(), "by_tokens": task.averages_tokens(), "once": self.once}
         collator = BudgetCollator(trainer.data_collator, order.measure(), self.budget, order.steps, **how)
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
         fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
@@ -253,13 +275,26 @@ class Budget(Splitting):
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         pieces = _halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
         loss = torch.zeros((), device=self.trainer.args.device)
-        with self._metrics_of_step(pieces, counts_tokens):
+        once = self._once(pieces)
+        with self._metrics_of_step(pieces, counts_tokens), splitting(once):
             for i, (batch, weight) in enumerate(pieces):
+                if once is not None:
+                    once.begin(i)
                 # A piece without a weight only keeps step with the other processes.
                 self.weight = None if counts_tokens and weight else weight
                 with self._gradients_synchronised(model, i == len(pieces) - 1):
                     loss = loss + train(model, batch, *args, **kwargs)
+        if once is not None:
+            once.check()
         return loss
+
+    def _once(self, pieces: list[Piece]) -> MicroBatches | None:
+        """The micro-batches of a step that see each other's prefixes, if they have any in common."""
+        if not self.once or len(pieces) == 1:
+            return None
+        batches = [(batch["input_ids"], batch["attention_mask"]) for batch, _ in pieces]
+        planned = pieces_on_device(batches, self.budget)
+        return planned and MicroBatches(planned, batches)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...core.layout.pieces import FORWARD, STATES
 from .costs import RowCosts
 
 
-__all__ = ["StepPlan", "assign", "balance", "split"]
+__all__ = ["StepPlan", "assign", "balance", "split", "split_depth_first"]
 
-Unit = tuple[int, list[int]]
+Unit = tuple[float, list[int]]
 """Tokens of rows that stay together, and the rows."""
 
 
@@ -44,6 +45,52 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
     if all(_tokens(part) <= budget or len(part) == 1 for part in even):
         bins = even
     return [sorted(row for _, rows in part for row in rows) for part in sorted(bins, key=_tokens, reverse=True)]
+
+
+def split_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
+    """
+    Split rows into micro-batches that see each other's prefixes, each of which is computed once in their step.
+
+    Tokens of a micro-batch and the prefixes that it has in common with others are at most `budget`; a prefix of which
+    keys and values are kept until it is computed again counts by these, where that is quicker (see [`STATES`]). A row
+    of more tokens is a micro-batch of its own. Returns the rows of each micro-batch, depth first: those that have a
+    prefix in common are neighbours.
+    """
+    return [sorted(part) for _, part in _branches(costs, budget)]
+
+
+def _branches(costs: RowCosts, room: float) -> list[Unit]:
+    """[`split_depth_first`] with the tokens of each part; all rows have a prefix in common, or none."""
+    common = costs.common_to_all
+    beyond = costs.without_common(common)
+    total, least = beyond.total(), max(int(beyond.each.min()), 1)
+    keep, again = room - common, room - common * STATES
+    parts = [-(-total // max(left, least)) for left in (keep, again)]
+    # The second forward of a prefix is a third of what a step makes of its tokens.
+    is_again = FORWARD * (parts[0] - parts[1]) > common / 3
+    left, of_prefix = (again, common * STATES) if is_again else (keep, common)
+    bins: list[tuple[float, list[int]]] = []
+    whole: list[Unit] = []
+    for group, size in _groups(beyond):
+        if size <= left or len(group) == 1:
+            whole.append((size, group))
+        else:
+            bins += [(load, [group[i] for i in part]) for load, part in _branches(beyond[group], left)]
+    cut = len(bins)
+    for size, group in sorted(whole, key=lambda unit: -unit[0]):
+        at = next((b for b, (load, _) in enumerate(bins) if load + size <= left), len(bins))
+        bins[at:] = (
+            [(size, group)] if at == len(bins) else [(bins[at][0] + size, bins[at][1] + group), *bins[at + 1 :]]
+        )
+    if is_again and bins[-1][0] > keep:  # for the last of them the prefix is there with all its activations
+        small = next((b for b in range(cut, len(bins)) if bins[b][0] <= keep), None)
+        if small is not None:
+            bins.append(bins.pop(small))
+        elif len(bins[-1][1]) > 1:
+            load, part = bins.pop()
+            last = next(row for row in beyond.order[::-1].tolist() if row in part)
+            bins += [(load, [row for row in part if row != last]), (int(beyond.each[last]), [last])]
+    return [(load + of_prefix, part) for load, part in bins]
 
 
 def assign(costs: RowCosts, processes: int) -> list[list[int]]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
+from ...core.call.sight import Sight, States
+from ...core.layout.pieces import PieceLayout, Pieces
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment, ForwardPatch
 from ..data.batch_layouts import images_in
 from .costs import prefix_costs, text_costs
-from .dealing import split
+from .dealing import split, split_depth_first
 from .grouping import prefix_order
+from .once import MicroBatches, pieces_on_device, run_trunk, seeing
 
 
 __all__ = [
@@ -50,6 +53,7 @@ class _Known:
     given: tuple[torch.Tensor, torch.Tensor | None]
     rows: list[torch.Tensor]
     pieces: list[tuple[torch.Tensor, torch.Tensor | None]]
+    once: Pieces | None = None
 
 
 @dataclass
@@ -64,11 +68,14 @@ class Splits:
             Whether prefixes that rows have in common count once.
         agree (`Callable[[int], int]`, *optional*):
             The number of pieces that all processes are to have, of the number that this one needs.
+        once (`bool`, *optional*, defaults to `False`):
+            Whether prefixes that pieces have in common are computed once, and not by each piece.
     """
 
     budget: int
     sharing: bool
     agree: Callable[[int], int] | None = None
+    once: bool = False
     known: list[_Known] = field(default_factory=list)
 
     def of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _Known:
@@ -78,7 +85,9 @@ class Splits:
                 return known
         rows = [torch.tensor(part, device=ids.device) for part in self._parts(ids, mask)]
         pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
-        self.known.append(_Known((ids, mask), rows, pieces))
+        given = [(piece, torch.ones_like(piece) if m is None else m) for piece, m in pieces]
+        once = pieces_on_device(given, self.budget) if self.once and len(pieces) > 1 else None
+        self.known.append(_Known((ids, mask), rows, given if once else pieces, once))
         return self.known[-1]
 
     def _parts(self, ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -90,7 +99,7 @@ class Splits:
         if self.sharing:
             rows = [row[keep] for row, keep in zip(both[0], real, strict=True)]
             costs = prefix_costs(each, each, *prefix_order(rows))
-        parts = split(costs, self.budget)
+        parts = (split_depth_first if self.once else split)(costs, self.budget)
         wanted = len(parts) if self.agree is None else self.agree(len(parts))
         while len(parts) < wanted:
             largest = max(parts, key=len)
@@ -99,12 +108,15 @@ class Splits:
         return parts
 
 
-_splits: ContextVar[Splits | None] = ContextVar("trl_padfix_splits", default=None)
+_splits: ContextVar[Splits | MicroBatches | None] = ContextVar("trl_padfix_splits", default=None)
 
 
 @contextmanager
-def splitting(splits: Splits | None) -> Iterator[None]:
-    """Split the forwards of models with [`SplitForward`] until the block ends; not, where `splits` is `None`."""
+def splitting(splits: Splits | MicroBatches | None) -> Iterator[None]:
+    """
+    Split the forwards of models with [`SplitForward`] until the block ends, or let them be of some micro-batches; not,
+    where `splits` is `None`.
+    """
     token = _splits.set(splits)
     try:
         yield
@@ -123,6 +135,9 @@ class SplitForward(ForwardPatch):
         cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
         if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
+        if isinstance(splits, MicroBatches):
+            with splits.piece(self.module, find_decoder(self.module), kwargs):
+                return self.wrapped(**kwargs)
         if images_in(kwargs):
             raise ValueError(
                 "`max_tokens_per_batch` computes this batch in pieces of rows, and its images are not rows of their "
@@ -137,13 +152,14 @@ class SplitForward(ForwardPatch):
             calls.append(kwargs | of_rows | {"input_ids": piece_ids})
             if piece_mask is not None:
                 calls[-1]["attention_mask"] = piece_mask
+        seen = self._layouts(known, calls)
         # The last piece is the first that the backward pass comes to: it is not computed twice.
-        *twice, last = calls
+        *twice, last = zip(calls, seen, strict=True)
         if torch.is_grad_enabled():
-            pieces = [checkpoint(self._forward, call, use_reentrant=False) for call in twice]
+            pieces = [checkpoint(self._forward, *piece, use_reentrant=False) for piece in twice]
         else:
-            pieces = [self._forward(call) for call in twice]
-        outputs, routed = zip(*pieces, self._forward(last), strict=True)
+            pieces = [self._forward(*piece) for piece in twice]
+        outputs, routed = zip(*pieces, self._forward(*last), strict=True)
         joined = _joined(outputs, calls, torch.cat(known.rows))
         if outputs[0].get("aux_loss") is not None:
             masks = [call.get("attention_mask") for call in calls]
@@ -153,16 +169,45 @@ class SplitForward(ForwardPatch):
             joined["aux_loss"] = balancing_loss(self.module, routed, masks)
         return joined
 
-    def _forward(self, call: dict[str, Any]) -> tuple[Any, Routed]:
-        """The output of a piece, and its router logits, of a model with experts."""
+    def _layouts(self, known: _Known, calls: list[dict[str, Any]]) -> list[PieceLayout | None]:
+        """The layouts of pieces, with the states of the prefixes that they have in common; these are computed here."""
+        pieces, states = known.once, []
+        if pieces is None or any(_tells_tokens_apart(call) for call in calls):
+            return [None] * len(calls)
+        for trunk in pieces.trunks:
+            states.append(self._states(calls[trunk.first], trunk.layouts[trunk.first], states))
+        return [replace(x, sight=Sight([states[n] for n in x.outer])) for x in pieces.layouts]
+
+    def _states(self, call: dict[str, Any], layout: PieceLayout, states: list[States]) -> States:
+        """What a trunk hands on; as that of a piece, its forward is computed again for its backward."""
+        like: list[States] = []
+        outer, with_graph = [states[n] for n in layout.outer], torch.is_grad_enabled()
+
+        def run() -> tuple[torch.Tensor, ...]:
+            notes = States()
+            run_trunk(find_decoder(self.module), self._asked(call), replace(layout, sight=Sight(outer, notes)))
+            like[:] = [notes.changed(lambda x: x[..., :0])]
+            # Gradients of many pieces are added up in float32.
+            return tuple(x.float() if with_graph else x for values in notes.values() for x in values)
+
+        made = iter(checkpoint(run, use_reentrant=False) if with_graph else run())
+        return like.pop().changed(lambda x: next(made))
+
+    def _asked(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call that says whether its router logits are wanted."""
         wanted = call.get("output_router_logits")
         if wanted is None:
             wanted = getattr(self.module.config.get_text_config(), "output_router_logits", False)
-        if not wanted:
-            return self.wrapped(**call), None
-        with routed_of(self.module) as found:
-            output = self.wrapped(**call)
-        return output, found[0] if len(found) == 1 else None
+        return call | {"output_router_logits": True} if wanted else call
+
+    def _forward(self, call: dict[str, Any], layout: PieceLayout | None) -> tuple[Any, Routed]:
+        """The output of a piece, and its router logits, of a model with experts."""
+        with seeing(call, layout) if layout is not None else nullcontext():
+            if not self._asked(call).get("output_router_logits"):
+                return self.wrapped(**call), None
+            with routed_of(self.module) as found:
+                output = self.wrapped(**call)
+            return output, found[0] if len(found) == 1 else None
 
 
 def attach_splitting(model: torch.nn.Module) -> Attachment:
@@ -175,6 +220,11 @@ def attach_splitting(model: torch.nn.Module) -> Attachment:
         patch = patch.below
     attachment = Attachment()
     return attachment.attach([SplitForward(pretrained, attachment)])
+
+
+def _tells_tokens_apart(call: dict[str, Any]) -> bool:
+    """Whether a call says more of its tokens than ids and mask, by which prefixes are compared."""
+    return call.get("position_ids") is not None
 
 
 def _has_rows(value: Any, rows: int) -> bool:

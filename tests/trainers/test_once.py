@@ -1,0 +1,222 @@
+"""Each distinct token of a step once, whatever its pieces: gradients, token counts, and what is kept for how long."""
+
+import contextlib
+
+import pytest
+import torch
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import SUPPORTED, batch, build
+from peft import LoraConfig, get_peft_model
+
+from trl_padfix import remove_padding
+from trl_padfix.core.call import sight
+from trl_padfix.core.errors import PaddingRemovalError
+from trl_padfix.core.layout import pieces as planning
+from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.core.model.find import find_decoder
+from trl_padfix.trainers.steps.once import MicroBatches, pieces_on_device
+from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
+
+
+PARTS = {
+    "depth first": [[4], [0], [5, 1], [2], [3, 6]],
+    "nested": [[0, 2], [1, 3], [4, 5], [6]],
+    "scattered": [[0, 6], [3], [5, 4], [2], [1]],
+}
+ENOUGH = 10**6
+
+
+@pytest.fixture(autouse=True)
+def every_trunk_pays(monkeypatch):
+    monkeypatch.setattr(planning, "FORWARD", 1)
+
+
+def score(model, ids, mask):
+    """Log-probabilities of the real tokens behind a real token, by row; nonlinear in what is in one row."""
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    logps = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return (logps * (mask[:, :-1] * mask[:, 1:])).sum(1).div(5).sin()
+
+
+def gradients(model):
+    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@contextlib.contextmanager
+def counted(model):
+    """The tokens of each forward of the decoder."""
+    entered = []
+    layer = next(m for m in find_decoder(model).children() if isinstance(m, torch.nn.ModuleList))[0]
+    hook = layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    yield entered
+    hook.remove()
+
+
+def whole(model, ids, mask):
+    with remove_padding(model, prefix_sharing=True):
+        score(model, ids, mask).sum().backward()
+    return gradients(model)
+
+
+def in_micro_batches(model, ids, mask, parts, budget=ENOUGH):
+    """Each part with a backward of its own."""
+    batches = [(ids[part], mask[part]) for part in parts]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
+        once = MicroBatches(pieces_on_device(batches, budget), batches)
+        with splitting(once):
+            for i, (own_ids, own_mask) in enumerate(batches):
+                once.begin(i)
+                score(model, own_ids, own_mask).sum().backward()
+            once.check()
+    return gradients(model), sum(entered), sum(trunk.tokens for trunk in once.pieces.trunks if trunk.again)
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * value.abs().max().item())
+
+
+@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, budget):
+    ids, mask = batch("mixed")
+    flash = flash_attention_stand_in() if implementation.startswith("flash") else contextlib.nullcontext()
+    with flash:
+        model = build(name, implementation).train()
+        expected = whole(model, ids, mask)
+        distinct, twice = prefix_sharing_layout(ids, mask).packed_tokens, []
+        for parts in PARTS.values():
+            found, tokens, again = in_micro_batches(model, ids, mask, parts, budget)
+            assert_same(found, expected)
+            assert tokens == distinct + again
+            twice.append(again)
+        assert any(twice) == (budget < ENOUGH)
+
+
+def in_one_forward(model, ids, mask, budget, once=True):
+    """A loss that compares rows, whose forward is computed in pieces."""
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
+        with splitting(Splits(budget, True, once=once)):
+            of_row = score(model, ids, mask)
+        (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
+    return of_row.detach(), gradients(model), sum(entered)
+
+
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
+    ids, mask = batch("both")
+    flash = flash_attention_stand_in() if implementation.startswith("flash") else contextlib.nullcontext()
+    with flash:
+        model = build(name, implementation).train()
+        rows, expected, _ = in_one_forward(model, ids, mask, ENOUGH)
+        distinct = prefix_sharing_layout(ids, mask).packed_tokens
+        for budget in (14, 20):
+            found, grads, tokens = in_one_forward(model, ids, mask, budget)
+            torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
+            assert_same(grads, expected)
+            assert distinct < tokens < 2 * distinct  # all but the last piece twice
+
+
+@pytest.mark.parametrize("left_out", ["keys", "hidden"])
+def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkeypatch):
+    ids, mask = batch("right")
+    model = build("qwen2").train()
+    expected = whole(model, ids, mask)
+    close = sight._Close.apply
+
+    def closes(hidden, leaves, *made):
+        for leaf in leaves:
+            leaf.grad = leaf.grad if (leaf.dim() == 4) == (left_out == "hidden") else None
+        return close(hidden, leaves, *made)
+
+    monkeypatch.setattr(sight._Close, "apply", closes)
+    found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
+def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budget):
+    ids, mask = batch("left")
+    model = build("qwen2").train()
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], init_lora_weights=False)
+    for trained in (model, get_peft_model(build("qwen2"), adapters).train()):
+        inner = trained.get_base_model() if trained is not model else model
+        inner.enable_input_require_grads()
+        expected = whole(inner, ids, mask)
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+        for parts in PARTS.values():
+            assert_same(in_micro_batches(inner, ids, mask, parts, budget)[0], expected)
+        assert_same(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
+
+
+def test_sums_over_many_micro_batches_are_in_float32():
+    """Rows of one prompt, each a micro-batch: under autocast as near to float32 as one forward is."""
+    ids = torch.randint(2, 39, (48, 24), generator=torch.Generator().manual_seed(0))
+    ids[:, :20] = ids[0, :20]
+    mask, model = torch.ones_like(ids), build("qwen2").train()
+    exact = whole(model, ids, mask)
+    off = []
+    for parts in ([list(range(48))], [[row] for row in range(48)]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = in_micro_batches(model, ids, mask, parts)[0] if len(parts) > 1 else whole(model, ids, mask)
+        off.append(sum(float((found[n] - exact[n]).norm()) ** 2 for n in exact) ** 0.5)
+    assert off[1] < 1.2 * off[0]
+
+
+def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_needed():
+    ids, mask = batch("right")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
+        expected = score(model, ids, mask)
+        batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+        once = MicroBatches(pieces_on_device(batches, 8), batches)
+        with splitting(once):
+            for i, part in enumerate(PARTS["depth first"]):
+                once.begin(i)
+                torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
+                (walk,) = once.walks.values()
+                alive = {n for n, t in enumerate(once.pieces.trunks) if t.first <= i <= t.last}
+                assert walk.leaves.keys() == alive
+                assert not any(x.requires_grad for n in alive for xs in walk.leaves[n].values() for x in xs)
+
+
+def test_a_micro_batch_without_its_forward_is_an_error():
+    ids, mask = batch("right")
+    model = build("qwen2")
+    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+        once = MicroBatches(pieces_on_device(batches, ENOUGH), batches)
+        with splitting(once):
+            once.begin(0)
+            score(model, *batches[0]).sum().backward()
+            once.begin(2)
+            with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
+                score(model, *batches[2])
+        with pytest.raises(PaddingRemovalError, match="gradients are missing"):
+            once.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
+    """Every token of a piece is one of its own or of a trunk that it sees, and the pieces own each token once."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 2, (9, 6), generator=draw)
+    mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
+    parts = torch.randperm(9, generator=draw).split([2, 3, 1, 2, 1])
+    found = pieces_on_device([(ids[part], mask[part]) for part in parts], 5)
+    layouts = [*found.layouts, *(trunk.layouts[trunk.first] for trunk in found.trunks)]
+    assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
+    for n, trunk in enumerate(found.trunks):
+        assert all(m < n for m in trunk.layouts[trunk.first].outer)
+        assert trunk.layouts[trunk.first].computed_tokens == trunk.layouts[trunk.last].computed_tokens == trunk.tokens
+    for part, layout in zip(parts, found.layouts, strict=True):
+        outer = sum(found.trunks[n].tokens for n in layout.outer)
+        assert layout.packed_tokens == outer + layout.computed_tokens
+        # Each real token of the piece is computed where its packed token has its id and its position.
+        assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
+        place = torch.arange(6).expand(len(part), 6)[mask[part].bool()]
+        assert torch.equal(layout.positions[layout.source], place)

@@ -1,0 +1,295 @@
+"""
+Layouts of a step that is computed in pieces, each distinct token of it once.
+
+A piece is a padded batch of whole rows. Tokens that several pieces need form *trunks*, one for those that the same
+first and the same last piece need. A trunk has a forward of its own, before that of its first piece; the forward of a
+piece computes what no trunk has, and looks at the trunks for the rest of its rows. Pieces come depth first, so trunks
+that are needed at one time are about one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from .build import prefix_sharing_layout
+from .flat_maps import FlatMaps, bounds_of
+from .layout import Layout
+
+
+__all__ = ["PieceLayout", "Pieces", "Trunk", "plan_pieces"]
+
+FORWARD = 128
+"""Tokens that are computed in the time that one more forward takes, about: a trunk that saves fewer is none."""
+
+STATES = 1 / 8
+"""What the keys and values of a token need of the memory that its activations need, with their gradients, about."""
+
+
+@dataclass(frozen=True, eq=False)
+class PieceLayout(Layout):
+    """
+    Layout of a forward whose rows begin with tokens that other forwards have computed.
+
+    As a [`Layout`] it is that of the padded batch: its packed tokens are those of the `outer` trunks, trunk after
+    trunk, and then those that the forward computes.
+
+    Attributes:
+        own ([`Layout`], *optional*): What the forward computes; its keys are numbered as above. `None` for nothing.
+        outer (`tuple[int, ...]`): Numbers of the trunks that it looks at.
+        is_trunk (`bool`): Whether it is a trunk: nobody reads what its forward returns.
+        sight ([`Sight`], *optional*): Their states, in a forward that is running.
+    """
+
+    own: Layout | None = None
+    outer: tuple[int, ...] = ()
+    is_trunk: bool = False
+    sight: Any = None
+
+    is_trivial = False  # type: ignore[assignment]
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that the forward computes."""
+        return 0 if self.own is None else self.own.packed_tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Trunk:
+    """
+    Tokens that several pieces need.
+
+    Attributes:
+        first, last (`int`): The first and the last piece that need them.
+        tokens (`int`): How many they are.
+        again (`bool`): Whether they are computed a second time for the last piece, and only keys and values kept.
+        layouts (`dict[int, PieceLayout]`): Those of its forward, in the batches of the first and the last piece.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    again: bool
+    layouts: dict[int, PieceLayout]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """
+    How the pieces of a step are computed.
+
+    Attributes:
+        layouts (`tuple[PieceLayout, ...]`): One for each piece.
+        trunks (`tuple[Trunk, ...]`): In an order in which each looks at earlier ones only.
+    """
+
+    layouts: tuple[PieceLayout, ...]
+    trunks: tuple[Trunk, ...]
+
+    def to(self, device: torch.device | str) -> Pieces:
+        """The same with its index maps on `device`, in one transfer."""
+        if torch.device(device).type == "cpu":
+            return self
+        every = {(-1, i): layout for i, layout in enumerate(self.layouts)}
+        every |= {(n, i): layout for n, trunk in enumerate(self.trunks) for i, layout in trunk.layouts.items()}
+        moved = FlatMaps.of(every).to(device)
+        layouts = tuple(moved[-1, i] for i in range(len(self.layouts)))
+        trunks = [
+            Trunk(t.first, t.last, t.tokens, t.again, {i: moved[n, i] for i in t.layouts})
+            for n, t in enumerate(self.trunks)
+        ]
+        return Pieces(layouts, tuple(trunks))
+
+
+def plan_pieces(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int) -> Pieces | None:
+    """
+    The layouts of pieces and of their trunks.
+
+    Args:
+        batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
+            Ids and mask of each piece, `(b, l)` both, on the host.
+        budget (`int`):
+            Tokens whose activations are to be kept at one time. Where pieces and the trunks that they need are more,
+            trunks that later pieces need too are computed again for the last of them.
+
+    Returns:
+        [`Pieces`], or `None` where pieces have too little in common.
+    """
+    step = _StepTrie(batches)
+    groups = step.groups()
+    if not groups:
+        return None
+    owner = np.full(step.tokens, -1)
+    for n, (_, _, tokens) in enumerate(groups):
+        owner[tokens] = n
+    again = step.computed_again(groups, owner, budget)
+    trunks: list[Trunk] = []
+    for n, (first, last, tokens) in enumerate(groups):
+        layouts = {i: step.layout(i, owner, groups, trunk=n) for i in (first, last)}
+        trunks.append(Trunk(first, last, len(tokens), again[n], layouts))
+    return Pieces(tuple(step.layout(i, owner, groups) for i in range(len(batches))), tuple(trunks))
+
+
+_Group = tuple[int, int, np.ndarray]
+"""First piece, last piece and tokens of a trunk."""
+
+
+class _StepTrie:
+    """The trie of all rows of a step: its tokens are numbered depth first."""
+
+    def __init__(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
+        width = max(ids.shape[1] for ids, _ in batches)
+        ids, mask = (
+            torch.cat([torch.nn.functional.pad(x.to(torch.int64), (0, width - x.shape[1])) for x in given])
+            for given in zip(*batches, strict=True)
+        )
+        trie = prefix_sharing_layout(ids, mask)
+        source = trie.source if trie.source is not None else torch.arange(trie.real_tokens)
+        self.tokens, self.positions = trie.packed_tokens, trie.positions.numpy()
+        paths = np.split(source.numpy(), np.cumsum(mask.sum(1).numpy())[:-1])
+        ends = np.cumsum([0, *(len(ids) for ids, _ in batches)])
+        self.paths = [paths[begin:end] for begin, end in pairwise(ends)]
+        self.masks = [mask.numpy() != 0 for _, mask in batches]
+        self.needed = [np.unique(np.concatenate(paths)) for paths in self.paths]
+
+    def groups(self) -> list[_Group]:
+        """The trunks, each behind those that it looks at."""
+        first, last = np.full(self.tokens, len(self.paths)), np.full(self.tokens, -1)
+        users = np.zeros(self.tokens, dtype=np.int64)
+        for i, tokens in enumerate(self.needed):
+            first[tokens] = np.minimum(first[tokens], i)
+            last[tokens] = i
+            users[tokens] += 1
+        shared = np.flatnonzero(users > 1)
+        keys = first[shared] * len(self.paths) + (len(self.paths) - 1 - last[shared])
+        found = [shared[keys == key] for key in np.unique(keys)]
+        # One that saves little is computed by each of its pieces, unless another one looks at it.
+        kept: list[_Group] = []
+        needed = np.zeros(self.tokens, dtype=bool)
+        for tokens in reversed(found):
+            if int((users[tokens] - 1).sum()) >= FORWARD or needed[tokens].any():
+                kept.append((int(first[tokens[0]]), int(last[tokens[0]]), tokens))
+                for path in self.paths[kept[-1][0]]:
+                    on_path = np.flatnonzero(np.isin(path, tokens))
+                    if len(on_path):
+                        needed[path[: on_path[-1]]] = True
+        return kept[::-1]
+
+    def computed_again(self, groups: list[_Group], owner: np.ndarray, budget: int) -> list[bool]:
+        """Of each trunk, whether its activations would not fit beside the pieces before its last one."""
+        again = [False] * len(groups)
+        for i, tokens in enumerate(self.needed):
+            load = int((owner[tokens] < 0).sum())
+            alive = [n for n, (first, last, _) in enumerate(groups) if first <= i <= last]
+            load += sum(len(groups[n][2]) * (STATES if again[n] and groups[n][1] > i else 1) for n in alive)
+            for n in sorted(alive, key=lambda n: -len(groups[n][2])):
+                if load > budget and groups[n][1] > i and not again[n]:
+                    again[n] = True
+                    load -= len(groups[n][2]) * (1 - STATES)
+        # What looks at a trunk that is computed again for the same piece has to see it with its graph.
+        for n, (_, last, _) in enumerate(groups):
+            again[n] = again[n] or any(again[m] and groups[m][1] == last for m in range(n))
+        return again
+
+    def layout(self, i: int, owner: np.ndarray, groups: list[_Group], trunk: int | None = None) -> PieceLayout:
+        """The layout of a piece, or of a `trunk` in its batch."""
+        mask = self.masks[i]
+        (b, L), real = mask.shape, np.flatnonzero(mask)
+        paths = self.paths[i]
+        columns = np.split(real, np.cumsum([len(path) for path in paths])[:-1])
+        if trunk is None:
+            outer = np.unique(owner[self.needed[i]])
+        else:  # the rows up to their last token in the trunk
+            ends = [np.flatnonzero(owner[path] == trunk) for path in paths]
+            rows = [(p[: e[-1] + 1], c) for p, c, e in zip(paths, columns, ends, strict=True) if len(e)]
+            paths, columns = [p for p, _ in rows], [c for _, c in rows]
+            outer = np.unique(owner[np.concatenate(paths)])
+        outer = outer[(outer >= 0) & (outer != (-1 if trunk is None else trunk))]
+        local = np.full(self.tokens, -1)
+        at = 0
+        for n in outer:
+            local[groups[n][2]] = np.arange(at, at + len(groups[n][2]))
+            at += len(groups[n][2])
+        own, places, segments = [], [], []
+        # The trie is numbered depth first: by their last tokens its paths are in order. What has a number already, of
+        # a trunk or of a row before, is where a path begins.
+        for r in sorted(range(len(paths)), key=lambda r: int(paths[r][-1])):
+            path = paths[r]
+            new = int((local[path] < 0).sum())
+            if new:
+                own.append(path[-new:])
+                places.append(columns[r][len(path) - new : len(path)])
+                segments.append((new, path))
+                local[own[-1]] = np.arange(at, at + new)
+                at += new
+        inner = self._inner(real, (b, L), own, places, segments, local, at)
+        every = np.concatenate(self.paths[i]) if trunk is None else np.concatenate(paths)
+        packed, positions = np.zeros(at, dtype=np.int64), np.zeros(at, dtype=np.int64)
+        packed[local[every]] = (
+            real if trunk is None else np.concatenate([c[: len(p)] for p, c in zip(paths, columns, strict=True)])
+        )
+        known = np.flatnonzero(local >= 0)
+        positions[local[known]] = self.positions[known]
+        whole = bounds_of([at])
+        return PieceLayout(
+            batch_shape=(b, L),
+            real_index=torch.from_numpy(real),
+            source=torch.from_numpy(local[np.concatenate(self.paths[i])]).clamp(min=0),
+            packed_index=torch.from_numpy(packed),
+            positions=torch.from_numpy(positions),
+            key_index=None,
+            cu_seqlens_q=whole,
+            cu_seqlens_k=whole,
+            query_lengths=(at,),
+            key_lengths=(at,),
+            spans=(at,),
+            own=inner,
+            outer=tuple(outer.tolist()),
+            is_trunk=trunk is not None,
+        )
+
+    def _inner(
+        self,
+        real: np.ndarray,
+        batch_shape: tuple[int, int],
+        own: list[np.ndarray],
+        places: list[np.ndarray],
+        segments: list[tuple[int, np.ndarray]],
+        local: np.ndarray,
+        tokens: int,
+    ) -> Layout | None:
+        """The layout of what a forward computes itself, of `tokens` that are its keys."""
+        if not own:
+            return None
+        queries, keys = [new for new, _ in segments], [len(path) for _, path in segments]
+        computed, looked_at = np.concatenate(own), np.concatenate([path for _, path in segments])
+        key_index = key_order = key_offsets = key_positions = None
+        cu_seqlens_q = cu_seqlens_k = bounds_of(queries)
+        if len(computed) < tokens or queries != keys:
+            index = local[looked_at]
+            order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=tokens)
+            key_index, key_order = torch.from_numpy(index), torch.from_numpy(order)
+            key_offsets = torch.from_numpy(np.cumsum(counts) - counts)
+            key_positions = torch.from_numpy(self.positions[looked_at])
+            cu_seqlens_k = bounds_of(keys)
+        return Layout(
+            batch_shape=batch_shape,
+            real_index=torch.from_numpy(real),
+            source=None,
+            packed_index=torch.from_numpy(np.concatenate(places)),
+            positions=torch.from_numpy(self.positions[computed]),
+            key_index=key_index,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            query_lengths=tuple(queries),
+            key_lengths=tuple(keys),
+            spans=tuple(int(self.positions[path[-1]]) + 1 for _, path in segments),
+            key_order=key_order,
+            key_offsets=key_offsets,
+            key_positions=key_positions,
+        )

@@ -1,0 +1,229 @@
+"""
+Each distinct token of a step once, whatever the pieces of the step: prefixes that pieces share are run as trunks.
+
+Where pieces are micro-batches, each with a backward of its own, a [`Walk`] runs a trunk before the first piece that
+needs it. Pieces see its keys, values and final states as leaves, in which their gradients add up; the last one sees
+its graph, so its backward is part of the last one's. Policy and reference walk by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ...core.call.layout_of import LayoutKey
+from ...core.call.sight import Sight, States, leaf_of
+from ...core.call.step import BatchFacts, Known, Step
+from ...core.context import context, within
+from ...core.errors import PaddingRemovalError
+from ...core.handle import PaddingRemoval
+from ...core.layout.pieces import PieceLayout, Pieces, Trunk, plan_pieces
+from ...core.mixers.mixers import PACKED
+
+
+__all__ = ["MicroBatches", "Walk", "pieces_on_device", "reason_to_compute_again", "run_trunk", "seeing"]
+
+logger = get_logger(__name__)
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Ids and mask of a piece, `(b, l)` both."""
+
+
+class Walk:
+    """
+    One pass of a model over the pieces of a step, in their order.
+
+    Args:
+        pieces ([`Pieces`]):
+            How they are computed.
+        with_graph (`bool`):
+            Whether each piece has a backward before the next one. Without, trunks are plain keys and values.
+    """
+
+    def __init__(self, pieces: Pieces, with_graph: bool):
+        self.pieces, self.with_graph, self.at = pieces, with_graph, -1
+        self.made: dict[int, States] = {}
+        self.leaves: dict[int, States] = {}
+        self._random: dict[int, Any] = {}
+
+    def enter(self, run: Callable[[PieceLayout], None]) -> PieceLayout:
+        """
+        The layout of the next piece with what it sees; `run` computes the trunks that it needs.
+
+        Trunks whose last piece was before have had their backward, and are let go.
+        """
+        self.at += 1
+        ending: list[int] = []
+        for n, trunk in enumerate(self.pieces.trunks):
+            if trunk.last < self.at:
+                self.made.pop(n, None)
+                self.leaves.pop(n, None)
+            elif trunk.first == self.at:
+                self._compute(n, trunk, run, with_graph=self.with_graph and not trunk.again)
+            elif trunk.last == self.at and self.with_graph:
+                ending.append(n)
+                if trunk.again:
+                    self._compute(n, trunk, run, with_graph=True)
+        layout = self.pieces.layouts[self.at]
+        closes = [
+            (made, leaf)
+            for n in ending
+            for name, states in self.made[n].items()
+            for made, leaf in zip(states, self.leaves[n][name], strict=True)
+            if made.requires_grad
+        ]
+        return replace(layout, sight=Sight([self._seen(n, self.at) for n in layout.outer], None, closes))
+
+    def _compute(self, n: int, trunk: Trunk, run: Callable[[PieceLayout], None], with_graph: bool) -> None:
+        layout, notes = trunk.layouts[self.at], States()
+        sight = Sight([self._seen(m, trunk.last) for m in layout.outer], notes)
+        is_first = n not in self.leaves
+        if is_first and trunk.again and self.with_graph:
+            self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
+        drawn = contextlib.nullcontext() if is_first else _random_numbers(*self._random.pop(n))
+        with drawn, torch.set_grad_enabled(with_graph):
+            run(replace(layout, sight=sight))
+        if with_graph:
+            self.made[n] = notes
+        if is_first:
+            self.leaves[n] = notes.changed(lambda x: leaf_of(x) if self.with_graph else x)
+
+    def _seen(self, n: int, end: int) -> States:
+        """A trunk as a forward sees it whose backward comes with that of piece `end`."""
+        with_graph = n in self.made and self.pieces.trunks[n].last == end
+        return self.made[n] if with_graph else self.leaves[n]
+
+
+class MicroBatches:
+    """
+    The micro-batches of a step, to be run one after another, each with its backward.
+
+    Args:
+        pieces ([`Pieces`]):
+            How they are computed.
+        batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
+            Ids and mask of each: calls of a model with these very tensors are pieces of a walk.
+    """
+
+    def __init__(self, pieces: Pieces, batches: Sequence[Batch]):
+        self.pieces, self.batches = pieces, batches
+        self.at = 0
+        self.walks: dict[Any, Walk] = {}
+        self.calls: Counter[Any] = Counter()
+
+    def begin(self, i: int) -> None:
+        """Micro-batch `i` is the next one."""
+        self.at = i
+        self.calls.clear()
+
+    @contextlib.contextmanager
+    def piece(self, model: Any, decoder: Any, call: dict[str, Any]) -> Iterator[None]:
+        """
+        A block in which a call of `model` is a piece of a walk, if it can be.
+
+        The first call of a model in each micro-batch, with gradients or without, is one walk, the second another one.
+        """
+        ids, mask = self.batches[self.at]
+        serves = call.get("input_ids") is ids and call.get("attention_mask") is mask
+        serves = serves and call.get("position_ids") is None
+        key = id(model), torch.is_grad_enabled(), self.calls[model, torch.is_grad_enabled()]
+        if serves and self.at == 0:
+            self.walks[key] = Walk(self.pieces, torch.is_grad_enabled())
+        walk = self.walks.get(key)
+        if not serves or walk is None:
+            yield
+            return
+        self.calls[model, torch.is_grad_enabled()] += 1
+        if walk.at != self.at - 1:
+            raise _left_out()
+        layout = walk.enter(lambda trunk: run_trunk(decoder, call, trunk))
+        with seeing(call, layout):
+            yield
+
+    def check(self) -> None:
+        """
+        Raises:
+            PaddingRemovalError: If a walk did not come to its end, so that gradients of prefixes are missing.
+        """
+        if any(walk.at != len(self.batches) - 1 for walk in self.walks.values()):
+            raise _left_out()
+
+
+def _left_out() -> PaddingRemovalError:
+    return PaddingRemovalError(
+        "With `max_tokens_per_batch` and `prefix_sharing` the micro-batches of a step share the prefixes that they "
+        "have in common, and the loss called the model in some of them and not in others, so gradients are missing. Leave "
+        "`max_tokens_per_batch` out, or set `prefix_sharing=False`."
+    )
+
+
+def run_trunk(decoder: Any, call: dict[str, Any], layout: PieceLayout) -> None:
+    """Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout."""
+    asked = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
+    given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
+    with within(model=None, step=Step([_known(call, BatchFacts(layout))])):
+        decoder(**given, **asked)
+
+
+@contextlib.contextmanager
+def seeing(call: dict[str, Any], layout: PieceLayout) -> Iterator[None]:
+    """The forward of a `call` of a model is that of `layout`."""
+    step = context().step or Step()
+    facts = step.facts(call["input_ids"], call["attention_mask"])
+    known = _known(call, BatchFacts(layout) if facts is None else replace(facts, layout=layout))
+    with within(step=replace(step, known=[known, *step.known])):
+        yield
+
+
+def _known(call: dict[str, Any], facts: BatchFacts) -> Known:
+    return Known.of(LayoutKey(call["input_ids"], call["attention_mask"], shares=True), facts)
+
+
+@contextlib.contextmanager
+def _random_numbers(on_host: torch.Tensor, on_device: tuple[list[int], list[torch.Tensor]]) -> Iterator[None]:
+    """Random numbers are drawn again as from these states on, until the block ends."""
+    with torch.random.fork_rng(devices=on_device[0]):
+        torch.set_rng_state(on_host)
+        set_device_states(*on_device)
+        yield
+
+
+def pieces_on_device(batches: Sequence[Batch], budget: int) -> Pieces | None:
+    """[`plan_pieces`] of batches wherever they are: one copy to the host and one back."""
+    device = batches[0][0].device
+    flat = [torch.stack([ids.to(torch.int64), mask.to(torch.int64)]) for ids, mask in batches]
+    on_host = torch.cat([x.flatten() for x in flat]).cpu().split([x.numel() for x in flat])
+    given = [both.view(x.shape).unbind() for both, x in zip(on_host, flat, strict=True)]
+    pieces = plan_pieces([(ids, mask) for ids, mask in given], budget)
+    return pieces and pieces.to(device)
+
+
+def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str | None:
+    """Why pieces of a step cannot see the states of others, so that each computes its prefixes again; `None` if so."""
+    if handle.multimodal is not None:
+        return "images are not compared before a forward"
+    if other := next((m for m in handle.mixers.mixers if m.how != PACKED), None):
+        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands on states that fork"
+    layers = getattr(handle.decoder.config, "num_hidden_layers", None)
+    if len(handle.mixers.mixers) != layers:
+        return (
+            f"{type(handle.decoder).__name__} has {layers} layers and {len(handle.mixers.mixers)} attentions in them"
+        )
+    if getattr(args, "torch_compile", False):
+        return "compiled layers take no states from outside"
+    if is_sharded:
+        return "processes that shard a model have to run equally many forwards"
+    kinds = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
+    asked = [(getattr(kind, "keywords", None) or {}).get("use_reentrant", True) for kind in kinds if kind is not None]
+    if getattr(args, "gradient_checkpointing", False):
+        asked.append((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    if any(asked):
+        return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
+    return None
