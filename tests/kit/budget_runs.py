@@ -18,6 +18,7 @@ import trl
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import PrinterCallback
 
 
@@ -27,6 +28,7 @@ if __name__ == "__main__":  # a script sees its own folder only
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
 from trl_padfix import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl_padfix.core.layout import pieces
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -74,7 +76,9 @@ def build_branching(name: str, prompts: int = 8) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **config: Any) -> Any:
+def make(
+    name: str, folder: Any, *, ours: bool, data: Dataset | None = None, adapters: bool = False, **config: Any
+) -> Any:
     trainer_class, config_class = ALL_TRAINERS[name][:2] if ours else ALL_TRAINERS[name][2:]
     budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
     settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
@@ -83,7 +87,8 @@ def make(name: str, folder: Any, *, ours: bool, data: Dataset | None = None, **c
         args=config_class(**settings | SETTINGS | budget | config),
         train_dataset=build_data(name) if data is None else data,
         processing_class=build_tokenizer(),
-        **{"ref_model": build_model(seed=1)} if name in ("dpo", "kto") else {},
+        **{"ref_model": build_model(seed=1)} if name in ("dpo", "kto") and not adapters else {},
+        **{"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {},
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -96,6 +101,7 @@ def make_grouped(folder: Any, **config: Any) -> Any:
 
 
 def main(folder: Path) -> None:
+    pieces.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED

@@ -91,6 +91,18 @@ class Pieces:
     layouts: tuple[PieceLayout, ...]
     trunks: tuple[Trunk, ...]
 
+    @property
+    def summary(self) -> str:
+        """What is computed once and what twice, in a sentence."""
+        again = [trunk.tokens for trunk in self.trunks if trunk.again]
+        text = (
+            f"The {len(self.layouts)} micro-batches of this step have {len(self.trunks)} prefixes in common, of "
+            f"{sum(trunk.tokens for trunk in self.trunks)} tokens, which are computed once for all of them"
+        )
+        if not again:
+            return f"{text}."
+        return f"{text}; {len(again)} of them ({sum(again)} tokens) a second time, for which less is kept meanwhile."
+
     def to(self, device: torch.device | str) -> Pieces:
         """The same with its index maps on `device`, in one transfer."""
         if torch.device(device).type == "cpu":

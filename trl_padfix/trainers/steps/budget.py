@@ -176,7 +176,7 @@ class Splitting(Part):
 
     @cached_property
     def once(self) -> bool:
-        """Whether prefixes are computed once in a step, and not by each piece of it; said once where they cannot be."""
+        """Whether prefixes are computed once in a step, and not by each piece; said once where they cannot be."""
         handles = self.trainer.padding.handles
         if self.budget is None or not handles or not all(handle.prefix_sharing for handle in handles):
             return False
@@ -201,6 +201,9 @@ class Budget(Splitting):
 
     weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
+
+    _said = False
+    """Whether it was said how the first step computes its prefixes."""
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
         super().check(config, given)
@@ -294,7 +297,12 @@ class Budget(Splitting):
             return None
         batches = [(batch["input_ids"], batch["attention_mask"]) for batch, _ in pieces]
         planned = pieces_on_device(batches, self.budget)
-        return planned and MicroBatches(planned, batches)
+        if planned is None:
+            return None
+        if not self._said:
+            self._said = True
+            logger.info(planned.summary)
+        return MicroBatches(planned, batches)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:

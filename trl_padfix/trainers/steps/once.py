@@ -159,8 +159,8 @@ class MicroBatches:
 def _left_out() -> PaddingRemovalError:
     return PaddingRemovalError(
         "With `max_tokens_per_batch` and `prefix_sharing` the micro-batches of a step share the prefixes that they "
-        "have in common, and the loss called the model in some of them and not in others, so gradients are missing. Leave "
-        "`max_tokens_per_batch` out, or set `prefix_sharing=False`."
+        "have in common, and the loss called the model in some of them and not in others, so gradients are missing. "
+        "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
 

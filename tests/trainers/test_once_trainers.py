@@ -1,0 +1,149 @@
+"""Trainers under a token budget compute each distinct token of a step once, and keep their trajectory."""
+
+import logging
+
+import pytest
+import torch
+from kit.budget_runs import build_branching, make
+from torch.nn.functional import pad
+
+from trl_padfix.core.layout import pieces as planning
+from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.trainers.steps import budget as token_budget
+from trl_padfix.trainers.steps.budget import MICRO_BATCHES, Budget
+
+
+@pytest.fixture(autouse=True)
+def every_trunk_pays(monkeypatch):
+    monkeypatch.setattr(planning, "FORWARD", 1)
+
+
+BUDGET = {"sft": 44, "dpo": 60, "reward": 60, "kto": 44}
+NOT_COMPARED = ("runtime", "_second", "_fraction", "total_flos", "train_loss", "epoch", "step")
+
+
+def watched(trainer):
+    """
+    Train, and list for each step its pieces, the tokens that entered the policy, and the distinct ones of the step.
+
+    Those of prefixes that are computed again by intention are not counted.
+    """
+    entered, steps, training_step, again = [], [], trainer.training_step, []
+    budget = trainer.padding.part(Budget)
+    micro_batches = budget._once
+
+    def once(pieces):
+        found = micro_batches(pieces)
+        again.append(sum(trunk.tokens for trunk in found.pieces.trunks if trunk.again) if found else 0)
+        return found
+
+    budget._once = once
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+
+    def step(model, inputs, *args, **kwargs):
+        given = [[batch[name] for batch in inputs[MICRO_BATCHES]] for name in ("input_ids", "attention_mask")]
+        width = max(ids.shape[1] for ids in given[0])
+        ids, mask = (torch.cat([pad(x, (0, width - x.shape[1])) for x in xs]) for xs in given)
+        entered.clear()
+        loss = training_step(model, inputs, *args, **kwargs)
+        steps.append((len(given[0]), sum(entered) - sum(again), prefix_sharing_layout(ids, mask).packed_tokens))
+        again.clear()
+        return loss
+
+    trainer.training_step = step
+    trainer.train()
+    return steps
+
+
+def figures(trainer, but):
+    """What is logged of each step."""
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    names = sorted(n for n in logs[0] if not n.endswith((*NOT_COMPARED, *but)))
+    assert {"loss", "grad_norm"} <= set(names)
+    return names, torch.tensor([[log[n] for n in names] for log in logs], dtype=torch.float64)
+
+
+def assert_same_trajectory(ours, theirs, but=()):
+    (names, of_ours), (_, of_theirs) = figures(ours, but), figures(theirs, but)
+    assert len(names) > 4
+    torch.testing.assert_close(of_ours, of_theirs, rtol=1e-5, atol=1e-5)
+
+
+def train_both(name, folder, **config):
+    """Ours, what it computed in each step, and TRL's with a whole step in one forward."""
+    given = {"data": build_branching(name, prompts=3), "max_steps": 5}
+    loss = {k: v for k, v in config.items() if k in ("loss_type", "gradient_checkpointing")}
+    theirs = make(name, folder, ours=False, **given, **loss)
+    theirs.train()
+    budget = {"prefix_sharing": True, "max_tokens_per_batch": BUDGET[name], "parity_check": False}
+    ours = make(name, folder, ours=True, **given | budget | config)
+    return ours, watched(ours), theirs
+
+
+CASES = {
+    "sft": ("sft", {}),
+    "sft, accumulation": ("sft", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    "sft, checkpointing": ("sft", {"gradient_checkpointing": True}),
+    "dpo, left": ("dpo", {"padding_side": "left"}),
+    "dpo, precomputed": ("dpo", {"precompute_ref_log_probs": True}),
+    "reward": ("reward", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path):
+    name, config = CASES[case]
+    ours, steps, theirs = train_both(name, tmp_path, **config)
+    assert_same_trajectory(ours, theirs)
+    assert all(pieces > 1 for pieces, *_ in steps)
+    if not config.get("gradient_checkpointing"):
+        assert [computed for _, computed, _ in steps] == [distinct for *_, distinct in steps]
+
+
+@pytest.mark.parametrize(("name", "config"), [("kto", {}), ("dpo", {"loss_type": ["sigmoid", "sft"]})])
+def test_losses_that_compare_rows_compute_distinct_tokens_twice_at_most(name, config, tmp_path):
+    ours, steps, theirs = train_both(name, tmp_path, **config)
+    assert_same_trajectory(ours, theirs)
+    for pieces, computed, distinct in steps:
+        assert pieces == 1
+        assert distinct < computed <= 2 * distinct + (2 * ours.args.max_length * 8 if name == "kto" else 0)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
+    """As where another process has more of them: the largest is cut, and one comes again without a weight."""
+    halved = token_budget._halved
+
+    def more(pieces, count, rows):
+        return [*halved(pieces, count + 2, rows), (pieces[0][0], 0.0)]
+
+    monkeypatch.setattr(token_budget, "_halved", more)
+    ours, _, theirs = train_both(name, tmp_path)
+    assert_same_trajectory(ours, theirs, ("num_tokens",))
+
+
+FALLBACKS = {
+    "reentrant": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reent"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_what_is_not_served_is_computed_as_before_and_said_once(case, tmp_path, caplog):
+    config, said = FALLBACKS[case]
+    with caplog.at_level(logging.INFO, logger="trl_padfix"):
+        ours, _, theirs = train_both("sft", tmp_path, **config)
+    assert_same_trajectory(ours, theirs)
+    assert sum(said in record.getMessage() for record in caplog.records) == 1
+
+
+def test_adapters_and_their_reference_walk_by_themselves(tmp_path):
+    """A reference that is the policy without its adapter runs through the same decoder."""
+    logs = []
+    for ours in (False, True):
+        budget = {"prefix_sharing": True, "max_tokens_per_batch": 60, "parity_check": False} if ours else {}
+        given = {"data": build_branching("dpo", prompts=3), "max_steps": 4, "learning_rate": 1e-2}
+        trainer = make("dpo", tmp_path, ours=ours, adapters=True, **given, **budget)
+        trainer.train()
+        logs.append(trainer)
+    assert_same_trajectory(*logs)
