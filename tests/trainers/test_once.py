@@ -14,7 +14,7 @@ from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.trainers.steps.once import MicroBatches, pieces_on_device
+from trl_padfix.trainers.steps.once import MicroBatches
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
@@ -64,13 +64,13 @@ def in_micro_batches(model, ids, mask, parts, budget=ENOUGH):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
-        once = MicroBatches(pieces_on_device(batches, budget), batches)
+        once = MicroBatches(planning.plan_pieces(batches, budget), batches)
         with splitting(once):
             for i, (own_ids, own_mask) in enumerate(batches):
                 once.begin(i)
                 score(model, own_ids, own_mask).sum().backward()
             once.check()
-    return gradients(model), sum(entered), sum(trunk.tokens for trunk in once.pieces.trunks if trunk.again)
+    return gradients(model), sum(entered), sum(trunk.tokens for trunk in once.pieces.trunks.values() if trunk.again)
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
@@ -173,13 +173,13 @@ def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_neede
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
         expected = score(model, ids, mask)
         batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-        once = MicroBatches(pieces_on_device(batches, 8), batches)
+        once = MicroBatches(planning.plan_pieces(batches, 8), batches)
         with splitting(once):
             for i, part in enumerate(PARTS["depth first"]):
                 once.begin(i)
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
                 (walk,) = once.walks.values()
-                alive = {n for n, t in enumerate(once.pieces.trunks) if t.first <= i <= t.last}
+                alive = {n for n, t in once.pieces.trunks.items() if t.first <= i <= t.last}
                 assert walk.leaves.keys() == alive
                 assert not any(x.requires_grad for n in alive for xs in walk.leaves[n].values() for x in xs)
 
@@ -189,7 +189,7 @@ def test_a_micro_batch_without_its_forward_is_an_error():
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model):
-        once = MicroBatches(pieces_on_device(batches, ENOUGH), batches)
+        once = MicroBatches(planning.plan_pieces(batches, ENOUGH), batches)
         with splitting(once):
             once.begin(0)
             score(model, *batches[0]).sum().backward()
@@ -207,13 +207,13 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     ids = torch.randint(0, 2, (9, 6), generator=draw)
     mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
     parts = torch.randperm(9, generator=draw).split([2, 3, 1, 2, 1])
-    found = pieces_on_device([(ids[part], mask[part]) for part in parts], 5)
-    layouts = [*found.layouts, *(trunk.layouts[trunk.first] for trunk in found.trunks)]
+    found = planning.plan_pieces([(ids[part], mask[part]) for part in parts], 5)
+    layouts = [*found.layouts.values(), *(trunk.layouts[trunk.first] for trunk in found.trunks.values())]
     assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
-    for n, trunk in enumerate(found.trunks):
+    for n, trunk in found.trunks.items():
         assert all(m < n for m in trunk.layouts[trunk.first].outer)
-        assert trunk.layouts[trunk.first].computed_tokens == trunk.layouts[trunk.last].computed_tokens == trunk.tokens
-    for part, layout in zip(parts, found.layouts, strict=True):
+        assert {layout.computed_tokens for layout in trunk.layouts.values()} == {trunk.tokens}
+    for part, layout in zip(parts, found.layouts.values(), strict=True):
         outer = sum(found.trunks[n].tokens for n in layout.outer)
         assert layout.packed_tokens == outer + layout.computed_tokens
         # Each real token of the piece is computed where its packed token has its id and its position.

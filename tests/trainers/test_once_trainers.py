@@ -32,9 +32,9 @@ def watched(trainer):
     budget = trainer.padding.part(Budget)
     micro_batches = budget._once
 
-    def once(pieces):
-        found = micro_batches(pieces)
-        again.append(sum(trunk.tokens for trunk in found.pieces.trunks if trunk.again) if found else 0)
+    def once(*given):
+        found = micro_batches(*given)
+        again.append(sum(trunk.tokens for trunk in found.pieces.trunks.values() if trunk.again) if found else 0)
         return found
 
     budget._once = once

@@ -52,10 +52,9 @@ def attend_by_segment(
         keys - own if masks is None and not is_eager and keys <= 2 * own and limit == (None, None) else None
         for own, keys, limit in zip(layout.query_lengths, layout.key_lengths, limits, strict=True)
     ]
-    positions_k = layout.key_positions
+    positions_k, index = layout.key_positions, layout.key_index
     if positions_k is None:
-        all_own = layout.key_index is None
-        positions_k = layout.positions if all_own else layout.positions.index_select(0, layout.key_index)
+        positions_k = layout.positions if index is None else layout.positions.index_select(0, index)
     # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
     segments = zip(
         _with_queries(query, layout, added),

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 __all__ = ["Sight", "States", "leaf_of"]
 
+
 class States(dict[Any, tuple[torch.Tensor, ...]]):
     """
     Of the tokens of a forward: keys and values by attention module, and by name what its decoder returned.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .build import prefix_sharing_layout
-from .flat_maps import FlatMaps, bounds_of
+from .flat_maps import bounds_of
 from .layout import Layout
 
 
@@ -68,7 +68,8 @@ class Trunk:
         first, last (`int`): The first and the last piece that need them.
         tokens (`int`): How many they are.
         again (`bool`): Whether they are computed a second time for the last piece, and only keys and values kept.
-        layouts (`dict[int, PieceLayout]`): Those of its forward, in the batches of the first and the last piece.
+        layouts (`dict[int, PieceLayout]`): Those of its forward, in the batch of the first piece and, if it is
+            computed again, of the last one.
     """
 
     first: int
@@ -84,38 +85,24 @@ class Pieces:
     How the pieces of a step are computed.
 
     Attributes:
-        layouts (`tuple[PieceLayout, ...]`): One for each piece.
-        trunks (`tuple[Trunk, ...]`): In an order in which each looks at earlier ones only.
+        layouts (`dict[int, PieceLayout]`): One for each piece.
+        trunks (`dict[int, Trunk]`): By number; each looks at those before it only.
     """
 
-    layouts: tuple[PieceLayout, ...]
-    trunks: tuple[Trunk, ...]
+    layouts: dict[int, PieceLayout]
+    trunks: dict[int, Trunk]
 
     @property
     def summary(self) -> str:
         """What is computed once and what twice, in a sentence."""
-        again = [trunk.tokens for trunk in self.trunks if trunk.again]
+        again = [trunk.tokens for trunk in self.trunks.values() if trunk.again]
         text = (
             f"The {len(self.layouts)} micro-batches of this step have {len(self.trunks)} prefixes in common, of "
-            f"{sum(trunk.tokens for trunk in self.trunks)} tokens, which are computed once for all of them"
+            f"{sum(trunk.tokens for trunk in self.trunks.values())} tokens, which are computed once for all of them"
         )
         if not again:
             return f"{text}."
         return f"{text}; {len(again)} of them ({sum(again)} tokens) a second time, for which less is kept meanwhile."
-
-    def to(self, device: torch.device | str) -> Pieces:
-        """The same with its index maps on `device`, in one transfer."""
-        if torch.device(device).type == "cpu":
-            return self
-        every = {(-1, i): layout for i, layout in enumerate(self.layouts)}
-        every |= {(n, i): layout for n, trunk in enumerate(self.trunks) for i, layout in trunk.layouts.items()}
-        moved = FlatMaps.of(every).to(device)
-        layouts = tuple(moved[-1, i] for i in range(len(self.layouts)))
-        trunks = [
-            Trunk(t.first, t.last, t.tokens, t.again, {i: moved[n, i] for i in t.layouts})
-            for n, t in enumerate(self.trunks)
-        ]
-        return Pieces(layouts, tuple(trunks))
 
 
 def plan_pieces(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int) -> Pieces | None:
@@ -140,11 +127,11 @@ def plan_pieces(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: in
     for n, (_, _, tokens) in enumerate(groups):
         owner[tokens] = n
     again = step.computed_again(groups, owner, budget)
-    trunks: list[Trunk] = []
+    trunks: dict[int, Trunk] = {}
     for n, (first, last, tokens) in enumerate(groups):
-        layouts = {i: step.layout(i, owner, groups, trunk=n) for i in (first, last)}
-        trunks.append(Trunk(first, last, len(tokens), again[n], layouts))
-    return Pieces(tuple(step.layout(i, owner, groups) for i in range(len(batches))), tuple(trunks))
+        layouts = {i: step.layout(i, owner, groups, trunk=n) for i in ((first, last) if again[n] else (first,))}
+        trunks[n] = Trunk(first, last, len(tokens), again[n], layouts)
+    return Pieces({i: step.layout(i, owner, groups) for i in range(len(batches))}, trunks)
 
 
 _Group = tuple[int, int, np.ndarray]

@@ -28,6 +28,8 @@ from accelerate.utils import DistributedType
 from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
+from ...core.layout.flat_maps import FlatMaps
+from ...core.layout.pieces import plan_pieces
 from ...core.model.patching import Attachment
 from ..checks import column_names, rope_kind_beyond, splitting_parallelism
 from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
@@ -39,7 +41,7 @@ from .config import check_token_budget
 from .dealing import StepPlan, split, split_depth_first
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
-from .once import MicroBatches, pieces_on_device, reason_to_compute_again
+from .once import MicroBatches, reason_to_compute_again
 from .sampler import StepOrder, StepRows
 from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
 
@@ -48,8 +50,8 @@ __all__ = ["Budget", "BudgetCollator", "Splitting", "pieces_of"]
 
 logger = get_logger(__name__)
 
-MICRO_BATCHES, WEIGHTS = "micro_batches", "weights"
-"""Keys of a batch that is a list of micro-batches, and of their weights in the loss of the step."""
+MICRO_BATCHES, WEIGHTS, ONCE = "micro_batches", "weights", "once"
+"""Keys of a batch that is a list of micro-batches, of their weights in the step, and of what they have in common."""
 
 
 Piece = tuple[dict[str, Any], float]
@@ -87,10 +89,10 @@ class BudgetCollator:
     once: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
-        ((of_step, numbers, examples),) = shares
+        ((rows_of_step, numbers, examples),) = shares
         if self.whole:
             return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
-        costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), of_step)
+        costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), rows_of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
         into = split_depth_first if self.once else split
@@ -98,10 +100,15 @@ class BudgetCollator:
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
             self.measure.check([numbers[i] for i in rows], batch)
+        of_step: dict[str, Any] = {MICRO_BATCHES: batches}
         if self.by_tokens:
             counts = [0 if (found := scored(batch)) is None else len(found) for batch in batches]
-            return {MICRO_BATCHES: batches, WEIGHTS: [count / max(sum(counts), 1) for count in counts]}
-        return {MICRO_BATCHES: batches, WEIGHTS: [float(weights[rows].sum()) for rows in parts]}
+            of_step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
+        else:
+            of_step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
+        if self.once and len(batches) > 1 and (planned := plan_pieces(_ids_and_masks(batches), self.budget)):
+            of_step[ONCE] = FlatMaps.of(planned)
+        return of_step
 
 
 class Splitting(Part):
@@ -278,7 +285,7 @@ class Budget(Splitting):
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         pieces = _halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
         loss = torch.zeros((), device=self.trainer.args.device)
-        once = self._once(pieces)
+        once = self._once(pieces, inputs)
         with self._metrics_of_step(pieces, counts_tokens), splitting(once):
             for i, (batch, weight) in enumerate(pieces):
                 if once is not None:
@@ -291,18 +298,25 @@ class Budget(Splitting):
             once.check()
         return loss
 
-    def _once(self, pieces: list[Piece]) -> MicroBatches | None:
-        """The micro-batches of a step that see each other's prefixes, if they have any in common."""
+    def _once(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches | None:
+        """The micro-batches of a step that see each other's prefixes, as planned with the step if that still holds."""
         if not self.once or len(pieces) == 1:
             return None
-        batches = [(batch["input_ids"], batch["attention_mask"]) for batch, _ in pieces]
-        planned = pieces_on_device(batches, self.budget)
+        batches, planned = [batch for batch, _ in pieces], inputs.get(ONCE)
+        laid = [(batch, without_layouts(batch)[1]) for batch in batches]
+        kept = all(x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in laid)
+        if len(batches) != len(inputs[MICRO_BATCHES]) or (planned is not None and not kept):
+            on_host = [(ids.cpu(), mask.cpu()) for ids, mask in _ids_and_masks(batches)]
+            planned = plan_pieces(on_host, self.budget)
+            planned = planned and FlatMaps.of(planned)
+        if isinstance(planned, FlatMaps):
+            planned = planned.to(batches[0]["input_ids"].device)
         if planned is None:
             return None
         if not self._said:
             self._said = True
             logger.info(planned.summary)
-        return MicroBatches(planned, batches)
+        return MicroBatches(planned, _ids_and_masks(batches))
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -377,6 +391,10 @@ class Budget(Splitting):
 def pieces_of(batch: Any) -> list[Any]:
     """The micro-batches of a batch of the data loader; the batch itself where it is not split."""
     return batch[MICRO_BATCHES] if isinstance(batch, Mapping) and MICRO_BATCHES in batch else [batch]
+
+
+def _ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
 def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:

@@ -285,7 +285,7 @@ def _evenly(units: list[Unit], parts: int) -> list[list[Unit]]:
     return dealt
 
 
-def _tokens(units: list[Unit]) -> int:
+def _tokens(units: list[Unit]) -> float:
     return sum(size for size, _ in units)
 
 

@@ -24,16 +24,13 @@ from ...core.call.step import BatchFacts, Known, Step
 from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
-from ...core.layout.pieces import PieceLayout, Pieces, Trunk, plan_pieces
+from ...core.layout.pieces import PieceLayout, Pieces, Trunk
 from ...core.mixers.mixers import PACKED
 
 
-__all__ = ["MicroBatches", "Walk", "pieces_on_device", "reason_to_compute_again", "run_trunk", "seeing"]
+__all__ = ["MicroBatches", "Walk", "reason_to_compute_again", "run_trunk", "seeing"]
 
 logger = get_logger(__name__)
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Ids and mask of a piece, `(b, l)` both."""
 
 
 class Walk:
@@ -61,7 +58,7 @@ class Walk:
         """
         self.at += 1
         ending: list[int] = []
-        for n, trunk in enumerate(self.pieces.trunks):
+        for n, trunk in self.pieces.trunks.items():
             if trunk.last < self.at:
                 self.made.pop(n, None)
                 self.leaves.pop(n, None)
@@ -112,7 +109,7 @@ class MicroBatches:
             Ids and mask of each: calls of a model with these very tensors are pieces of a walk.
     """
 
-    def __init__(self, pieces: Pieces, batches: Sequence[Batch]):
+    def __init__(self, pieces: Pieces, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
         self.pieces, self.batches = pieces, batches
         self.at = 0
         self.walks: dict[Any, Walk] = {}
@@ -193,16 +190,6 @@ def _random_numbers(on_host: torch.Tensor, on_device: tuple[list[int], list[torc
         torch.set_rng_state(on_host)
         set_device_states(*on_device)
         yield
-
-
-def pieces_on_device(batches: Sequence[Batch], budget: int) -> Pieces | None:
-    """[`plan_pieces`] of batches wherever they are: one copy to the host and one back."""
-    device = batches[0][0].device
-    flat = [torch.stack([ids.to(torch.int64), mask.to(torch.int64)]) for ids, mask in batches]
-    on_host = torch.cat([x.flatten() for x in flat]).cpu().split([x.numel() for x in flat])
-    given = [both.view(x.shape).unbind() for both, x in zip(on_host, flat, strict=True)]
-    pieces = plan_pieces([(ids, mask) for ids, mask in given], budget)
-    return pieces and pieces.to(device)
 
 
 def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str | None:

@@ -23,14 +23,15 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ...core.call.sight import Sight, States
-from ...core.layout.pieces import PieceLayout, Pieces
+from ...core.layout.flat_maps import FlatMaps
+from ...core.layout.pieces import PieceLayout, Pieces, plan_pieces
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment, ForwardPatch
 from ..data.batch_layouts import images_in
 from .costs import prefix_costs, text_costs
 from .dealing import split, split_depth_first
 from .grouping import prefix_order
-from .once import MicroBatches, pieces_on_device, run_trunk, seeing
+from .once import MicroBatches, run_trunk, seeing
 
 
 __all__ = [
@@ -83,21 +84,24 @@ class Splits:
         for known in self.known:
             if known.given[0] is ids and known.given[1] is mask:
                 return known
-        rows = [torch.tensor(part, device=ids.device) for part in self._parts(ids, mask)]
+        # One copy to the host for all; it is the only time that a step waits for the device on their account.
+        both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
+        parts = self._parts(*both)
+        rows = [torch.tensor(part, device=ids.device) for part in parts]
+        once = None
+        if self.once and len(parts) > 1 and mask is not None:
+            once = plan_pieces([(both[0, part], both[1, part]) for part in parts], self.budget)
+            once = once and FlatMaps.of(once).to(ids.device)
         pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
-        given = [(piece, torch.ones_like(piece) if m is None else m) for piece, m in pieces]
-        once = pieces_on_device(given, self.budget) if self.once and len(pieces) > 1 else None
-        self.known.append(_Known((ids, mask), rows, given if once else pieces, once))
+        self.known.append(_Known((ids, mask), rows, pieces, once))
         return self.known[-1]
 
-    def _parts(self, ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
-        # One copy to the host for both; it is the only time that a step waits for the device on their account.
-        both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu().numpy()
-        real = both[1].astype(bool)
+    def _parts(self, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+        real = mask.numpy().astype(bool)
         each = real.sum(1)
         costs = text_costs(each)
         if self.sharing:
-            rows = [row[keep] for row, keep in zip(both[0], real, strict=True)]
+            rows = [row[keep] for row, keep in zip(ids.numpy(), real, strict=True)]
             costs = prefix_costs(each, each, *prefix_order(rows))
         parts = (split_depth_first if self.once else split)(costs, self.budget)
         wanted = len(parts) if self.agree is None else self.agree(len(parts))
@@ -136,7 +140,8 @@ class SplitForward(ForwardPatch):
         if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         if isinstance(splits, MicroBatches):
-            with splits.piece(self.module, find_decoder(self.module), kwargs):
+            # A trunk runs through the decoder alone, which may be this very module.
+            with splitting(None), splits.piece(self.module, find_decoder(self.module), kwargs):
                 return self.wrapped(**kwargs)
         if images_in(kwargs):
             raise ValueError(
@@ -174,9 +179,9 @@ class SplitForward(ForwardPatch):
         pieces, states = known.once, []
         if pieces is None or any(_tells_tokens_apart(call) for call in calls):
             return [None] * len(calls)
-        for trunk in pieces.trunks:
+        for trunk in pieces.trunks.values():
             states.append(self._states(calls[trunk.first], trunk.layouts[trunk.first], states))
-        return [replace(x, sight=Sight([states[n] for n in x.outer])) for x in pieces.layouts]
+        return [replace(x, sight=Sight([states[n] for n in x.outer])) for x in pieces.layouts.values()]
 
     def _states(self, call: dict[str, Any], layout: PieceLayout, states: list[States]) -> States:
         """What a trunk hands on; as that of a piece, its forward is computed again for its backward."""
@@ -185,7 +190,8 @@ class SplitForward(ForwardPatch):
 
         def run() -> tuple[torch.Tensor, ...]:
             notes = States()
-            run_trunk(find_decoder(self.module), self._asked(call), replace(layout, sight=Sight(outer, notes)))
+            with splitting(None):
+                run_trunk(find_decoder(self.module), self._asked(call), replace(layout, sight=Sight(outer, notes)))
             like[:] = [notes.changed(lambda x: x[..., :0])]
             # Gradients of many pieces are added up in float32.
             return tuple(x.float() if with_graph else x for values in notes.values() for x in values)

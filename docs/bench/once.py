@@ -1,0 +1,180 @@
+"""
+Seconds and memory of a step under a token budget: each distinct token once, or prefixes anew in each micro-batch.
+
+    python docs/bench/once.py --repeat 5
+
+Two steps: GRPO's loss on 32 completions of 128 tokens behind one prompt of 1,024, and a row for each turn of 8 tasks x
+4 rollouts x 4 turns behind a system prompt. Each is computed in one forward, and at budgets of a part of its distinct
+tokens; in turns, since a machine is not as fast at all times. Memory is what graphs keep for their backward.
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+import weakref
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from trl_padfix import remove_padding
+from trl_padfix.core.layout.pieces import plan_pieces
+from trl_padfix.trainers.steps.costs import prefix_costs
+from trl_padfix.trainers.steps.dealing import split, split_depth_first
+from trl_padfix.trainers.steps.grouping import prefix_order
+from trl_padfix.trainers.steps.once import MicroBatches
+from trl_padfix.trainers.steps.split_forward import attach_splitting, splitting
+
+
+VOCABULARY = 1000
+SHAPE = {
+    "vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.05,
+}  # fmt: skip
+
+
+def group(prompt: int = 1024, completions: int = 32, length: int = 128) -> tuple[list[torch.Tensor], list[int]]:
+    """Rows, and where the tokens that are scored begin in each."""
+    draw = torch.Generator().manual_seed(0)
+    root = torch.randint(1, VOCABULARY, (prompt,), generator=draw)
+    first = torch.arange(1, completions + 1)
+    rest = torch.randint(1, VOCABULARY, (completions, length - 1), generator=draw)
+    return [torch.cat([root, f[None], r]) for f, r in zip(first, rest, strict=True)], [prompt] * completions
+
+
+def turns(system: int = 200, tasks: int = 8, rollouts: int = 4, turns: int = 4, turn: int = 20) -> tuple:
+    """As [`group`], with a row for each turn."""
+    draw = torch.Generator().manual_seed(0)
+
+    def text(n: int) -> torch.Tensor:
+        return torch.randint(1, VOCABULARY, (n,), generator=draw)
+
+    root, rows, begins = text(system), [], []
+    for _ in range(tasks):
+        task = torch.cat([root, text(turn)])
+        for _ in range(rollouts):
+            row = task
+            for _ in range(turns):
+                begins.append(len(row))
+                row = torch.cat([row, text(turn)])
+                rows.append(row)
+    return rows, begins
+
+
+class Kept:
+    """Bytes that graphs keep, each storage once, without those of parameters: the most at one time."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.now = self.peak = 0
+        self.counts = {p.untyped_storage().data_ptr(): 1 for p in model.parameters()}
+
+    def _release(self, place: int, size: int) -> None:
+        self.counts[place] -= 1
+        if not self.counts[place]:
+            del self.counts[place]
+            self.now -= size
+
+    @contextlib.contextmanager
+    def metered(self):
+        class Held:
+            def __init__(self, x: torch.Tensor):
+                self.x = x
+
+        def pack(x: torch.Tensor) -> Held:
+            held, place, size = Held(x), x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+            if place not in self.counts:
+                self.counts[place] = 0
+                self.now += size
+                self.peak = max(self.peak, self.now)
+            self.counts[place] += 1
+            weakref.finalize(held, self._release, place, size).atexit = False
+            return held
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.x):
+            yield
+
+
+def loss_of(model, ids, mask, begins, rows, old) -> torch.Tensor:
+    """GRPO's loss of some rows: clipped ratios, a mean for each row; the LM head scores their completions only."""
+    hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    scored = (torch.arange(ids.shape[1]) >= begins[:, None]) & mask.bool()
+    row, column = scored[:, 1:].nonzero(as_tuple=True)
+    scores = torch.nn.functional.linear(hidden[row, column], model.get_input_embeddings().weight)
+    logps = scores.log_softmax(-1).gather(1, ids[row, column + 1, None]).squeeze(1)
+    ratio, advantage = (logps - old).exp(), torch.sin(rows.float())[row]
+    each = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (each / scored[:, 1:].sum(1)[row]).sum()
+
+
+def step(model, data, parts, budget, once):
+    """Compute a step in these parts; returns its seconds."""
+    began = time.perf_counter()
+    rows, begins = data
+    batches = []
+    for part in parts:
+        ids = pad_sequence([rows[r] for r in part], batch_first=True)
+        lengths = torch.tensor([len(rows[r]) for r in part])
+        batches.append((ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()))
+    planned = plan_pieces(batches, budget) if once else None
+    run = MicroBatches(planned, batches) if planned is not None else None
+    with splitting(run):
+        for i, (part, (ids, mask)) in enumerate(zip(parts, batches, strict=True)):
+            if run is not None:
+                run.begin(i)
+            numbers = torch.tensor(part)
+            loss_of(model, ids, mask, torch.tensor(begins)[numbers], numbers, -6.0).backward()
+    return time.perf_counter() - began
+
+
+def gradient(model) -> torch.Tensor:
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+def main(repeat: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, attn_implementation="sdpa")).train().model
+    with remove_padding(model, prefix_sharing=True) as handle, attach_splitting(model):
+        for name, data, shares in (("1,024 + 32 x 128", group(), (2, 4, 8)), ("8 x 4 x 4 turns", turns(), (10,))):
+            each = np.array([len(row) for row in data[0]])
+            costs = prefix_costs(each, each, *prefix_order([row.numpy() for row in data[0]]))
+            distinct = costs.total()
+            ways = {("one forward", 1): ([list(range(len(each)))], distinct, False)}
+            for share in shares:
+                budget = distinct // share
+                ways["anew", share] = split(costs, budget), budget, False
+                ways["once", share] = split_depth_first(costs, budget), budget, True
+            seconds, kept, computed, off, expected = {way: [] for way in ways}, {}, {}, {}, None
+            for way, given in ways.items():
+                meter, before = Kept(model), handle.stats.packed_tokens
+                with meter.metered():
+                    step(model, data, *given)
+                kept[way], computed[way] = meter.peak / 2**20, handle.stats.packed_tokens - before
+                found = gradient(model)
+                expected = found if expected is None else expected
+                off[way] = float((found - expected).abs().max() / expected.abs().max())
+            for _ in range(repeat):
+                for way, given in ways.items():
+                    seconds[way].append(step(model, data, *given))
+                    model.zero_grad()
+            medians = {way: statistics.median(found) for way, found in seconds.items()}
+            for (how, share), second in medians.items():
+                anew, whole = medians.get(("anew", share)), medians["one forward", 1]
+                print(
+                    f"{name:17} {how:11} 1/{share:<2} {len(ways[how, share][0]):3} micro-batches, "
+                    f"{computed[how, share]:6} tokens of {distinct}, {second:6.2f} s "
+                    f"({second / whole:4.2f} of one forward{f', {anew / second:4.2f}x' if anew else ''}), "
+                    f"keeps {kept[how, share]:6.1f} MiB ({kept[how, share] / kept['one forward', 1]:4.2f}), "
+                    f"gradient off {off[how, share]:.0e}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each way, of which the median is taken")
+    main(parser.parse_args().repeat)
