@@ -4,17 +4,19 @@ import contextlib
 
 import pytest
 import torch
+from kit.cells import slow_but
+from kit.families import build as build_family
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import SUPPORTED, batch, build
 from peft import LoraConfig, get_peft_model
 
-from trl_padfix import remove_padding
+from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call import sight
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.trainers.steps.once import MicroBatches
+from trl_padfix.trainers.steps.once import MicroBatches, reason_to_compute_again
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
@@ -31,11 +33,15 @@ def every_trunk_pays(monkeypatch):
     monkeypatch.setattr(planning, "FORWARD", 1)
 
 
-def score(model, ids, mask):
-    """Log-probabilities of the real tokens behind a real token, by row; nonlinear in what is in one row."""
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    logps = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return (logps * (mask[:, :-1] * mask[:, 1:])).sum(1).div(5).sin()
+def score(model, ids, mask, with_experts=False):
+    """
+    Log-probabilities of the real tokens behind a real token, by row, nonlinear in what is in one row; plus the
+    load-balancing loss of experts.
+    """
+    output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+    balancing = output.get("aux_loss") if with_experts else None
+    logps = output.logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return (logps * (mask[:, :-1] * mask[:, 1:])).sum(1).div(5).sin() + (0 if balancing is None else balancing)
 
 
 def gradients(model):
@@ -79,8 +85,11 @@ def assert_same(ours, theirs, tolerance=1e-5):
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * value.abs().max().item())
 
 
+FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2")]
+
+
 @pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+@pytest.mark.parametrize(("name", "implementation"), slow_but(FAST, SUPPORTED))
 def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, budget):
     ids, mask = batch("mixed")
     flash = flash_attention_stand_in() if implementation.startswith("flash") else contextlib.nullcontext()
@@ -100,12 +109,12 @@ def in_one_forward(model, ids, mask, budget, once=True):
     """A loss that compares rows, whose forward is computed in pieces."""
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
         with splitting(Splits(budget, True, once=once)):
-            of_row = score(model, ids, mask)
+            of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), gradients(model), sum(entered)
 
 
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+@pytest.mark.parametrize(("name", "implementation"), slow_but([("mistral", "sdpa"), ("qwen3_moe", "sdpa")], SUPPORTED))
 def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
     ids, mask = batch("both")
     flash = flash_attention_stand_in() if implementation.startswith("flash") else contextlib.nullcontext()
@@ -138,7 +147,7 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
+@pytest.mark.parametrize("budget", slow_but([12], [ENOUGH, 12]))
 def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budget):
     ids, mask = batch("left")
     model = build("qwen2").train()
@@ -220,3 +229,20 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
         place = torch.arange(6).expand(len(part), 6)[mask[part].bool()]
         assert torch.equal(layout.positions[layout.source], place)
+
+
+def reason(name="qwen2", is_sharded=False, **config):
+    model = build(name)
+    settings = {"gradient_checkpointing": False, "use_cpu": True, "bf16": False}
+    with remove_padding(model, prefix_sharing=True) as handle:
+        return reason_to_compute_again(handle, DPOConfig(**settings | config), is_sharded)
+
+
+def test_what_cannot_see_the_states_of_others_is_named():
+    checkpoints = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert reason() is None
+    assert reason(**checkpoints | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}) is None
+    assert "reentrant gradient checkpointing" in reason(**checkpoints)
+    assert "equally many forwards" in reason(is_sharded=True)
+    with remove_padding(build_family("qwen3_next"), prefix_sharing=True) as handle:
+        assert "is no attention of keys and values alone" in reason_to_compute_again(handle, None, False)

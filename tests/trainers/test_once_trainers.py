@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from kit.budget_runs import build_branching, make
+from kit.cells import slow_but
 from torch.nn.functional import pad
 
 from trl_padfix.core.layout import pieces as planning
@@ -91,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["sft", "dpo, left"], CASES))
 def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path):
     name, config = CASES[case]
     ours, steps, theirs = train_both(name, tmp_path, **config)
@@ -101,7 +102,10 @@ def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path)
         assert [computed for _, computed, _ in steps] == [distinct for *_, distinct in steps]
 
 
-@pytest.mark.parametrize(("name", "config"), [("kto", {}), ("dpo", {"loss_type": ["sigmoid", "sft"]})])
+SFT_TOO = {"loss_type": ["sigmoid", "sft"]}
+
+
+@pytest.mark.parametrize(("name", "config"), [("kto", {}), pytest.param("dpo", SFT_TOO, marks=pytest.mark.slow)])
 def test_losses_that_compare_rows_compute_distinct_tokens_twice_at_most(name, config, tmp_path):
     ours, steps, theirs = train_both(name, tmp_path, **config)
     assert_same_trajectory(ours, theirs)
@@ -110,6 +114,7 @@ def test_losses_that_compare_rows_compute_distinct_tokens_twice_at_most(name, co
         assert distinct < computed <= 2 * distinct + (2 * ours.args.max_length * 8 if name == "kto" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
     """As where another process has more of them: the largest is cut, and one comes again without a weight."""
@@ -123,20 +128,16 @@ def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
     assert_same_trajectory(ours, theirs, ("num_tokens",))
 
 
-FALLBACKS = {
-    "reentrant": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "reent"),
-}
-
-
-@pytest.mark.parametrize("case", FALLBACKS)
-def test_what_is_not_served_is_computed_as_before_and_said_once(case, tmp_path, caplog):
-    config, said = FALLBACKS[case]
+@pytest.mark.slow
+def test_what_is_not_served_is_computed_as_before_and_said_once(tmp_path, caplog):
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with caplog.at_level(logging.INFO, logger="trl_padfix"):
-        ours, _, theirs = train_both("sft", tmp_path, **config)
+        ours, _, theirs = train_both("sft", tmp_path, **reentrant)
     assert_same_trajectory(ours, theirs)
-    assert sum(said in record.getMessage() for record in caplog.records) == 1
+    assert sum("computes the prefixes that it shares" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_adapters_and_their_reference_walk_by_themselves(tmp_path):
     """A reference that is the policy without its adapter runs through the same decoder."""
     logs = []

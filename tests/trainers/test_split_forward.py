@@ -7,7 +7,14 @@ from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_
 from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
 from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+from trl_padfix.core.layout import pieces as planning
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
+
+
+@pytest.fixture(autouse=True)
+def every_trunk_pays(monkeypatch):
+    """So that trainers compute prefixes of a few tokens once for all pieces."""
+    monkeypatch.setattr(planning, "FORWARD", 1)
 
 
 def batch():

@@ -141,7 +141,8 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
             Most tokens that one forward computes on a device: the rows of an optimizer step are split into
             micro-batches of as many as fit, of even work on all processes, and the loss is the mean over all of them.
             The batch of an optimizer step stays `per_device_train_batch_size` x `gradient_accumulation_steps` x
-            processes: the first is multiplied with the second, which becomes 1. Batches of evaluation are split, too,
+            processes: the first is multiplied with the second, which becomes 1. With `prefix_sharing` a prefix that
+            several micro-batches have in common is computed once in the step. Batches of evaluation are split, too,
             but not with images. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Bring rows with long common prefixes into the same optimizer step and forward: several pairs of a prompt,
@@ -258,7 +259,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
             of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
             Most tokens of a forward that takes log-probabilities, of the policy and of the reference: batches are
-            computed in pieces of as many rows as fit, with `prefix_sharing` the completions of a prompt together. The
+            computed in pieces of as many rows as fit, with `prefix_sharing` a prompt once for all pieces. The
             rows and the loss of an optimizer step stay; `per_device_train_batch_size` is multiplied with
             `gradient_accumulation_steps`, which becomes 1, where the steps of a generation are whole optimizer steps
             and `generation_batch_size` is not given. Needs `padding_free`.

@@ -197,7 +197,7 @@ def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool)
     if handle.multimodal is not None:
         return "images are not compared before a forward"
     if other := next((m for m in handle.mixers.mixers if m.how != PACKED), None):
-        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands on states that fork"
+        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) is no attention of keys and values alone"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(handle.mixers.mixers) != layers:
         return (
