@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
+from trl_padfix.core.layout.pieces import STATES
 from trl_padfix.trainers.steps.costs import prefix_costs, text_costs
-from trl_padfix.trainers.steps.dealing import StepPlan, assign, balance, split
+from trl_padfix.trainers.steps.dealing import StepPlan, assign, balance, split, split_depth_first
 from trl_padfix.trainers.steps.grouping import prefix_order
 from trl_padfix.trainers.steps.measures import PairMeasure
 
@@ -250,3 +251,34 @@ def test_pairs_cost_at_least_what_is_computed(data):
         tokens = prefix_sharing_layout(alone["input_ids"], alone["attention_mask"]).packed_tokens
         assert costs.each[i] >= tokens
         assert costs.each[i] == tokens or settings["truncation_mode"] == "keep_end"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
+    """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
+    draw = np.random.default_rng(seed)
+    rows = [np.arange(int(draw.integers(1, 300)))]
+    for _ in range(60):
+        begin = rows[draw.integers(len(rows))]
+        begin = begin[: draw.integers(1, len(begin) + 1)]
+        rows.append(np.concatenate([begin, draw.integers(1000, 2000, draw.integers(1, 60))]))
+    each = np.array([len(row) for row in rows])
+    costs = prefix_costs(each, each, *prefix_order(rows))
+    budget = int(each.max() + draw.integers(0, 200))
+    parts = split_depth_first(costs, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    for i, part in enumerate(parts):
+        later = [row for other in parts[i + 1 :] for row in other]
+        needed_later = costs.total(part) + costs.total(later) - costs.total(part + later) if later else 0
+        assert len(part) == 1 or costs.total(part) - (1 - STATES) * needed_later <= budget
+    assert len(parts) <= len(split(costs, budget)) + 2
+
+
+def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
+    each = np.full(32, 1152)
+    costs = prefix_costs(each, each, np.arange(32), np.array([0] + [1024] * 31))
+    assert [len(part) for part in split(costs, 1280)] == [2] * 16
+    parts = split_depth_first(costs, 1280)
+    assert len(parts) == 5
+    assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it
+    assert [len(part) for part in split_depth_first(costs, 5120)] == [32]

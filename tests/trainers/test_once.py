@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call import sight
+from trl_padfix.core.call.step import check_doubts, step_layouts
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
@@ -207,6 +208,22 @@ def test_a_micro_batch_without_its_forward_is_an_error():
                 score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
             once.check()
+
+
+def test_a_prefix_that_was_written_to_without_a_trace_is_found():
+    ids, mask = batch("right")
+    model = build("qwen2")
+    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+        once = MicroBatches(planning.plan_pieces(batches, ENOUGH), batches)
+        batches[1][0].data[:, 1] = 30  # alike in all rows of this micro-batch
+        doubts = []
+        with splitting(once), step_layouts(doubts=doubts):
+            for i in range(2):
+                once.begin(i)
+                score(model, *batches[i]).sum().backward()
+        with pytest.raises(PaddingRemovalError, match="begin alike where they did"):
+            check_doubts(doubts)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -21,15 +21,16 @@ class States(dict[Any, tuple[torch.Tensor, ...]]):
     """
     Of the tokens of a forward: keys and values by attention module, and by name what its decoder returned.
 
-    `kind` is the class of what it returned.
+    `kind` is the class of what it returned, `ids` are those of the tokens, `(t,)`.
     """
 
     kind: Any = ModelOutput
+    ids: Any = None
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
         """The same with each tensor changed."""
         found = States({name: tuple(map(change, values)) for name, values in self.items()})
-        found.kind = self.kind
+        found.kind, found.ids = self.kind, self.ids
         return found
 
 

@@ -41,7 +41,7 @@ from .config import check_token_budget
 from .dealing import StepPlan, split, split_depth_first
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
-from .once import MicroBatches, reason_to_compute_again
+from .once import REPLAN, MicroBatches, computes_once, ids_and_masks
 from .sampler import StepOrder, StepRows
 from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
 
@@ -106,7 +106,7 @@ class BudgetCollator:
             of_step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
         else:
             of_step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
-        if self.once and len(batches) > 1 and (planned := plan_pieces(_ids_and_masks(batches), self.budget)):
+        if self.once and len(batches) > 1 and (planned := plan_pieces(ids_and_masks(batches), self.budget)):
             of_step[ONCE] = FlatMaps.of(planned)
         return of_step
 
@@ -175,23 +175,21 @@ class Splitting(Part):
         if self.budget is None or self.has_images():
             return contextlib.nullcontext()
         handle = self.trainer.padding.handle
-        # Sharded models meet in every forward, the others at the end of the step.
-        sharded = self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
         sharing = bool(handle and handle.prefix_sharing)
-        agree = self.most_over_processes if sharded else None
+        agree = self.most_over_processes if self._is_sharded else None
         return splitting(Splits(self.budget, sharing, agree, self.once))
 
     @cached_property
     def once(self) -> bool:
         """Whether prefixes are computed once in a step, and not by each piece; said once where they cannot be."""
-        handles = self.trainer.padding.handles
-        if self.budget is None or not handles or not all(handle.prefix_sharing for handle in handles):
-            return False
-        sharded = self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
-        reasons = (reason_to_compute_again(handle, self.trainer.args, sharded) for handle in handles)
-        if reason := next(filter(None, reasons), None):
-            logger.info(f"Each piece of a step computes the prefixes that it shares with others anew: {reason}.")
-        return reason is None
+        return self.budget is not None and computes_once(
+            self.trainer.padding.handles, self.trainer.args, self._is_sharded
+        )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether processes meet in every forward, and not only at the end of the step."""
+        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
 
     def most_over_processes(self, count: int) -> int:
         if self.trainer.accelerator.num_processes == 1:
@@ -208,9 +206,6 @@ class Budget(Splitting):
 
     weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
-
-    _said = False
-    """Whether it was said how the first step computes its prefixes."""
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
         super().check(config, given)
@@ -299,24 +294,14 @@ class Budget(Splitting):
         return loss
 
     def _once(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches | None:
-        """The micro-batches of a step that see each other's prefixes, as planned with the step if that still holds."""
+        """The micro-batches of a step that see each other's prefixes, if they have any in common."""
         if not self.once or len(pieces) == 1:
             return None
-        batches, planned = [batch for batch, _ in pieces], inputs.get(ONCE)
-        laid = [(batch, without_layouts(batch)[1]) for batch in batches]
-        kept = all(x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in laid)
-        if len(batches) != len(inputs[MICRO_BATCHES]) or (planned is not None and not kept):
-            on_host = [(ids.cpu(), mask.cpu()) for ids, mask in _ids_and_masks(batches)]
-            planned = plan_pieces(on_host, self.budget)
-            planned = planned and FlatMaps.of(planned)
-        if isinstance(planned, FlatMaps):
-            planned = planned.to(batches[0]["input_ids"].device)
-        if planned is None:
-            return None
-        if not self._said:
-            self._said = True
-            logger.info(planned.summary)
-        return MicroBatches(planned, _ids_and_masks(batches))
+        planned = inputs.get(ONCE) if len(pieces) == len(inputs[MICRO_BATCHES]) else REPLAN
+        found = MicroBatches.of([batch for batch, _ in pieces], planned, self.budget)
+        if found is not None and self.trainer.state.global_step == 0:
+            logger.info(found.pieces.summary)
+        return found
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -391,10 +376,6 @@ class Budget(Splitting):
 def pieces_of(batch: Any) -> list[Any]:
     """The micro-batches of a batch of the data loader; the batch itself where it is not split."""
     return batch[MICRO_BATCHES] if isinstance(batch, Mapping) and MICRO_BATCHES in batch else [batch]
-
-
-def _ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
 def _halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:

@@ -20,17 +20,37 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...core.call.layout_of import LayoutKey
 from ...core.call.sight import Sight, States, leaf_of
-from ...core.call.step import BatchFacts, Known, Step
+from ...core.call.step import BatchFacts, Known, Step, rely_on
 from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
-from ...core.layout.pieces import PieceLayout, Pieces, Trunk
+from ...core.layout.flat_maps import FlatMaps
+from ...core.layout.pieces import PieceLayout, Pieces, Trunk, plan_pieces
 from ...core.mixers.mixers import PACKED
+from ..data.batch_layouts import without_layouts
 
 
-__all__ = ["MicroBatches", "Walk", "reason_to_compute_again", "run_trunk", "seeing"]
+__all__ = [
+    "REPLAN",
+    "MicroBatches",
+    "Walk",
+    "computes_once",
+    "ids_and_masks",
+    "reason_to_compute_again",
+    "run_trunk",
+    "seeing",
+]
 
 logger = get_logger(__name__)
+
+
+REPLAN = "replan"
+"""In the place of a plan: other micro-batches than their collator made."""
+
+
+def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and masks of batches."""
+    return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
 class Walk:
@@ -115,6 +135,24 @@ class MicroBatches:
         self.walks: dict[Any, Walk] = {}
         self.calls: Counter[Any] = Counter()
 
+    @classmethod
+    def of(cls, batches: Sequence[dict[str, Any]], planned: Any, budget: int) -> MicroBatches | None:
+        """
+        Micro-batches as they were `planned` by their collator, if nobody has written to them since.
+
+        `planned` are [`Pieces`], perhaps not on their device yet, `None` if they have nothing in common, or `REPLAN`.
+        Planning anew costs a copy of each to the host.
+        """
+        given = ids_and_masks(batches)
+        laid = [(batch, without_layouts(batch)[1]) for batch in batches]
+        kept = all(x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in laid)
+        if planned is REPLAN or (planned is not None and not kept):
+            planned = plan_pieces([(ids.cpu(), mask.cpu()) for ids, mask in given], budget)
+            planned = planned and FlatMaps.of(planned)
+        if isinstance(planned, FlatMaps):
+            planned = planned.to(given[0][0].device)
+        return None if planned is None else cls(planned, given)
+
     def begin(self, i: int) -> None:
         """Micro-batch `i` is the next one."""
         self.at = i
@@ -141,6 +179,10 @@ class MicroBatches:
         if walk.at != self.at - 1:
             raise _left_out()
         layout = walk.enter(lambda trunk: run_trunk(decoder, call, trunk))
+        own = [] if layout.own is None else [ids.flatten()[layout.own.packed_index]]
+        computed = torch.cat([*(states.ids for states in layout.sight.outer), *own])
+        wrong = ids.flatten()[layout.real_index] != computed[layout.source]
+        rely_on("Rows of micro-batches begin alike where they did when their step was planned", wrong.any())
         with seeing(call, layout):
             yield
 
@@ -165,6 +207,7 @@ def run_trunk(decoder: Any, call: dict[str, Any], layout: PieceLayout) -> None:
     """Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout."""
     asked = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
+    layout.sight.notes.ids = call["input_ids"].flatten()[layout.own.packed_index]
     with within(model=None, step=Step([_known(call, BatchFacts(layout))])):
         decoder(**given, **asked)
 
@@ -190,6 +233,16 @@ def _random_numbers(on_host: torch.Tensor, on_device: tuple[list[int], list[torc
         torch.set_rng_state(on_host)
         set_device_states(*on_device)
         yield
+
+
+def computes_once(handles: Sequence[PaddingRemoval], args: Any, is_sharded: bool) -> bool:
+    """Whether models with these handles can, and are to; where they cannot, the log says why."""
+    if not handles or not all(handle.prefix_sharing for handle in handles):
+        return False
+    reasons = (reason_to_compute_again(handle, args, is_sharded) for handle in handles)
+    if reason := next(filter(None, reasons), None):
+        logger.info(f"Each piece of a step computes the prefixes that it shares with others anew: {reason}.")
+    return reason is None
 
 
 def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str | None:
