@@ -38,6 +38,7 @@ PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_me
 COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
 LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0")
 CHECKPOINTS = ("--gradient_checkpointing", "true")
+CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
@@ -282,11 +283,22 @@ def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
     assert_packed(ours)
 
 
+SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "3")
+
+
 @pytest.mark.slow
-def test_context_parallel_processes_are_refused(together):
-    context = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
-    said = together("sft", "fsdp2", *PACKED, launch=context, fails=True)
-    assert "`cp_size` splits every padded row over processes" in said
+@pytest.mark.parametrize("attention", ["heads", "keys"])
+@pytest.mark.parametrize("method", METRICS)
+def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, attention, together, alone, tmp_path):
+    """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
+    args = (*SPLIT, "--cp_attention", attention)
+    theirs = alone(method, "--per_device_eval_batch_size", "3")
+    ours = together(method, "fsdp2", *args, launch=CONTEXT)
+    assert_same(ours, theirs, *METRICS[method])
+    assert_packed(ours)
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, launch=CONTEXT), theirs)
 
 
 @pytest.mark.slow

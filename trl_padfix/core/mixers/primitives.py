@@ -31,6 +31,7 @@ from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
 from .forks import tree_of, with_zero
 from .row_blocks import row_blocks
+from .split import in_slices
 
 
 __all__ = ["PrimitivesPatch", "chunk_of", "primitives_of"]
@@ -77,7 +78,7 @@ class PrimitivesPatch(ForwardPatch):
         assert function is not None, "a mixer whose forward is not a method of its class is handed rows"
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
-        replaced = {name: _KNOWN[name](space[name], call) for name in names}
+        replaced = {name: in_slices(name, _KNOWN[name](space[name], call), call.slices) for name in names}
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
