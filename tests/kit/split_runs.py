@@ -93,7 +93,9 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
 
     if kind == "pairs":
         prompts = [tokens(n) for n in (19, 7, 12)]
-        parts = [(p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)]
+        parts = [
+            (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)
+        ]
     else:
         first = tokens(9)
         parts = [([], first + tokens(n)) for n in ((43,) if kind in ("one row", "one token") else (14, 3, 21, 8))]
@@ -138,9 +140,9 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     seen: list[int] = []
-    next(m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")).register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].shape[:-1].numel())
-    )
+    next(
+        m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
+    ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
     if sharing is not None:
         split_rows(remove_padding(model, prefix_sharing=sharing), attention=attention)
     loss, values = values_of(model, kind)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .attention.compiled import CompiledLayerPatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.exchange import Group
 from .layout.slices import HEADS, KEYS, Split
 from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
-from .mixers.primitives import primitives_of
+from .mixers.primitives import LEFT_OUT, primitives_of
 from .mixers.split import SPLIT
 from .model.positions import position_embeddings
 
@@ -74,10 +75,14 @@ def _obstacle(handle: PaddingRemoval) -> str | None:
     if handle.multimodal is not None:
         return "it takes images, whose features every process would have to compute whole"
     for mixer in (*handle.mixers.that_are(WHOLE), *handle.mixers.that_are(ROWS)):
-        return f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
+        return (
+            f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
+        )
     for mixer in handle.mixers.that_are(FORKED):
-        if left := primitives_of(mixer.module) - SPLIT.keys() - {"mamba2_split_conv1d_scan_combined"}:
-            return f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(left)}, which mix channels"
-    if any(True for _ in position_embeddings(handle.decoder)):
+        if left := primitives_of(mixer.module) - SPLIT.keys() - LEFT_OUT:
+            return f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(left)}, which need all channels"
+    if any(isinstance(patch, CompiledLayerPatch) for patch in handle._patches):
+        return "its layers are compiled for whole packed rows"
+    if position_embeddings(handle.decoder):
         return "its positional embedding numbers the tokens that it is given"
     return None

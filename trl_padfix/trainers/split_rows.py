@@ -90,7 +90,9 @@ class SplitRows(Part):
     def _obstacle(self) -> str | None:
         settings, args = self.settings, self.trainer.args
         if not self.trainer.padding.task.takes_layouts:
-            return f"{type(self.trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
+            return (
+                f"{type(self.trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
+            )
         if settings.max_tokens_per_batch is not None:
             return "`max_tokens_per_batch` cuts a step by the processes that have rows, and with `cp_size` some share"
         if settings.exact_eval_means:

@@ -48,7 +48,13 @@ def attend_in_slices(
 
 
 def _with_some_heads(
-    attend: Callable[..., torch.Tensor], module: nn.Module, query: Any, key: Any, value: Any, slices: Slices, kwargs: Any
+    attend: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    slices: Slices,
+    kwargs: Any,
 ) -> torch.Tensor:
     n, heads, groups = slices.group.size, query.shape[1], key.shape[1]
     # Keys are repeated as little as lets every process have whole groups; else once for each of their queries.

@@ -96,9 +96,7 @@ def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.
     )
 
 
-def unpack_output(
-    output: Any, layout: Layout, call: ModelCall | None = None, slices: Slices | None = None
-) -> Any:
+def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None, slices: Slices | None = None) -> Any:
     """
     Lay the output of a decoder out over the batch; the `call` of its model may ask for other states.
 

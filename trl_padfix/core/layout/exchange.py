@@ -5,8 +5,8 @@ All of it is one collective, an exchange in which each process has something for
 gradients exact, whatever is computed in parts and whatever by everyone:
 
 - within the network the backward of an exchange is the exchange back, and what was copied is summed;
-- at the exit, where every process computes the same loss from what it was told ([`told`]), the gradient is the own part
-  times the number of processes: *the mean over all processes*, as DDP and FSDP take it, *is the gradient of the loss*.
+- at the exit, where every process computes the same loss from what it was told, the gradient is the own part times the
+  number of processes: *the mean over all processes*, as DDP and FSDP take it, *is the gradient of the loss*.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Group:
         return _Told.apply(x, self, tuple(lengths))
 
     def agree(self, numbers: Sequence[Any], device: Any) -> bool:
-        """Whether all processes have the same integers, which may be on the `device`; the host waits for the answer."""
+        """Whether all processes have the same integers, perhaps on the `device`; the host waits for the answer."""
         own = torch.stack([torch.as_tensor(n, device=device) for n in numbers])
         own = torch.cat([own, -own])
         distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self.group)

@@ -1,9 +1,8 @@
 """
 A packed row in slices, one for each process of a group.
 
-Every process has the same batch and the same layout; between its mixers the decoder computes each token by itself, so
-a process computes its own tokens only. Mixers see all tokens in one of two ways ([`Slices.how`]), the loss is told what
-the others have computed ([`Slices.told`]).
+Every process has the same batch and the same layout. Between its mixers a decoder computes each token by itself, and a
+process its own tokens only; mixers see all tokens ([`Slices.how`]), and the loss is told what the others have computed.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Slices:
 
     @cached_property
     def _order(self) -> torch.Tensor | None:
-        """Places of the packed tokens among those of all processes, one process after the other; `None` if in order."""
+        """Places of the packed tokens among those of all processes, one after the other; `None` if in order."""
         if len(self.pieces[0]) == 1:
             return None
         dealt = torch.cat([torch.arange(*piece) for pieces in self.pieces for piece in pieces])

@@ -34,7 +34,7 @@ from .row_blocks import row_blocks
 from .split import in_slices
 
 
-__all__ = ["PrimitivesPatch", "chunk_of", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
@@ -224,7 +224,9 @@ _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
 """What stands for each function, by the name under which mixers call it."""
 
 _BY_CHUNKS = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
-_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
+LEFT_OUT = {name for name, replacement in _KNOWN.items() if replacement is _left_out}
+"""Fused kernels of a whole mixer, which runs without them."""
+_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", *LEFT_OUT}
 _DECAYS = {"A_log", "dt_bias"}
 """Parameters of a recurrence. Older mixers keep their functions as attributes, or call methods that hold them: such a
 mixer is handed rows."""
