@@ -81,7 +81,7 @@ class SplitRows(Part):
         self.group = Group.of(mesh["cp"].get_group())
         for handle in trainer.padding.handles:
             split_rows(handle, self.group.group, attention=self.settings.cp_attention)
-        logger.info(
+        logger.warning(
             f"`cp_size={self.size}`: each packed row is computed by {self.size} processes, which exchange "
             f"{'heads for tokens' if self.settings.cp_attention == HEADS else 'their keys and values'} at attention, "
             "in place of accelerate's ring attention."

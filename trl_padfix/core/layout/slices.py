@@ -2,7 +2,7 @@
 A packed row in slices, one for each process of a group.
 
 Every process has the same batch and the same layout. Between its mixers a decoder computes each token by itself, and a
-process its own tokens only; mixers see all tokens ([`Slices.how`]), and the loss is told what the others have computed.
+process its own tokens only; mixers see all tokens ([`Slices.how`]), and the loss is told what others have computed.
 """
 
 from __future__ import annotations
