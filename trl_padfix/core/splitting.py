@@ -23,9 +23,9 @@ def split_rows(handle: PaddingRemoval, group: Any = None, *, attention: str = HE
     Let several processes compute one packed row, each its own slice of the tokens.
 
     All processes of the group call the model with the same batch, and each is given what one process alone would be
-    given. Between attention and recurrences a process has its own tokens only, states of shape `(1, T / n, H)` of a row
-    of `T` packed tokens, so what it keeps for backward shrinks with their number. A gradient is the mean over the processes, which DDP and FSDP2 take; a loop of your own has to
-    take it.
+    given. Between attention and recurrences a process has its own tokens only, states of shape `(1, T / n, H)` of a
+    row of `T` packed tokens, so what it keeps for backward shrinks with their number. A gradient is the mean over the
+    processes, which DDP and FSDP2 take; a loop of your own has to take it.
 
     Args:
         handle ([`PaddingRemoval`]):
