@@ -32,6 +32,7 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)  # the tensors are tiny, and threads would change the order of sums
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+datasets.disable_progress_bars()
 # What takes much of a tiny training and gives its tests nothing: accelerate reads at every step what is installed and
 # collects garbage before the first, datasets names a table by a hash of all that made it, to find it on disk again,
 # and torch notes the stack of every seed for a device that is not there.
