@@ -33,6 +33,7 @@ NO_SOURCE = {  # tests of what no single module does
     "trainers": {
         "edited_batches",
         "epochs",
+        "every_method",
         "expert_losses",
         "import_alone",
         "liger",
