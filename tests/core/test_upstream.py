@@ -361,6 +361,14 @@ TRL = [
 
 OTHERS = [
     Upstream(
+        "_prepare_cp", "accelerate.Accelerator", "trainers.split_rows",
+        "puts its ring attention on a model, in whose place packed rows are split", has, "accelerate>=1.10",
+    ),
+    Upstream(
+        "_prepare_context_parallel_inputs", "transformers.Trainer", "trainers.split_rows",
+        "cuts padded rows for the ring", takes("model", "inputs"), "transformers>=4.57",
+    ),
+    Upstream(
         "_set_sync_gradients", "accelerate.state.GradientState", "trainers.steps.budget",
         "all but the last micro-batch of a step are told not to reduce gradients", takes("sync_gradients"),
     ),
