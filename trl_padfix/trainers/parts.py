@@ -21,7 +21,6 @@ from ..core.call.step import Known
 
 if TYPE_CHECKING:
     from ..core.attention.backends import Implementation
-    from .data.batch_layouts import Laid
 
 
 __all__ = ["Evaluation", "Part", "Settings", "Step", "entered"]
@@ -80,7 +79,7 @@ class Step:
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step, from 1 in training.
         padded_batches (`Callable`): Ids and mask of each forward of the policy, of a batch.
-        laid ([`Laid`], *optional*): What came with the batch.
+        laid (`Laid`, *optional*): What came with the batch.
         known (`list` of [`Known`]): What of it holds for the batch as it is.
         returns_outputs (`bool`): Whether the result is loss and outputs.
         result (`Any`): What TRL's `compute_loss` returned; a part may replace it.
@@ -91,7 +90,7 @@ class Step:
     mode: str
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
-    laid: Laid | None = None
+    laid: Any = None
     known: list[Known] = field(default_factory=list)
     returns_outputs: bool = False
     result: Any = None

@@ -11,7 +11,6 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
 from .data.row_checks import sound_rows
-from .steps.measures import RowMeasure
 
 
 __all__ = ["PairTask", "Task"]
@@ -55,8 +54,8 @@ class Task:
     rows_per_item = 1
     """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
 
-    measure: type[RowMeasure] | None = None
-    """Measures the rows of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
+    measure: type[Any] | None = None
+    """The `RowMeasure` of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
 
     # What TRL logs
 
@@ -94,6 +93,11 @@ class Task:
 
     def attached(self) -> None:
         """Errors that need both the data as TRL has prepared them and the models with padding removed."""
+
+    def brings_layouts(self, is_training: bool) -> bool:
+        """What `takes_layouts` says of batches of training, or of evaluation."""
+        plain = is_training and type(self).padded_batches is Task.padded_batches
+        return plain if self.takes_layouts is None else self.takes_layouts
 
     def packs_rows(self) -> bool:
         """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""

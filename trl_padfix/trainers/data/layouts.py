@@ -12,7 +12,6 @@ from ...core.call.layout_of import PrefixSharing
 from ...core.call.step import Doubt, check_doubts, step_layouts
 from ..field_types import temporarily_set
 from ..parts import Part, Step
-from ..task import Task
 from .batch_layouts import LayoutCollator
 
 
@@ -54,13 +53,11 @@ class Layouts(Part):
 
     def brings(self, dataset: Any, is_training: bool) -> bool:
         """Whether the batches of a dataset can bring their layouts."""
-        accelerator, task = self.trainer.accelerator, self.trainer.padding.task
+        accelerator, padding = self.trainer.accelerator, self.trainer.padding
         dispatched = accelerator.dispatch_batches
         if dispatched is None:  # what one process collates for all is cut, and sent on tensor by tensor
             dispatched = _is_stream(dataset) and accelerator.num_processes > 1
-        plain = is_training and type(task).padded_batches is Task.padded_batches
-        takes = plain if task.takes_layouts is None else task.takes_layouts
-        return bool(self.trainer.padding.handles and takes and not dispatched)
+        return bool(padding.handles and padding.task.brings_layouts(is_training) and not dispatched)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
