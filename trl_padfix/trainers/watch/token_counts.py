@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 
+from ...core.handle import PaddingStats
 from ...core.layout.flat_maps import on_device
 from ..parts import Evaluation, Part, Step
 
@@ -39,10 +40,7 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: list[int] | torch.Tensor) -> None:
-        """
-        Count a step: its padded, real and packed tokens, and of the forwards in which `prefix_sharing="auto"` had the
-        choice those that shared, and all.
-        """
+        """Count a step, by what [`TokenCounts`] counts of it."""
         if isinstance(counts, torch.Tensor):
             self._on_device = counts if self._on_device is None else self._on_device + counts
         else:
@@ -89,9 +87,8 @@ class TokenCounts(Part):
         how many of them shared prefixes, and how many there were.
         """
         handle = self.trainer.padding.handle
-        if handle is None:
-            return [0] * 5
-        stats, chooses = handle.stats, handle.prefix_sharing == "auto"
+        stats = handle.stats if handle is not None else PaddingStats()
+        chooses = handle is not None and handle.prefix_sharing == "auto"
         choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
         return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
 
@@ -118,7 +115,7 @@ class TokenCounts(Part):
     def log(self, logs: dict[str, float], mode: str) -> None:
         prefix = "eval_" if mode == "eval" else ""
         metrics = self.counters[mode].report(self.trainer.padding.is_removed)
-        if mode == "train":
+        if mode == "train" and metrics:
             _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update({prefix + name: value for name, value in metrics.items()})
 
@@ -129,9 +126,8 @@ def _step_counts(
     """
     Padded, real and packed tokens of `batches`, and what `chose` counts.
 
-    `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
-    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
-    the masks say how many tokens are real; nobody waits for them. Without batches the forwards alone are counted.
+    `counted` are those of the packed forwards. A policy that is its own reference (its adapter switched off) ran twice
+    on the same batches, so they are scaled to the shapes of the batches. Where none ran the masks are summed up.
     """
     if not batches:
         return [*counted, *chose]
@@ -145,8 +141,6 @@ def _step_counts(
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
     """Put real tokens a second, and the share of a batch that is not computed, behind the bar of the steps."""
-    if not metrics:
-        return
     text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     if "padfix/pad_fraction" in metrics:
         saved = 1 - (1 - metrics["padfix/pad_fraction"]) * (1 - metrics["padfix/shared_fraction"])
