@@ -62,11 +62,8 @@ class Layouts(Part):
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """
-        The forwards of policy and reference take the layouts of the batch.
-
-        Raises:
-            PaddingRemovalError: On a CPU, if somebody wrote to the batch unseen, so that its layout is wrong. On
-                another device that is found before something is logged or saved.
+        The forwards of policy and reference take the layouts of the batch. That somebody wrote to it unseen is found
+        at once on a CPU, and elsewhere before something is logged or saved.
         """
         self.trainer.padding.layouts = step.laid.layouts if step.laid is not None else {}
         doubts: list[Doubt] = []
@@ -79,12 +76,7 @@ class Layouts(Part):
             self.read_doubts()
 
     def read_doubts(self) -> None:
-        """
-        Read what steps have relied on; waits for the device.
-
-        Raises:
-            PaddingRemovalError: If something did not hold, so that numbers of a step are wrong.
-        """
+        """Read what steps have relied on, waiting for the device; an error if it did not hold."""
         steps, self._unread = self._unread, []
         for doubts, of in steps:
             check_doubts(doubts, of)
