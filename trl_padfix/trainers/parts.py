@@ -55,15 +55,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Any, **fixed: Any) -> Settings:
-        """
-        The settings of a configuration.
-
-        Args:
-            config ([`DPOConfig`] or another, *optional*):
-                A configuration of this package, of TRL or of transformers.
-            **fixed:
-                Fields that hold whatever the configuration says.
-        """
+        """The settings of a configuration of this package, of TRL or of transformers; `fixed` ones hold anyway."""
         found = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
         return cls(**found | fixed)
 
@@ -118,10 +110,8 @@ class Part:
     """
     A concern of a trainer. A subclass fills in the methods at whose time it has something to do.
 
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Its trainer, or in a test an object with those of its attributes that the part reads. It has a
-            [`Padding`] as `padding` when the part is made, and what `transformers` gives it from `attach` on.
+    The trainer (in a test an object with what the part reads of one) has a [`Padding`] as `padding` when the part is
+    made, and what `transformers` gives it from `attach` on.
     """
 
     def __init__(self, trainer: Any):

@@ -17,13 +17,7 @@ __all__ = ["PairTask", "Task"]
 
 
 class Task:
-    """
-    The task of a trainer that nobody here has heard of; a subclass fills in what differs.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Its trainer. Its attributes are there once its `__init__` has set them.
-    """
+    """The task of a trainer that nobody here has heard of; a subclass fills in what differs."""
 
     # What a dataset must have
 
@@ -70,16 +64,8 @@ class Task:
 
     def check_dataset(self, dataset: Any, given: Any) -> Any:
         """
-        The dataset that TRL is to prepare, where it has sound rows.
-
-        Args:
-            dataset (`Any`):
-                The dataset as it is given to the trainer.
-            given (`SimpleNamespace`):
-                The arguments of TRL's `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
-
-        Raises:
-            ValueError: For what is wrong with its columns and rows.
+        The dataset that TRL is to prepare, with sound rows, or an error. `given` has the arguments of TRL's
+        `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
         """
         if not self.columns:
             return dataset
