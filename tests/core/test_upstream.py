@@ -271,6 +271,10 @@ TRL = [
         "DPO", "SFT",
     ),
     *of_trainers(
+        "_tp_size", "trainers.split_rows", "processes with the same rows, by which tokens seen are divided",
+        partial(is_set, "self.accelerator.parallelism_config.tp_size"), "DPO", "SFT", "Reward", "KTO", needs="trl>=1.16",
+    ),
+    *of_trainers(
         "_get_per_token_logps_and_entropies", "trainers.online, tools.bench.building",
         "overridden: its forwards are split by tokens; called by a step that is measured",
         takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
