@@ -272,7 +272,8 @@ TRL = [
     ),
     *of_trainers(
         "_tp_size", "trainers.split_rows", "processes with the same rows, by which tokens seen are divided",
-        partial(is_set, "self.accelerator.parallelism_config.tp_size"), "DPO", "SFT", "Reward", "KTO", needs="trl>=1.16",
+        partial(is_set, "self.accelerator.parallelism_config.tp_size"), "DPO", "SFT", "Reward", "KTO",
+        needs="trl>=1.16",
     ),
     *of_trainers(
         "_get_per_token_logps_and_entropies", "trainers.online, tools.bench.building",
