@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .attention.attention import refuse_implementation
-from .call.arguments import bind, pack_arguments, unpack_output
+from .call.arguments import bind, pack_arguments, slice_arguments, unpack_output
 from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
@@ -28,6 +28,7 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
 from .layout.pieces import PieceLayout
+from .layout.slices import Slices
 from .mixers.dry_run import DryRun
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
@@ -102,7 +103,8 @@ class DecoderPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             self.attachment.stats.add(layout)
             call["use_cache"] = False
-            if layout.is_trivial:
+            slices = self.attachment.slices_of(layout)
+            if layout.is_trivial and slices is None:
                 if prepared is not None:
                     call["attention_mask"] = prepared.given
                 self._match_other_processes(call)
@@ -115,10 +117,10 @@ class DecoderPatch(ForwardPatch):
             elif self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
-                output = self._over_packed_row(call, layout, prepared)
+                output = self._over_packed_row(call, layout, prepared, slices)
             if not self.takes_whole_rows and asked is not None and not asked.pools_last and asked.scored is None:
                 set_until_reset(model=replace(asked, layout=layout))
-            return unpack_output(output, layout, asked)
+            return unpack_output(output, layout, asked, slices)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
@@ -142,16 +144,23 @@ class DecoderPatch(ForwardPatch):
         """The output of the decoder for the tokens that a piece of a step computes, and for those that it sees."""
         if layout.own is None:
             return layout.sight.without_own()
-        output = self._over_packed_row(call, layout.own, None, layout.sight)
+        output = self._over_packed_row(call, layout.own, None, sight=layout.sight)
         return layout.sight.join(output, layout.own.packed_tokens)
 
     def _over_packed_row(
-        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None, sight: Sight | None = None
+        self,
+        call: dict[str, Any],
+        layout: Layout,
+        prepared: PreparedMasks | None,
+        slices: Slices | None = None,
+        sight: Sight | None = None,
     ) -> Any:
-        """The output of the decoder for the packed tokens."""
+        """The output of the decoder for the packed tokens; with `slices`, for those of this process."""
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         if prepared is not None:
             packed["attention_mask"] = prepared.for_decoder()
+        if slices is not None:
+            packed = slice_arguments(packed, slices)
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
         current = PackedCall(
@@ -164,6 +173,7 @@ class DecoderPatch(ForwardPatch):
             prepared=prepared,
             one_block=self._needs_equal_calls(),
             sight=sight,
+            slices=slices,
         )
         if current.one_block:
             calls_of_layers(current, one_block=True)

@@ -60,8 +60,6 @@ class Layout:
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
-        key_positions (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
-            As `positions`, of the keys, where these are not all among the packed tokens.
     """
 
     batch_shape: tuple[int, int]
@@ -77,7 +75,6 @@ class Layout:
     spans: tuple[int, ...]
     key_order: torch.Tensor | None = None
     key_offsets: torch.Tensor | None = None
-    key_positions: torch.Tensor | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -112,6 +109,11 @@ class Layout:
         return max(self.query_lengths), max(self.key_lengths)
 
     @property
+    def key_positions(self) -> torch.Tensor:
+        """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
+        return self.positions if self.key_index is None else self.positions.index_select(0, self.key_index)
+
+    @property
     def gathered_keys(self) -> int:
         """Keys that each layer gathers before it attends."""
         return 0 if self.key_index is None else self.key_index.numel()
@@ -124,10 +126,8 @@ class Layout:
     @property
     def sharing_pays(self) -> bool:
         """
-        Whether the tokens that are saved cost more than the keys that are gathered for it.
-
-        Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is
-        not computed, but it is done for whole rows, however short the prefix is that they share.
+        Whether the tokens that are saved cost more than the keys that every layer gathers for it: little for each, but
+        of whole rows, however short the prefix is that they share.
         """
         return (self.real_tokens - self.packed_tokens) * KEYS_PER_TOKEN >= self.gathered_keys
 

@@ -20,6 +20,7 @@ import torch
 from .build import prefix_sharing_layout
 from .flat_maps import bounds_of
 from .layout import Layout
+from .slices import QueriesLayout
 
 
 __all__ = ["PieceLayout", "Pieces", "Trunk", "plan_pieces"]
@@ -267,16 +268,16 @@ class _StepTrie:
             return None
         queries, keys = [new for new, _ in segments], [len(path) for _, path in segments]
         computed, looked_at = np.concatenate(own), np.concatenate([path for _, path in segments])
-        key_index = key_order = key_offsets = key_positions = None
+        key_index = key_order = key_offsets = None
+        key_positions = torch.from_numpy(self.positions[looked_at])
         cu_seqlens_q = cu_seqlens_k = bounds_of(queries)
         if len(computed) < tokens or queries != keys:
             index = local[looked_at]
             order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=tokens)
             key_index, key_order = torch.from_numpy(index), torch.from_numpy(order)
             key_offsets = torch.from_numpy(np.cumsum(counts) - counts)
-            key_positions = torch.from_numpy(self.positions[looked_at])
             cu_seqlens_k = bounds_of(keys)
-        return Layout(
+        return QueriesLayout(
             batch_shape=batch_shape,
             real_index=torch.from_numpy(real),
             source=None,
@@ -290,5 +291,5 @@ class _StepTrie:
             spans=tuple(int(self.positions[path[-1]]) + 1 for _, path in segments),
             key_order=key_order,
             key_offsets=key_offsets,
-            key_positions=key_positions,
+            positions_of_keys=key_positions,
         )

@@ -258,6 +258,8 @@ def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool)
         )
     if getattr(args, "torch_compile", False):
         return "compiled layers take no states from outside"
+    if handle.split is not None:
+        return "several processes compute one row (context parallelism)"
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
     kinds = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
