@@ -33,6 +33,7 @@ _MODULES = {
     "trainers.reward": ["RewardTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
+    "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         DataCollatorForPreference,
         DataCollatorForReward,
     )
+    from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.dpo import DPOTrainer

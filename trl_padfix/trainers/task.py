@@ -11,6 +11,7 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
 from .data.row_checks import sound_rows
+from .data.turns import check_tool_messages
 from .steps.measures import RowMeasure
 
 
@@ -154,6 +155,11 @@ class PairTask(Task):
     """Rows are the chosen completions of a batch, and then its rejected ones."""
 
     rows_per_item = 2
+
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
+        dataset = super().check_dataset(dataset, given)
+        check_tool_messages(dataset, given.processing_class, given.dataset_name, ("prompt", "chosen"))
+        return dataset
 
     def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
