@@ -300,6 +300,37 @@ def test_turns_are_made_rows_of(tmp_path):
         bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
 
 
+def rollouts(path):
+    """Trials of tasks, with a call of a tool in each, all rows of a task behind one another."""
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}]
+    rows = []
+    for task, thing in enumerate(["key", "hat", "ring", "map", "ball", "cup"]):
+        asked = [{"role": "user", "content": f"{'alpha ' * 40}find the {thing}"}]
+        for trial in range(2):
+            said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "a hall"}]
+            messages = [*asked, *said, {"role": "assistant", "content": "gamma " * (2 + trial + task)}]
+            rows.append({"task": task, "trial": trial, "reward": float(trial), "messages": messages})
+    Dataset.from_list(rows).to_json(path)
+    return str(path)
+
+
+def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
+    data = bench.load_dialogues(rollouts(tmp_path / "rollouts.jsonl"), expand_turns=True)
+    variants = ("trl", "padding_free", "auto", "group_by_prefix")
+    settings = dataclasses.replace(
+        TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,
+        variants=variants,
+    )  # fmt: skip
+    step = bench.prepare(data, settings)
+    tokenizer = step.trainer.processing_class
+    assert sum("look" in tokenizer.decode(row["input_ids"]) for row in step.rows) == len(step.rows) == 16
+    groups = [{tokenizer.decode(row["input_ids"]).split("find the ")[1].split("<")[0] for row in step.rows[:4]}]
+    assert len(groups[0]) == 1  # the step before the counted ones is the rows of one task, of an epoch of 24
+    found = {r.name: r for r in bench.measure(step, settings)}
+    assert found["group_by_prefix"].tokens < 0.8 * found["auto"].tokens < found["padding_free"].tokens
+    assert found["group_by_prefix"].loss == pytest.approx(found["trl"].loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("data", ["tree:", "tree:4/600/80", "tree:0x8/600/80", "tree:4x8/600/3"])
 def test_sizes_that_are_no_tree_are_an_error(data):
     with pytest.raises(ValueError, match="write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`"):

@@ -31,6 +31,9 @@ def stats(
         str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
+    ] = False,
     max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
     truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
@@ -57,6 +60,7 @@ def stats(
     from ..tools.data import load_recipe, load_rows, rename_columns
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
+    from ..trainers.data.turns import expand_turns as expand
 
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in world_size.split(",")]
     if min(sizes) < 1:
@@ -80,10 +84,14 @@ def stats(
         raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
     with mistakes_of("DATA"):
         rows = rename_columns(load_rows(data, split), columns)
+        texts = s.texts_of(rows)  # of rollouts, each once
+        measured = data  # what `bench` is to be given
+        if expand_turns or recipe.get("expand_turns"):
+            rows, measured = expand(rows), f"{data} --expand-turns"
 
     if train_tokenizer is not None:
         with console.status("Training a tokenizer"), mistakes_of("DATA"):
-            loaded, name = tiny.train_tokenizer(s.texts_of(rows), train_tokenizer), f"a BPE of {train_tokenizer}"
+            loaded, name = tiny.train_tokenizer(texts, train_tokenizer), f"a BPE of {train_tokenizer}"
     else:
         with mistakes_of("--tokenizer"):
             loaded, name = load_tokenizer(str(tokenizer)), tokenizer
@@ -130,7 +138,7 @@ def stats(
     verdict = v.advise(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
     if verdict is not None:
         console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
-        print_as_is(*v.verdict_lines(verdict, data))
+        print_as_is(*v.verdict_lines(verdict, measured))
     write_json(
         json,
         {
@@ -138,7 +146,7 @@ def stats(
             "batches": [asdict(b) for b in batches],
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
-            "verdict": verdict and verdict.to_dict(data),
+            "verdict": verdict and verdict.to_dict(measured),
         },
     )  # fmt: skip
     if plot is not None:
