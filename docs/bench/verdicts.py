@@ -25,6 +25,10 @@ FILES = ["dpo-hh-rlhf-8-pairs-auto", "dpo-hh-rlhf-16-pairs", "sft-hh-rlhf-16-row
 FILES += ["sft-tree-4x8-600-80", "dpo-tree-4x8-600-80", "sft-short-prompts", "dpo-short-prompts"]
 
 
+DATA = Path(__file__).parents[2] / "recipes/data"
+SHIPPED = {"rollouts.jsonl.gz": DATA / "airline/rollouts.jsonl.gz", "pairs.jsonl.gz": DATA / "gsm8k/pairs.jsonl.gz"}
+
+
 def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
     """The counts of the measured batches, of each as if it were all data."""
     known = {field.name for field in dataclasses.fields(bench.BenchSettings)}
@@ -39,15 +43,20 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
         rows = bench.pairs_of_lengths(count, *lengths, float(spread))
     elif described == "equal":
         rows = bench.equal_length_pairs(count * 2)
+    elif described in SHIPPED:
+        load = bench.load_dialogues if settings.expand_turns else bench.load_pairs
+        rows = load(str(SHIPPED[described]), **{"expand_turns": True} if settings.expand_turns else {})
     else:
         rows = bench.load_pairs(data)
     rows = verdict.tokenized(bench.prepare(rows, settings).rows)[settings.pairs * settings.warmup :]
+    if "group_by_prefix" in settings.variants:  # its batches are made of all rows
+        return [verdict.advise(rows, batch_size=settings.pairs, budget=0)]
     batches = [rows[i : i + settings.pairs] for i in range(0, settings.pairs * settings.steps, settings.pairs)]
     return [verdict.advise(batch, batch_size=settings.pairs, budget=0) for batch in batches]
 
 
 def expected(found: list[verdict.Verdict], tokens: str) -> float:
-    mean = {f: float(np.mean([getattr(v, f) for v in found])) for f in ("padded", "scored", "real", "auto")}
+    mean = {f: float(np.mean([getattr(v, f) for v in found])) for f in ("padded", "scored", "real", "auto", "grouped")}
     # `auto` and `grouped` alike: what is computed in these very batches.
     only = dataclasses.replace(
         found[0], padded=mean["padded"], scored=mean["scored"], auto=mean[tokens], grouped=mean[tokens]
@@ -64,7 +73,7 @@ def main() -> None:
     for name in FILES:
         report = json.loads((Path(__file__).parent / f"{name}-cpu.json").read_text())
         found = counted(report, options.data)
-        for variant, tokens in (("padding_free", "real"), ("prefix_sharing", "auto")):
+        for variant, tokens in (("padding_free", "real"), ("prefix_sharing", "auto"), ("group_by_prefix", "grouped")):
             speeds = [v["speedup"] for v in report["variants"] if v["name"] == variant]
             cases += [(f"{name}, {variant}", found, tokens, speed) for speed in speeds]
 

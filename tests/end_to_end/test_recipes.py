@@ -186,6 +186,20 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
     assert report["metrics"]["loss"]["first"] > 0
 
 
+@SLOW
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_published_rollouts_are_trained_on(method, tmp_path):
+    few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
+    batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]
+    command = [sys.executable, "recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["metrics"]["padfix/shared_fraction"]["first"] > 0.1
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_every_recipe_is_run_by_one_of_our_commands():
     scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
     assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)

@@ -44,6 +44,20 @@ def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "rew
     Raises:
         TypeError: If the dataset is a stream.
         ValueError: If it has no such column, a row has no reward, or no rollout is good.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from trl_padfix import good_rollouts
+
+    >>> asked = {"role": "user", "content": "2+2?"}
+    >>> trials = [("3", 0.0), ("4", 1.0)]
+    >>> rows = [{"reward": r, "messages": [asked, {"role": "assistant", "content": c}]} for c, r in trials]
+    >>> [row["messages"][1]["content"] for row in good_rollouts(Dataset.from_list(rows))]
+    ['4']
+
+    ```
     """
     rewards = _rewards(dataset, reward)
     good = [i for i, value in enumerate(rewards) if value >= at_least]
