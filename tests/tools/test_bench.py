@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.commands import build_pairs
+from kit.commands import build_pairs, write_rollouts
 from typer.testing import CliRunner
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
@@ -300,22 +300,8 @@ def test_turns_are_made_rows_of(tmp_path):
         bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
 
 
-def rollouts(path):
-    """Trials of tasks, with a call of a tool in each, all rows of a task behind one another."""
-    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}]
-    rows = []
-    for task, thing in enumerate(["key", "hat", "ring", "map", "ball", "cup"]):
-        asked = [{"role": "user", "content": f"{'alpha ' * 40}find the {thing}"}]
-        for trial in range(2):
-            said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "a hall"}]
-            messages = [*asked, *said, {"role": "assistant", "content": "gamma " * (2 + trial + task)}]
-            rows.append({"task": task, "trial": trial, "reward": float(trial), "messages": messages})
-    Dataset.from_list(rows).to_json(path)
-    return str(path)
-
-
 def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
-    data = bench.load_dialogues(rollouts(tmp_path / "rollouts.jsonl"), expand_turns=True)
+    data = bench.load_dialogues(write_rollouts(tmp_path / "rollouts.jsonl"), expand_turns=True)
     variants = ("trl", "padding_free", "auto", "group_by_prefix")
     settings = dataclasses.replace(
         TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,
