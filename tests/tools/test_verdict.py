@@ -38,6 +38,15 @@ def test_the_advice_follows_the_data(kind):
         assert found.speed == pytest.approx(1, abs=0.02)
 
 
+def test_a_mask_costs_padded_rows_more_in_a_smaller_model():
+    how = {"batch_size": 8, "budget": 0}
+    large, small = (advise(tokenized(tree_rows(TREE, 64)), **how, hidden_size=size) for size in (512, 128))
+    assert large.squares > large.padded
+    assert small.speed > large.speed
+    assert small.by_tokens == large.by_tokens
+    assert advise(tokenized(equal_length_pairs(64)), **how).squares == 0
+
+
 def test_one_batch_costs_what_its_layout_has():
     rows = tokenized(tree_rows(TREE, 16))
     found = advise(rows, batch_size=16, budget=4096)

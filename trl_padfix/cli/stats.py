@@ -44,6 +44,7 @@ def stats(
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
     trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
+    shape: Annotated[str, typer.Option(help="Model shape of `bench` whose speed the verdict estimates.")] = "small",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
     json: JsonOption = None,
@@ -53,7 +54,7 @@ def stats(
 
     if data == "equal" or data.startswith(("tree:", "lengths:")):
         outputs(json=json)
-        return _made_up(data, trainer, batch_size, max_tokens_per_batch, seed, json)
+        return _made_up(data, trainer, batch_size, max_tokens_per_batch, shape, seed, json)
     from ..tools import stats as s
     from ..tools import tiny
     from ..tools import verdict as v
@@ -75,6 +76,7 @@ def stats(
     max_length = max_length or None
     truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
     one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
+    one_of("--shape", shape, tiny.BENCH_SHAPES)
     with mistakes_of("--world-size"):
         s.check_size(max(sizes), batch_size, accumulation)
     if tokenizer is None and train_tokenizer is None:
@@ -85,9 +87,9 @@ def stats(
     with mistakes_of("DATA"):
         rows = rename_columns(load_rows(data, split), columns)
         texts = s.texts_of(rows)  # of rollouts, each once
-        measured = data  # what `bench` is to be given
+        measured = data + _shape_flag(shape)  # what `bench` is to be given
         if expand_turns or recipe.get("expand_turns"):
-            rows, measured = expand(rows), f"{data} --expand-turns"
+            rows, measured = expand(rows), f"{measured} --expand-turns"
 
     if train_tokenizer is not None:
         with console.status("Training a tokenizer"), mistakes_of("DATA"):
@@ -135,7 +137,9 @@ def stats(
     table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in waits)
     console.print(figure_table(("processes", "fixed batches", f"max_tokens_per_batch={budget}"), table))
     seen = v.sample(rows, loaded, max_length)
-    verdict = v.advise(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
+    hidden_size = tiny.BENCH_SHAPES[shape]["hidden_size"]
+    how_fast = {"batch_size": batch_size, "budget": budget, "seed": seed, "hidden_size": hidden_size}
+    verdict = v.advise(seen, **how_fast) if seen else None
     if verdict is not None:
         console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
         print_as_is(*v.verdict_lines(verdict, measured))
@@ -156,24 +160,32 @@ def stats(
 
 
 def _made_up(
-    data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int, json: Path | None
+    data: str, trainer: str, batch_size: int | None, budget: int | None, shape: str, seed: int, json: Path | None
 ) -> None:
     """The verdict on data that `bench` makes up."""
     from dataclasses import replace
 
     from ..tools import bench as b
     from ..tools import verdict as v
+    from ..tools.tiny import BENCH_SHAPES
 
     one_of("--trainer", trainer, ["dpo", "sft"])
+    one_of("--shape", shape, BENCH_SHAPES)
     with mistakes_of("DATA"):
         tree = b.parse_tree(data)
         batch_size = batch_size or (8 if tree is None else tree.rows)
         count = 400 if tree is None else 12 * max(batch_size, tree.rows)
         rows = v.tokenized(b.made_up(data, trainer, count, seed=seed))
-    found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed)
+    hidden_size = BENCH_SHAPES[shape]["hidden_size"]
+    found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed, hidden_size=hidden_size)
     found = replace(found, budget=budget or round(found.tokens))
-    print_as_is(*v.verdict_lines(found, data))
-    write_json(json, {"data": data, "verdict": found.to_dict(data)})
+    measured = data + _shape_flag(shape)
+    print_as_is(*v.verdict_lines(found, measured))
+    write_json(json, {"data": data, "verdict": found.to_dict(measured)})
+
+
+def _shape_flag(shape: str) -> str:
+    return "" if shape == "small" else f" --shape {shape}"
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
