@@ -1,21 +1,16 @@
-"""
-Functions of transformers as the package `kernels` leaves them where it is installed: modules that call them.
-
-Transformers may ask for a later `kernels` than the one at hand, so its decorator is applied here.
-"""
+"""Functions of transformers as the package `kernels` leaves them where it is installed: modules that call them."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from types import MethodType
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from kit.families import build
 from kit.family_outcomes import LEAK, TOLERANCE, alone, batched, gradient_difference, gradients_of, weighted
+from kit.hub_functions import as_modules
 from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
@@ -27,14 +22,6 @@ from trl_padfix.core.mixers.primitives import kernel_parameters
 
 kernels = pytest.importorskip("kernels.layer.layer")
 RULE = "torch_chunk_gated_delta_rule"
-
-
-def decorated(model: nn.Module) -> Any:
-    """The functions of a model's mixers are modules until the block ends."""
-    space = vars(sys.modules[type(model).__module__])
-    names = primitives._KNOWN.keys() & space.keys()
-    plain = {name: space[name] for name in names if inspect.isfunction(space[name])}
-    return mock.patch.dict(space, {n: kernels.use_kernel_forward_from_hub(n)(f) for n, f in plain.items()})
 
 
 def chunk_gated_delta_rule(q, k, v, g=None, beta=None, initial_state=None, output_final_state=False, cu_seqlens=None):
@@ -60,7 +47,7 @@ def rule(monkeypatch) -> nn.Module:
 def test_functions_that_are_modules_are_called_as_functions_are(family, sharing):
     model = build(family)
     expected = alone(model)
-    with decorated(model), remove_padding(model, prefix_sharing=sharing):
+    with as_modules(model), remove_padding(model, prefix_sharing=sharing):
         logps = batched(model, "left")
         assert (logps.detach() - expected[0]).abs().max() <= TOLERANCE
         assert gradient_difference(gradients_of(model, weighted(logps)), expected[1]) <= TOLERANCE
@@ -70,7 +57,7 @@ def test_a_scan_that_is_given_no_rows_would_be_seen(monkeypatch):
     model = build("mamba")
     expected = alone(model)
     monkeypatch.setitem(primitives._KNOWN, "mamba_selective_scan", lambda own, call: own)
-    with decorated(model), torch.no_grad(), remove_padding(model):
+    with as_modules(model), torch.no_grad(), remove_padding(model):
         assert (batched(model, "left") - expected[0]).abs().max() >= LEAK
 
 

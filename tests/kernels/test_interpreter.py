@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from kit.interpreted import counted_kernels  # noqa: E402
-from triton.language.extra import libdevice  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import triton
+import triton.language as tl
+from kit.interpreted import counted_kernels
+from triton.language.extra import libdevice
+from triton.runtime import interpreter
 
 
 pytestmark = pytest.mark.kernels

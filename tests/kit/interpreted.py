@@ -46,8 +46,8 @@ def _smallest(self: Any, kwargs: dict[str, Any], own: Callable = autotuner.Autot
 autotuner.Autotuner.prune_configs = _smallest
 
 
-# What a compiled kernel holds as a scalar is a Python number in the interpreter, and has no `.to()`: variables of loops
-# over `range`, and float arguments (triton#5965).
+# What a compiled kernel holds as a scalar is a Python number in the interpreter, which has no `.to()`: variables of
+# loops over `range`, and float arguments (triton#5965).
 def _of_loop(numbers: range) -> Iterator[Any]:
     return map(interpreter._implicit_cvt, numbers)
 
@@ -156,7 +156,7 @@ def trl_on_triton() -> Iterator[None]:
     """TRL goes as on a GPU: its kernels, and its fused head on the positions with a label only."""
     with contextlib.ExitStack() as stack:
         for name in ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence", "trl.trainer.utils"):
-            stack.enter_context(mock.patch(f"{name}._use_triton", lambda device: True))
+            stack.enter_context(mock.patch(f"{name}._use_triton", return_value=True))
         yield
 
 
