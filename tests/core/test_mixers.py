@@ -13,7 +13,6 @@ import gc
 import sys
 import threading
 import types
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,6 +32,7 @@ from kit.family_outcomes import (
     padded,
     rows,
     stable_topk,
+    trees_without_parents,
     weighted,
 )
 from peft import LoraConfig, get_peft_model
@@ -243,19 +243,9 @@ def test_a_leak_would_be_seen(family, sharing):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
-def test_a_state_that_does_not_fork_would_be_seen(family, monkeypatch):
-    build_tree = NodeTree.__init__
-
-    def without_parents(self, layout):
-        build_tree(self, layout)
-        self.levels = [
-            replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
-            for level in self.levels
-        ]
-
-    monkeypatch.setattr(NodeTree, "__init__", without_parents)
+def test_a_state_that_does_not_fork_would_be_seen(family):
     model = build(family)
-    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
+    with trees_without_parents(), torch.no_grad(), remove_padding(model, prefix_sharing=True):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
 
 
