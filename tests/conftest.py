@@ -69,12 +69,12 @@ def _asks_for_kernels(config: pytest.Config) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that take minutes, unless `-m` or a node id names them; skip `gpu` tests without a GPU."""
     by_hand = tuple(arg.rpartition("/")[2] for arg in config.args if "::" in arg)
-    asked = set(re.findall(r"\w+", config.option.markexpr)) | ({"kernels"} if _asks_for_kernels(config) else set())
+    asked, without_kernels = set(re.findall(r"\w+", config.option.markexpr)), not _asks_for_kernels(config)
     left_out = []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         is_named = marks & asked or item.nodeid.rpartition("/")[2].startswith(by_hand)
-        if marks & {"slow", "families", "campaign", "kernels"} and not is_named:
+        if ("kernels" in marks and without_kernels) or (marks & {"slow", "families", "campaign"} and not is_named):
             left_out.append(item)
         elif "gpu" in marks and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -99,7 +99,7 @@ def differences(family: str, mode: str, *, modules: bool = False) -> tuple[float
     return (got[0] - logps).abs().max().item(), gradient_difference(got[1], gradients), sum(launches.values())
 
 
-FAST = [("qwen3_next", "packed"), ("qwen3_next", "forked")]
+FAST = [("qwen3_next", "packed"), ("qwen3_next", "forked"), ("mamba2", "packed")]
 
 
 @pytest.mark.parametrize(("family", "mode"), slow_but(FAST, itertools.product(PACKAGES, MODES)))
