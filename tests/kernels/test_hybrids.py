@@ -30,6 +30,7 @@ from kit.family_outcomes import (
     weighted,
 )
 from kit.hub_functions import as_modules
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 
 pytest.importorskip("triton")
@@ -62,7 +63,10 @@ def _few_rows(monkeypatch):
 
 def make(family: str) -> Any:
     pytest.importorskip(PACKAGES[family])
-    return build_type(family, SMALL[family]) if family in SMALL else build(family)
+    # `fla` registers models of its own under names of transformers', Mamba 2 among them.
+    registered = CONFIG_MAPPING._extra_content, AutoModelForCausalLM._model_mapping._extra_content
+    with mock.patch.dict(registered[0], clear=True), mock.patch.dict(registered[1], clear=True):
+        return build_type(family, SMALL[family]) if family in SMALL else build(family)
 
 
 def in_torch(model: Any) -> Any:
