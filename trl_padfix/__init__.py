@@ -34,6 +34,7 @@ _MODULES = {
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.turns": ["expand_turns"],
+    "integrations.callback": ["PaddingRemovalCallback"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .core.layout.layout import Layout, pack, unpack
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
+    from .integrations.callback import PaddingRemovalCallback
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (

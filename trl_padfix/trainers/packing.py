@@ -18,15 +18,16 @@ from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .checks import check_vision, column_names, is_zero_3, refuse_whole_rows, splitting_parallelism
+from .checks import check_vision, column_names
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
+from .launches import check_launch, is_zero_3, models_of, refuse_whole_rows
 from .parts import Part, Settings
 from .task import Task
 from .watch.finite import check_weights
 
 
-__all__ = ["Packing", "Padding", "datasets_of", "models_of"]
+__all__ = ["Packing", "Padding", "datasets_of"]
 
 logger = get_logger(__name__)
 
@@ -130,7 +131,7 @@ class Packing(Part):
         self._check_values()
 
     def _attach_all(self) -> None:
-        self._check_launch()
+        check_launch(self.trainer)
         for model in models_of(self.trainer):
             handle = remove_padding(model, **self._options())
             handle.is_trainers = True
@@ -149,7 +150,7 @@ class Packing(Part):
         if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
-            self._check_launch()
+            check_launch(self.trainer)
             handle = remove_padding(trainer.model)
         except PaddingRemovalError as error:
             logger.warning(f"Packed rows are left to the model's own attention. {error}")
@@ -203,23 +204,6 @@ class Packing(Part):
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size)
 
-    def _check_launch(self) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If the model is copied, or rows are split over processes.
-        """
-        if self.trainer.args.n_gpu > 1:
-            raise PaddingRemovalError(
-                f"`nn.DataParallel` on {self.trainer.args.n_gpu} GPUs runs copies of the model that share one "
-                "decoder. Launch with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
-            )
-        size = splitting_parallelism(self.trainer.accelerator, "cp_size", "sp_size")
-        if size is not None:
-            raise PaddingRemovalError(
-                f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
-                "`padding_free=False`, or train without context and sequence parallelism."
-            )
-
     def ready(self) -> None:
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
             self._check_images(name, dataset)
@@ -263,11 +247,6 @@ class Packing(Part):
             attachment.remove()
         self._undo.close()
         self.trainer.padding.handles, self._numberings = [], []
-
-
-def models_of(trainer: Any) -> list[Any]:
-    """The policy, and the reference if it is a model of its own."""
-    return [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
 
 
 def datasets_of(trainer: Any) -> dict[str, Any]:
