@@ -6,7 +6,9 @@ It needs no class of this package and no particular TRL; the plug-ins of other s
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,9 +26,11 @@ from ..trainers.watch.parity import compare, tensors_of_call
 from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
 
 
-__all__ = ["PaddingRemovalCallback"]
+__all__ = ["PaddingRemovalCallback", "settings_in"]
 
 logger = get_logger(__name__)
+
+PREFIX = "padfix_"
 
 WRAPPERS = {
     "DeepSpeedEngine": "DeepSpeed",
@@ -211,6 +215,20 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
+
+
+def settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    Arguments of [`PaddingRemovalCallback`] in the configuration of another stack, where they begin with `padfix_`.
+
+    Raises:
+        ValueError: For a name that begins so and is none of them.
+    """
+    given = {key: value for key, value in config.items() if str(key).startswith(PREFIX) and value is not None}
+    known = [f"{PREFIX}{name}" for name in inspect.signature(PaddingRemovalCallback).parameters]
+    if unknown := sorted(given.keys() - set(known)):
+        raise ValueError(f"trl_padfix has no keys {unknown}; it has {known}.")
+    return {key.removeprefix(PREFIX): value for key, value in given.items()}
 
 
 def _refuse_taken_over(trainer: Any) -> None:
