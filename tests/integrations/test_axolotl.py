@@ -47,7 +47,7 @@ def config(folder, method: str, **more) -> str:
         "micro_batch_size": 4,
         "gradient_accumulation_steps": 1,
         "max_steps": STEPS,
-        "learning_rate": 1e-3,
+        "learning_rate": 1e-4,
         "optimizer": "adamw_torch",
         "seed": 42,  # axolotl shuffles anew in each run without one
         "lr_scheduler": "constant",
