@@ -21,7 +21,7 @@ from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_pretrained
 from ..core.parity import ParityReport
 from ..core.remove import remove_padding
-from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows
+from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
 from ..trainers.watch.parity import compare, tensors_of_call
 from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
 
@@ -116,6 +116,11 @@ class PaddingRemovalCallback(TrainerCallback):
         """
         self.remove()
         check_launch(trainer)
+        if splitting_parallelism(trainer.accelerator, "cp_size"):
+            raise PaddingRemovalError(
+                "`cp_size` splits rows over processes, and a callback cannot split what the trainer computes its loss "
+                "of. Use a trainer of this package, or train without context parallelism."
+            )
         _refuse_taken_over(trainer)
         options = {"prefix_sharing": self._sharing(trainer.args), "pool_last_token": self.pool_last_token}
         self.handles, self.reports, self._trainer = [], [], trainer
@@ -199,7 +204,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if self._trainer is not None:
             counts = forward_counts(self.handles[0])
             new = [now - before for now, before in zip(counts, self._counted, strict=True)]
-            self._counters[mode].add(summed_over_processes(new, self._trainer))
+            self._counters[mode].add(summed_over_processes(torch.tensor(new), self._trainer))
             self._counted = counts
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:

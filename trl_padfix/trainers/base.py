@@ -37,7 +37,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from .attention_choice import AttentionChoice
-from .checks import check_arguments, explain_missing_flash_attention
+from .checks import check_arguments
 from .compilation import Compilation
 from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
@@ -46,6 +46,7 @@ from .packing import Packing, Padding
 from .parts import Evaluation, Part, Settings, Step, entered
 from .saving.cards import card_tags, describe_in_card
 from .saving.whole_checkpoints import WholeCheckpoints
+from .split_rows import SplitRows
 from .steps.budget import Budget, pieces_of
 from .steps.sampler import StepOrder, StepRows
 from .task import Task
@@ -62,6 +63,7 @@ __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
+    SplitRows,  # of what is packed
     Compilation,  # of layers that are packed
     ExactMeans,  # takes rows out of a batch, so before all that look at it
     Parity,  # not counted, and with layouts of its own
@@ -129,11 +131,9 @@ class PaddingFreeMixin:
                 self._attach()
                 for part in padding.parts:
                     part.ready()
-            except BaseException as error:
+            except BaseException:
                 for part in reversed(padding.parts):
                     part.abandon()
-                if isinstance(error, ImportError):
-                    explain_missing_flash_attention(error)
                 raise
 
     def _attach(self) -> None:
@@ -214,14 +214,6 @@ class PaddingFreeMixin:
         """
         A block with forwards of the policy, and of the reference, on one batch: packed as its layouts say, checked for
         parity on the first batch, and counted. Within another such block it does nothing of its own.
-
-        Args:
-            model (`torch.nn.Module`):
-                The policy.
-            inputs (`dict`):
-                The batch.
-            returns_outputs (`bool`, *optional*, defaults to `False`):
-                Whether the loss is asked for with the outputs.
         """
         padding = self.padding
         plain, laid = without_layouts(inputs)

@@ -22,7 +22,7 @@ from .field_types import (
     help_from_docstring,
     parse_implementation,
 )
-from .generation.config import GeneratingConfig
+from .generation.config import EvaluationConfig
 from .steps.config import BudgetConfig, OnlineBudgetConfig
 
 
@@ -67,6 +67,7 @@ class PackingConfig:
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: bool = True
     stop_on_nonfinite: bool = False
+    cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -85,16 +86,9 @@ class PaddingConfig(PackingConfig):
         super().__post_init__()
 
 
-@dataclass
-class ExactEvalConfig(PaddingConfig):
-    """[`PaddingConfig`] and `exact_eval_means`, for trainers that can average over all items of an evaluation."""
-
-    exact_eval_means: bool = False
-
-
 @help_from_docstring
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.DPOConfig):
+class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -114,6 +108,9 @@ class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactE
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
             Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with the step and
             the rows, and the run goes on, as in TRL.
+        cp_attention (`str`, *optional*, defaults to `"heads"`):
+            With `padding_free` and accelerate's `cp_size`: how several processes attend over one packed row. 'heads':
+            tokens are exchanged for heads; takes as many heads as processes. 'keys': keys and values are gathered.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest that is installed here, or for a
             vision model a name for each part. By default transformers' choice.
@@ -312,7 +309,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
 
 @help_from_docstring
 @dataclass
-class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 

@@ -104,6 +104,11 @@ class Layout:
         return max(self.query_lengths), max(self.key_lengths)
 
     @property
+    def key_positions(self) -> torch.Tensor:
+        """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
+        return self.positions if self.key_index is None else self.positions.index_select(0, self.key_index)
+
+    @property
     def gathered_keys(self) -> int:
         """Keys that each layer gathers before it attends."""
         return 0 if self.key_index is None else self.key_index.numel()
@@ -116,10 +121,8 @@ class Layout:
     @property
     def sharing_pays(self) -> bool:
         """
-        Whether the tokens that are saved cost more than the keys that are gathered for it.
-
-        Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is
-        not computed, but it is done for whole rows, however short the prefix is that they share.
+        Whether the tokens that are saved cost more than the keys that every layer gathers for it: little for each, but
+        of whole rows, however short the prefix is that they share.
         """
         return (self.real_tokens - self.packed_tokens) * KEYS_PER_TOKEN >= self.gathered_keys
 
