@@ -36,6 +36,7 @@ _MODULES = {
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
+    "integrations.callback": ["PaddingRemovalCallback"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
     from .core.splitting import split_rows
+    from .integrations.callback import PaddingRemovalCallback
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (

@@ -6,13 +6,10 @@ from collections.abc import Sized
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
-from ..core.handle import PaddingRemoval
-from ..core.mixers.mixers import WHOLE
 from ..core.model.positions import length_dependent_ropes
 from .data.collators import check_padding_side
 from .data.columns import image_counts, values
@@ -27,13 +24,10 @@ __all__ = [
     "check_vocabulary",
     "column_names",
     "image_columns",
-    "is_zero_3",
-    "refuse_whole_rows",
     "require_columns",
     "require_eos",
     "require_rows",
     "rope_kind_beyond",
-    "splitting_parallelism",
     "tokenizer_of",
 ]
 
@@ -179,28 +173,6 @@ def check_vision(dataset: Dataset, processor: Any, dataset_name: str) -> None:
         example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
         for _, given, wanted in misplaced_images([example], processor):
             raise ValueError(misplaced((number, given, wanted), f"the {dataset_name} dataset"))
-
-
-def is_zero_3(accelerator: Any) -> bool:
-    """Whether DeepSpeed gathers parameters module by module, as they are called."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and plugin.zero_stage == 3
-
-
-def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
-    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
-    parallelism = accelerator.parallelism_config
-    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
-
-
-def refuse_whole_rows(handle: PaddingRemoval) -> None:
-    """Refuse a decoder that is called once for each length of a row, where parameters are sharded."""
-    for mixer in handle.mixers.that_are(WHOLE):
-        raise PaddingRemovalError(
-            f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
-            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another for ever "
-            "where their rows have other lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
-        )
 
 
 def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:

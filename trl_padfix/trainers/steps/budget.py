@@ -27,10 +27,11 @@ from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
 from ...core.model.patching import Attachment
-from ..checks import column_names, rope_kind_beyond, splitting_parallelism
+from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
 from ..field_types import temporarily_set
-from ..packing import datasets_of, models_of
+from ..launches import models_of, splitting_parallelism
+from ..packing import datasets_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
 from .config import check_token_budget

@@ -11,11 +11,11 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
-from ...core.parity import check_parity
+from ...core.parity import ParityReport, check_parity
 from ..parts import Part, Step
 
 
-__all__ = ["Parity"]
+__all__ = ["Parity", "compare", "tensors_of_call"]
 
 logger = get_logger(__name__)
 
@@ -52,19 +52,35 @@ class Parity(Part):
             ParityError: If packed and padded differ.
         """
         trainer = self.trainer
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         reports = trainer.padding.parity.setdefault(step.mode, [])
-        for model in (step.model, getattr(trainer, "ref_model", None)):
-            if model is None:
-                continue
-            report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
-            reports.append(report)
-            report.raise_if_failed()
-            if report.compared:
-                trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
-            else:
-                logger.warning(str(report))
+        compare(trainer, [step.model, getattr(trainer, "ref_model", None)], inputs, reports)
+
+
+def compare(trainer: Any, models: list[Any], inputs: dict[str, Any], reports: list[ParityReport]) -> None:
+    """
+    Compare packed with padded, for each model of a trainer on the same inputs, and add what was found to `reports`.
+
+    Raises:
+        ParityError: If packed and padded differ.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+    for model in models:
+        if model is None:
+            continue
+        report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
+        reports.append(report)
+        report.raise_if_failed()
+        if report.compared:
+            trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
+        else:
+            logger.warning(str(report))
+
+
+def tensors_of_call(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, beside labels, that a forward hook of `module` sees it called with, by name."""
+    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    return {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor) and k != "labels"}
 
 
 def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -82,10 +98,7 @@ def _first_call(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if not call:
-            names = inspect.signature(module.forward).parameters
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tensors = {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor) and k != "labels"}
-            call.update(tensors)
+            call.update(tensors_of_call(module, args, kwargs))
 
     hook = find_pretrained(model).register_forward_pre_hook(keep, with_kwargs=True)
     try:
