@@ -11,12 +11,14 @@ Autograd and autocast are those of the CPU: `torch.autocast("cuda")` is led to t
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +27,7 @@ from kit import varlen_reference
 from torch import nn
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 __all__ = ["Counts", "SimulatedTensor", "simulated_cuda", "to_simulated"]
@@ -41,8 +43,8 @@ _VIEWS = frozenset(
     ]
 )  # fmt: skip
 _WAITING = frozenset(
-    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
-     "unique_consecutive", "unique_dim")
+    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_scatter_backward", "masked_select",
+     "nonzero", "unique_consecutive", "unique_dim")
 )  # fmt: skip
 
 
@@ -77,6 +79,12 @@ class Counts:
         """Begin anew."""
         self.kernels, self.synchronisations, self.lines = Counter(), Counter(), Counter()
         self.bytes, self.varlen = 0, []
+
+    def launch(self, kernel: str, moved: Any) -> None:
+        self.kernels[kernel] += 1
+        self.lines[_line()] += 1
+        tensors = [x for x in tree_leaves(moved) if isinstance(x, torch.Tensor)]
+        self.bytes += sum(x.numel() * x.element_size() for x in tensors)
 
     def wait(self, operation: str) -> None:
         self.synchronisations[(operation, _line())] += 1
@@ -225,18 +233,15 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _count(func: Any, name: str, args: tuple, held: tuple, kwargs: dict, output: Any, *, uploaded: bool) -> None:
     counts = _counts[-1]
-    by_mask = name == "index" and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in held[1])
+    indexes = name in ("index", "index_put", "index_put_", "_index_put_impl_")
+    by_mask = indexes and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in held[1])
     unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
     if uploaded and name == "_to_copy" and not kwargs.get("non_blocking"):
         counts.wait("copy to the device")
     elif name in _WAITING or by_mask or unknown_size:
         counts.wait(name)
     if name not in _VIEWS:
-        counts.kernels[name] += 1
-        counts.lines[_line()] += 1
-        tensors: list[torch.Tensor] = []
-        tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, (held, output))
-        counts.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        counts.launch(name, (held, output))
 
 
 def to_simulated(x: Any) -> Any:
@@ -276,6 +281,34 @@ def _tensor(make: Any) -> Any:
     return made
 
 
+class _Kernel:
+    """A Triton kernel of TRL's: what TRL computes without Triton, counted as one launch."""
+
+    def __init__(self, name: str, tile: Any):
+        self.name, self.tile = name, tile
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            held = [x.held if isinstance(x, SimulatedTensor) else x for x in args]
+            _counts[-1].launch(self.name, held)
+            with _disable_current_modes():
+                self.tile(*held, **kwargs)
+
+        return launch
+
+
+def _kernels_of_trl() -> Iterator[Any]:
+    """Patches with which TRL takes the path of a GPU, whether or not Triton is installed."""
+    for name in ("chunked_logprob", "chunked_divergence"):
+        module = sys.modules.get(f"trl.kernels.{name}")
+        for kernel in [k for k in vars(module or object) if k.endswith("_kernel")]:
+            tile = getattr(module, kernel.replace("_kernel", "_tile"))
+            yield mock.patch.object(module, kernel, _Kernel(kernel, tile))
+        if module is not None:
+            yield mock.patch.object(module, "_TRITON_AVAILABLE", True, create=True)
+            yield mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True)
+
+
 def _of_cpu(function: Any) -> Any:
     return lambda device_type="cuda": function("cpu")
 
@@ -304,6 +337,8 @@ def simulated_cuda() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
+        for patch in _kernels_of_trl():
+            stack.enter_context(patch)
         _counts.append(counts)
         stack.callback(_counts.remove, counts)
         stack.enter_context(_Device())
