@@ -7,6 +7,7 @@ decoder is to return; [`HeadPatch`] stands at the projection onto the vocabulary
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class LMHeadPatch(ForwardPatch):
             kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
             places = row * labels.shape[1] + column
             with within(model=ModelCall(decoder, scored=places, given=_row_arguments(call))):
-                output = self.wrapped(*args, **kwargs)
+                output = _without_selecting(self.wrapped)(*args, **kwargs)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
                 spread = value.new_zeros(len(labels) * columns).index_copy(0, index, value[0])
@@ -105,6 +106,22 @@ class LMHeadPatch(ForwardPatch):
             return {}
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
         return {"labels": labels.masked_fill(follows, -100)}
+
+
+def _without_selecting(forward: Any) -> Any:
+    """
+    TRL's fused head for labels that are all labels.
+
+    Where there is Triton it selects the labelled positions, and the host waits twice in the forward and twice in the
+    backward to learn how many they are. Its other way, without Triton, scores every position in the same kernels.
+    """
+    if not isinstance(forward, MethodType) or "_use_triton" not in forward.__func__.__code__.co_names:
+        return forward
+    function = forward.__func__
+    names = function.__globals__ | {"_use_triton": lambda device: False}
+    told = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    told.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(told, forward.__self__)
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
