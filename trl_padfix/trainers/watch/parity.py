@@ -22,7 +22,8 @@ logger = get_logger(__name__)
 
 class Parity(Part):
     """
-    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded.
+    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded;
+    of the one that is trained the gradient is compared too.
 
     Where the names of a batch do not say what is computed, the check runs on what the model was first called with in
     the step, after its forwards and before the weights are changed.
@@ -58,7 +59,9 @@ class Parity(Part):
         for model in (step.model, getattr(trainer, "ref_model", None)):
             if model is None:
                 continue
-            report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
+            trains = step.mode == "train" and model is step.model and self.settings.parity_check is True
+            model = model if sharded else trainer.accelerator.unwrap_model(model)
+            report = check_parity(model, inputs, dtype=dtype, gradients=trains)
             reports.append(report)
             report.raise_if_failed()
             if report.compared:
