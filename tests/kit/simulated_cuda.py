@@ -7,6 +7,9 @@ device that is not a view. A synchronisation is an operation for whose result th
 operation whose output has a shape that depends on values, or a copy between host and device that may not overlap.
 
 Autograd and autocast are those of the CPU: `torch.autocast("cuda")` is led to the CPU's.
+
+With `shapes_only` numbers with a fraction are not computed: steps of large models are counted in seconds. What is read
+of them is zero, and what was compared is true; ids, masks and layouts are what they are.
 """
 
 from __future__ import annotations
@@ -65,6 +68,7 @@ class Counts:
     lines: Counter = field(default_factory=Counter)
     bytes: int = 0
     varlen: list[tuple] = field(default_factory=list)
+    shapes_only: bool = False
 
     @property
     def launches(self) -> int:
@@ -82,7 +86,8 @@ class Counts:
 
     def launch(self, kernel: str, moved: Any) -> None:
         self.kernels[kernel] += 1
-        self.lines[_line()] += 1
+        if not self.shapes_only:  # which takes most of the time of a large model
+            self.lines[_line()] += 1
         tensors = [x for x in tree_leaves(moved) if isinstance(x, torch.Tensor)]
         self.bytes += sum(x.numel() * x.element_size() for x in tensors)
 
@@ -130,11 +135,11 @@ class SimulatedTensor(torch.Tensor):
 
     def cpu(self, *args: Any) -> torch.Tensor:
         _counts[-1].wait("cpu()")
-        return self.detach().held.clone()
+        return _numbers(self.detach().held).clone()
 
     def tolist(self) -> Any:
         _counts[-1].wait("tolist()")
-        return self.held.tolist()
+        return _numbers(self.held).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -165,6 +170,18 @@ class SimulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+def _numbers(held: torch.Tensor) -> torch.Tensor:
+    """What is read of a tensor: of one without numbers ones if it is of booleans, else zeros."""
+    if not held.is_meta:
+        return held
+    return torch.full(held.shape, held.dtype == torch.bool, dtype=held.dtype, device="cpu")
+
+
+def _shapes(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without its numbers, if these may have a fraction and only shapes count."""
+    return x.to("meta") if _counts and _counts[-1].shapes_only and x.is_floating_point() else x
 
 
 class _Device(TorchDispatchMode):
@@ -202,12 +219,14 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.name.endswith("_") and not name.startswith("_")
     if in_place and isinstance(args[0], SimulatedTensor):
         return args[0]
-    return tree_map(lambda x: SimulatedTensor(x) if type(x) is torch.Tensor else x, output)
+    return tree_map(lambda x: SimulatedTensor(_shapes(x)) if type(x) is torch.Tensor else x, output)
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "is_pinned":
         return False
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+        return _shapes_of(func, name, args, kwargs)
     if name == "_varlen_attn":
         query, key, value, cu_q, cu_k, max_q, max_k = args[:7]
         scale, window = (args[8] if len(args) > 8 else None), tuple(args[9])
@@ -228,6 +247,37 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         *factors, dtype = args
         result = func._overloadpacket(*(x.to(dtype) for x in factors))
         return kwargs["out"].copy_(result) if "out" in kwargs else result
+    return func(*args, **kwargs)
+
+
+def _shapes_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, without its numbers."""
+    if name == "_local_scalar_dense":
+        return _numbers(args[0]).item()
+    if name == "_varlen_attn":
+        query, key = args[:2]
+        _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), tuple(args[9])))
+        sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        return torch.empty_like(query), sums, torch.zeros(2, dtype=torch.uint64)
+    if name == "_varlen_attn_backward":
+        return tuple(torch.empty_like(x) for x in args[1:4])
+    if name == "masked_select":
+        return args[0].new_empty(int(args[1].sum()))
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # by a mask: as many as it has
+        places = [
+            part
+            for index in args[1]
+            for part in (index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index])
+        ]
+        args = (args[0], places, *args[2:])
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    on_meta = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
+    args, kwargs = tree_map(on_meta, args), tree_map(on_meta, kwargs)
+    if func._overloadname in ("dtype", "dtype_out") and name != "view":
+        *factors, dtype = args
+        result = func._overloadpacket(*(x.to(dtype) for x in factors))
+        return kwargs.get("out", result)
     return func(*args, **kwargs)
 
 
@@ -252,14 +302,14 @@ def to_simulated(x: Any) -> Any:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, SimulatedTensor):
                     if id(parameter) not in moved:
-                        data = SimulatedTensor(parameter.detach())
+                        data = SimulatedTensor(_shapes(parameter.detach()))
                         moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                     module._parameters[name] = moved[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, SimulatedTensor):
-                    module._buffers[name] = SimulatedTensor(buffer.detach())
+                    module._buffers[name] = SimulatedTensor(_shapes(buffer.detach()))
         return x
-    return SimulatedTensor(x.detach()).requires_grad_(x.requires_grad)
+    return SimulatedTensor(_shapes(x.detach())).requires_grad_(x.requires_grad)
 
 
 class _Autocast(torch.autocast):
@@ -291,6 +341,8 @@ class _Kernel:
         def launch(*args: Any, **kwargs: Any) -> None:
             held = [x.held if isinstance(x, SimulatedTensor) else x for x in args]
             _counts[-1].launch(self.name, held)
+            if _counts[-1].shapes_only:
+                return
             with _disable_current_modes():
                 self.tile(*held, **kwargs)
 
@@ -314,9 +366,9 @@ def _of_cpu(function: Any) -> Any:
 
 
 @contextmanager
-def simulated_cuda() -> Iterator[Counts]:
+def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
     """Simulate a GPU until the block ends."""
-    counts = Counts()
+    counts = Counts(shapes_only=shapes_only)
     _device_constructors()  # torch remembers the functions that it finds at first: not the stand-in for `torch.tensor`
     cuda = {
         "_lazy_init": lambda: None,
