@@ -7,7 +7,7 @@ import pytest
 import trl
 
 import trl_padfix
-from trl_padfix.trainers.generation.config import GeneratingConfig
+from trl_padfix.trainers.generation.config import EvaluationConfig
 
 
 TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
@@ -59,7 +59,7 @@ def test_configurations_are_trls_with_our_fields(name):
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
-    both = {*GeneratingConfig.__dataclass_fields__, "exact_eval_means"}
+    both = {*EvaluationConfig.__dataclass_fields__}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     both |= {"max_tokens_per_batch"}
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()

@@ -90,12 +90,7 @@ class AttentionChoice(Part):
 
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
-    """
-    Let a loaded model run with another attention implementation; what is returned undoes it.
-
-    Raises:
-        ValueError: If the model cannot be switched once it is loaded.
-    """
+    """Let a loaded model run with another attention implementation, if it can; what is returned undoes it."""
     pretrained = find_pretrained(model)
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [config._attn_implementation_internal for config in configs]
@@ -126,12 +121,7 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
 
 
 def _requested_implementation(config: Any, settings: Settings) -> Implementation | None:
-    """
-    The implementation that a configuration asks for.
-
-    Raises:
-        ValueError: If `attn_implementation` and `model_init_kwargs` ask for different ones.
-    """
+    """The implementation that a configuration asks for, in our field or in TRL's, which must not disagree."""
     ours = parse_implementation(settings.attn_implementation)
     theirs = parse_implementation((getattr(config, "model_init_kwargs", None) or {}).get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
