@@ -17,6 +17,7 @@ _MODULES = {
     "core.errors": ["PaddingRemovalError"],
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
+    "core.splitting": ["split_rows"],
     "core.parity": ["ParityError", "ParityReport", "check_parity"],
     "core.generation": ["generate", "left_align"],
     "trainers.data.collators": [
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .core.layout.layout import Layout, pack, unpack
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
+    from .core.splitting import split_rows
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (

@@ -95,7 +95,7 @@ def test_check_parity_passes(name, implementation, sharing):
 def test_check_parity_fails_where_the_last_token_is_not_the_one_pooled(monkeypatch):
     model = classifier()
     ids, mask = pad(ROWS, "right", pad_id=EOS)
-    monkeypatch.setattr(calls, "_states", lambda hidden, layout, call: calls.unpack(hidden, layout).roll(1, 1))
+    monkeypatch.setattr(calls, "_states", lambda hidden, layout, *call: calls.unpack(hidden, layout).roll(1, 1))
     with remove_padding(model, pool_last_token=True):
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 

@@ -271,6 +271,11 @@ TRL = [
         "DPO", "SFT",
     ),
     *of_trainers(
+        "_tp_size", "trainers.split_rows", "processes with the same rows, by which tokens seen are divided",
+        partial(is_set, "self.accelerator.parallelism_config.tp_size"), "DPO", "SFT", "Reward", "KTO",
+        needs="trl>=1.16",
+    ),
+    *of_trainers(
         "_get_per_token_logps_and_entropies", "trainers.online, tools.bench.building",
         "overridden: its forwards are split by tokens; called by a step that is measured",
         takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
@@ -360,6 +365,14 @@ TRL = [
 ]  # fmt: skip
 
 OTHERS = [
+    Upstream(
+        "_prepare_cp", "accelerate.Accelerator", "trainers.split_rows",
+        "puts its ring attention on a model, in whose place packed rows are split", has, "accelerate>=1.10",
+    ),
+    Upstream(
+        "_prepare_context_parallel_inputs", "transformers.Trainer", "trainers.split_rows",
+        "cuts padded rows for the ring", takes("model", "inputs"), "transformers>=4.57",
+    ),
     Upstream(
         "_set_sync_gradients", "accelerate.state.GradientState", "trainers.steps.budget",
         "all but the last micro-batch of a step are told not to reduce gradients", takes("sync_gradients"),

@@ -33,11 +33,14 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
 
 STEPS = 4
+PAIR = ("prompt", "chosen", "rejected")
+COLUMNS = {"dpo": PAIR, "reward": PAIR, "sft": ("prompt", "completion"), "kto": ("prompt", "completion")}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
 COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
 LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0")
 CHECKPOINTS = ("--gradient_checkpointing", "true")
+CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
@@ -66,9 +69,13 @@ def material(tmp_path_factory) -> Path:
     prompts = [words(draw, 2, 18) for _ in range(4)]
     for split, count in (("train", 24), ("test", 9)):
         pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
-        for method, names in (("dpo", ("prompt", "chosen", "rejected")), ("sft", ("prompt", "completion"))):
+        for method, names in COLUMNS.items():
             (directory / method).mkdir(exist_ok=True)
-            rows = "".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in pairs)
+            rows = "".join(
+                json.dumps(dict(zip(names, pair, strict=False)) | ({"label": bool(n % 2)} if method == "kto" else {}))
+                + "\n"
+                for n, pair in enumerate(pairs)
+            )
             (directory / method / f"{split}.jsonl").write_text(rows)
     return directory
 
@@ -282,11 +289,40 @@ def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
     assert_packed(ours)
 
 
+SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
+SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins", "logps/chosen")}
+
+
 @pytest.mark.slow
-def test_context_parallel_processes_are_refused(together):
-    context = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
-    said = together("sft", "fsdp2", *PACKED, launch=context, fails=True)
-    assert "`cp_size` splits every padded row over processes" in said
+@pytest.mark.parametrize(
+    ("method", "attention"), [("dpo", "keys"), ("sft", "heads"), ("reward", "heads"), ("kto", "keys")]
+)
+def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, attention, together, alone, tmp_path):
+    """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
+    rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
+    args, theirs = (*SPLIT, *rows, "--cp_attention", attention), alone(method, *rows)
+    ours = together(method, "fsdp2", *args, launch=CONTEXT)
+    assert_same(ours, theirs, *SHARED[method])
+    assert_packed(ours)
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, launch=CONTEXT), theirs)
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone):
+    groups = (*CONTEXT, "--num_processes", "4", "--parallelism_config_dp_shard_size", "2")
+    ours = together("dpo", "fsdp2", *SPLIT[:4], "--per_device_eval_batch_size", "3", launch=groups)
+    assert_same(ours, alone("dpo", "--per_device_eval_batch_size", "3"), *METRICS["dpo"])
+    assert_packed(ours)
+
+
+@pytest.mark.slow
+def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(together):
+    said = together("dpo", "fsdp2", *SPLIT, launch=CONTEXT, env={"ODD_BATCH": "1"}, fails=True)
+    assert (
+        said.count("ValueError: The 2 processes that share packed rows (`cp_size`) were given different batches") == 2
+    )
 
 
 @pytest.mark.slow

@@ -5,7 +5,8 @@ accelerate shards models over the devices that it knows, and processes on CPU ar
 DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass for GPUs here, which talk through gloo.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
-script instead. `GRAPHS=FOLDER` writes there what each process has compiled.
+script instead. `GRAPHS=FOLDER` writes there what each process has compiled. `ODD_BATCH=1` gives processes that share
+batches different ones.
 """
 
 import importlib
@@ -51,12 +52,28 @@ def count_calls() -> list[int]:
     return calls
 
 
+def count_from_another_id() -> None:
+    """Give one process of two another first token in all of its batches."""
+    from trl_padfix.trainers.base import PaddingFreeMixin
+
+    loss = PaddingFreeMixin.compute_loss
+
+    def compute_loss(trainer, model, inputs, *args, **kwargs):
+        ids = inputs["input_ids"].clone()
+        ids[:, 0] += trainer.accelerator.process_index
+        return loss(trainer, model, {**inputs, "input_ids": ids}, *args, **kwargs)
+
+    PaddingFreeMixin.compute_loss = compute_loss
+
+
 if __name__ == "__main__":
     if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     if os.environ.get("BROKEN_LAYOUT"):
         batches.prefix_sharing_layout = confusing_layout
         batches.LayoutKey.misfits = lambda key, layout: torch.zeros(1, dtype=torch.bool)  # nor is it noticed
+    if os.environ.get("ODD_BATCH"):
+        count_from_another_id()
     method, *args = sys.argv[1:]
     if os.environ.get("PLAIN_TRL"):
         script = importlib.import_module(f"trl.scripts.{method}")

@@ -23,6 +23,7 @@ OURS = {
     "padding_side": None,
     "parity_check": True,
     "stop_on_nonfinite": False,
+    "cp_attention": "heads",
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .attention.attention import refuse_implementation
-from .call.arguments import bind, pack_arguments, unpack_output
+from .call.arguments import bind, pack_arguments, slice_arguments, unpack_output
 from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
@@ -26,6 +26,7 @@ from .context import outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
+from .layout.slices import Slices
 from .mixers.dry_run import DryRun
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
@@ -100,7 +101,8 @@ class DecoderPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             self.attachment.stats.add(layout)
             call["use_cache"] = False
-            if layout.is_trivial:
+            slices = self.attachment.slices_of(layout)
+            if layout.is_trivial and slices is None:
                 if prepared is not None:
                     call["attention_mask"] = prepared.given
                 self._match_other_processes(call)
@@ -109,10 +111,10 @@ class DecoderPatch(ForwardPatch):
             if self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
-                output = self._over_packed_row(call, layout, prepared)
+                output = self._over_packed_row(call, layout, prepared, slices)
                 if asked is not None and not asked.pools_last and asked.scored is None:
                     set_until_reset(model=replace(asked, layout=layout))
-            return unpack_output(output, layout, asked)
+            return unpack_output(output, layout, asked, slices)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
@@ -132,11 +134,15 @@ class DecoderPatch(ForwardPatch):
         if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
             raise PaddingRemovalError(reason)
 
-    def _over_packed_row(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> Any:
-        """The output of the decoder for the packed tokens."""
+    def _over_packed_row(
+        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None, slices: Slices | None
+    ) -> Any:
+        """The output of the decoder for the packed tokens; with `slices`, for those of this process."""
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         if prepared is not None:
             packed["attention_mask"] = prepared.for_decoder()
+        if slices is not None:
+            packed = slice_arguments(packed, slices)
         positions, last = packed["position_ids"], self._last_position(call, layout)
         packed = self._accepted(packed)
         current = PackedCall(
@@ -148,6 +154,7 @@ class DecoderPatch(ForwardPatch):
             dry_run=DryRun(self, self.layers, packed, last),
             prepared=prepared,
             one_block=self._needs_equal_calls(),
+            slices=slices,
         )
         if current.one_block:
             calls_of_layers(current, one_block=True)

@@ -16,6 +16,7 @@ from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
+from .layout.slices import Slices, Split
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
@@ -99,6 +100,8 @@ class PaddingRemoval(Attachment):
             Whether a sequence classifier scores the last token of the mask, instead of the one that it looks for.
         packs_padded (`bool`):
             Whether padded calls are packed; rows that arrive packed are kept apart either way.
+        split ([`Split`], *optional*):
+            Between which processes packed rows are split; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
         mixers ([`Mixers`]):
@@ -140,6 +143,7 @@ class PaddingRemoval(Attachment):
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.packs_padded = True
+        self.split: Split | None = None
         self.stats = PaddingStats()
         self._recomputable: set[int] = set()
 
@@ -189,6 +193,12 @@ class PaddingRemoval(Attachment):
             # Mamba's decoder is given the positions of a call, and does not look at them.
             takes_positions=takes_positions(self.decoder) or takes_any_argument(self.decoder),
         )
+
+    def slices_of(self, layout: Layout | None) -> Slices | None:
+        """How a packed row is cut; `None` where every process computes all of it, one with fewer tokens than these."""
+        if self.split is None or layout is None or layout.packed_tokens < self.split.group.size:
+            return None
+        return Slices(layout, self.split.group, self.split.attention)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -20,6 +20,7 @@ from .call.step import Word, rely_on, within_call
 from .context import context, within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
+from .layout.slices import Slices
 from .model.patching import Attachment, ForwardPatch
 from .model.sharded import gathered_head
 
@@ -65,15 +66,26 @@ class LMHeadPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             columns = labels.shape[1] - 1
             row, column = index // columns, index % columns
-            kwargs |= {"labels": None, "shift_labels": labels[row, column + 1].unsqueeze(0)}
-            places = row * labels.shape[1] + column
-            with within(model=ModelCall(decoder, scored=places, given=_row_arguments(call))):
-                output = _without_selecting(self.wrapped)(*args, **kwargs)
+            own = OwnLabels(row * labels.shape[1] + column, labels[row, column + 1], self.attachment.slices_of(layout))
+            more = {**kwargs, "labels": None, "shift_labels": own.labels.unsqueeze(0)}
+            with within(model=ModelCall(decoder, scored=own.places, given=_row_arguments(call))):
+                output = _without_selecting(self.wrapped)(*args, **more)
         for name, value in output.items():
-            if isinstance(value, torch.Tensor) and value.shape == (1, index.numel()):
-                spread = value.new_zeros(len(labels) * columns).index_copy(0, index, value[0])
+            if isinstance(value, torch.Tensor) and value.shape == (1, len(own.labels)):
+                values = own.told(value[0])
+                spread = values.new_zeros(len(labels) * columns).index_copy(0, index, values)
                 output[name] = spread.view(len(labels), columns)
+        if own.slices is not None and output.get("loss") is not None:
+            output["loss"] = self._loss(output, kwargs.get("num_items_in_batch"), index.numel())
         return output
+
+    def _loss(self, output: Any, items: Any, labels: int) -> torch.Tensor:
+        """The loss of the head from what all processes have computed; what it said itself is that of own labels."""
+        loss = -output["log_probs"].sum() / (labels if items is None else items)
+        if output.get("aux_loss") is None:
+            return loss
+        config = self.module.config.get_text_config()
+        return loss + getattr(config, "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
     def _places(self, labels: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
         """Places of `(B, L - 1)` from which a label is predicted: as the batch came with them, if it did."""
@@ -134,6 +146,38 @@ def skip_first_comparison(attachment: Attachment) -> None:
     for patch in attachment._patches:
         if isinstance(patch, LMHeadPatch):
             patch.word.holds = True
+
+
+class OwnLabels:
+    """
+    The labels that this process scores: all, or with `slices` those that are predicted from its own tokens.
+
+    Attributes:
+        places (`torch.Tensor` of shape `(n,)`): Places in the flattened batch from which they are predicted.
+        labels (`torch.Tensor` of shape `(n,)`): Those labels. A process without any scores one token, for nothing.
+    """
+
+    def __init__(self, places: torch.Tensor, labels: torch.Tensor, slices: Slices | None):
+        self.places, self.labels, self.slices = places, labels, slices
+        if slices is None:
+            return
+        layout, rank = slices.layout, slices.group.rank
+        owner = slices.owners(places if layout.is_trivial else layout.packed_positions_of(places))
+        self._order = owner.argsort(stable=True).argsort()
+        self._counts = owner.bincount(minlength=slices.group.size).tolist()
+        self.places, self.labels = places[owner == rank], labels[owner == rank]
+        if not self._counts[rank]:  # every process has its part in each exchange of backward
+            self.places = slices.cut(layout.packed_index)[:1]
+            self.labels = labels.new_full((1,), -100)
+
+    def told(self, values: torch.Tensor) -> torch.Tensor:
+        """What all processes say of their labels, one number for each, in the order of all labels."""
+        if self.slices is None:
+            return values
+        group = self.slices.group
+        own = values[: self._counts[group.rank]]
+        told = group.told(own.byte() if own.dtype == torch.bool else own, self._counts).index_select(0, self._order)
+        return told.to(values.dtype)
 
 
 class HeadPatch(ForwardPatch):

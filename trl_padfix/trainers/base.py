@@ -46,6 +46,7 @@ from .packing import Packing, Padding
 from .parts import Evaluation, Part, Settings, Step, entered
 from .saving.cards import card_tags, describe_in_card
 from .saving.whole_checkpoints import WholeCheckpoints
+from .split_rows import SplitRows
 from .steps.budget import Budget, pieces_of
 from .steps.sampler import StepOrder, StepRows
 from .task import Task
@@ -62,6 +63,7 @@ __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
+    SplitRows,  # of what is packed
     Compilation,  # of layers that are packed
     ExactMeans,  # takes rows out of a batch, so before all that look at it
     Parity,  # not counted, and with layouts of its own

@@ -68,6 +68,7 @@ class PackingConfig:
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     stop_on_nonfinite: bool = False
+    cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -109,6 +110,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
             Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with the step and
             the rows, and the run goes on, as in TRL.
+        cp_attention (`str`, *optional*, defaults to `"heads"`):
+            With `padding_free` and accelerate's `cp_size`: how several processes attend over one packed row. 'heads':
+            tokens are exchanged for heads; takes as many heads as processes. 'keys': keys and values are gathered.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest that is installed here, or for a
             vision model a name for each part. By default transformers' choice.

@@ -29,6 +29,7 @@ from .data.row_checks import sound_rows
 from .packing import Packing, datasets_of
 from .parts import Step, entered
 from .saving.whole_checkpoints import WholeCheckpoints
+from .split_rows import SplitRows
 from .steps.budget import Splitting
 from .task import Task
 from .watch.finite import FiniteValues
@@ -158,7 +159,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        AttentionChoice, Packing, Compilation, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
+        AttentionChoice, Packing, SplitRows, Compilation, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
         WholeCheckpoints,
     )  # fmt: skip
 

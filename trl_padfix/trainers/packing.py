@@ -203,11 +203,10 @@ class Packing(Part):
                 f"`nn.DataParallel` on {self.trainer.args.n_gpu} GPUs runs copies of the model that share one "
                 "decoder. Launch with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
             )
-        size = splitting_parallelism(self.trainer.accelerator, "cp_size", "sp_size")
-        if size is not None:
+        if splitting_parallelism(self.trainer.accelerator, "sp_size"):
             raise PaddingRemovalError(
-                f"`{size}` splits every padded row over processes, and a packed batch has no such rows. Set "
-                "`padding_free=False`, or train without context and sequence parallelism."
+                "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
+                "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
             )
 
     def ready(self) -> None:

@@ -36,6 +36,7 @@ class Settings:
 
     padding_free: bool = False
     prefix_sharing: PrefixSharing = False
+    cp_attention: str = "heads"
     padding_side: str | None = None
     parity_check: bool | Literal["forward"] = True
     stop_on_nonfinite: bool = False

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,11 +31,13 @@ from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..call.layers import layer_call
 from ..context import within
 from ..errors import PaddingRemovalError
+from ..layout.layout import Layout
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, attention_override, viewed_module
 from .segments import attend_by_segment, in_attention_dtype
+from .split import attend_in_slices
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 
@@ -142,10 +144,11 @@ def packed_attention(
             f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
             "to its attention"
         )
-    if query.shape[2] != call.layout.packed_tokens or key.shape[2] != call.layout.packed_tokens:
+    tokens = call.own_tokens
+    if query.shape[2] != tokens or key.shape[2] != tokens:
         raise _refusal(
-            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has "
-            f"{call.layout.packed_tokens} tokens: they are not one for each token"
+            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has {tokens} "
+            "tokens: they are not one for each token"
         )
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
@@ -158,16 +161,32 @@ def packed_attention(
     if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
         kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
-    attend = _own_function(module, call.implementation)
-    if _is_flash(call.implementation):
-        return attend_varlen(attend, module, query, key, value, call.layout, kwargs), None
-    is_eager = call.implementation == "eager"
+    attend = partial(_attend, call.implementation, masks)
+    if call.slices is not None:
+        return attend_in_slices(attend, module, query, key, value, call.slices, kwargs), None
+    return attend(module, query, key, value, call.layout, kwargs), None
+
+
+def _attend(
+    implementation: str,
+    masks: list[torch.Tensor] | None,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention over a layout by the function of an implementation, `(1, N, T, D)` to `(1, T, N, D)`."""
+    attend = _own_function(viewed_module(module), implementation)
+    if _is_flash(implementation):
+        return attend_varlen(attend, module, query, key, value, layout, kwargs)
+    is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-        if masks is None and torch_varlen_applies(query, value, call.layout, kwargs):
-            return attend_torch_varlen(query, key, value, call.layout, kwargs), None
-    states = query, key, value, call.layout, kwargs
-    return attend_by_segment(attend, module, *states, is_eager=is_eager, masks=masks), None
+        if masks is None and torch_varlen_applies(query, value, layout, kwargs):
+            return attend_torch_varlen(query, key, value, layout, kwargs)
+    return attend_by_segment(attend, module, query, key, value, layout, kwargs, is_eager=is_eager, masks=masks)
 
 
 def _refusal(reason: str) -> PaddingRemovalError:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
+from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
@@ -80,6 +81,8 @@ def compile_layers(
     layer, for models of one class that take turns; those of this handle are added. Returns the layers that run
     uncompiled, by name, each with the reason; a warning names them.
     """
+    if handle.split is not None:
+        raise PaddingRemovalError("Layers are compiled for whole packed rows, and `split_rows` has split these.")
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
     patches, left, functions = [], {}, {} if compiled is None else compiled

@@ -52,14 +52,13 @@ def attend_by_segment(
         keys - own if masks is None and not is_eager and keys <= 2 * own and limit == (None, None) else None
         for own, keys, limit in zip(layout.query_lengths, layout.key_lengths, limits, strict=True)
     ]
-    positions_k = layout.positions if layout.key_index is None else layout.positions.index_select(0, layout.key_index)
     # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
     segments = zip(
         _with_queries(query, layout, added),
         _gather_keys(key, layout).split(layout.key_lengths, dim=2),
         _gather_keys(value, layout).split(layout.key_lengths, dim=2),
         layout.positions.split(layout.query_lengths),
-        positions_k.split(layout.key_lengths),
+        layout.key_positions.split(layout.key_lengths),
         strict=True,
     )
     # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.

@@ -10,12 +10,13 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, pack, unpack
+from ..layout.slices import Slices
 from ..model.positions import Numbering, packed_positions
 from .calls import ModelCall
 from .images import visual_mask
 
 
-__all__ = ["bind", "pack_arguments", "unpack_output"]
+__all__ = ["bind", "pack_arguments", "slice_arguments", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -32,6 +33,19 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             bound.update(bound.pop(name, {}))
     return dict(bound)
+
+
+def slice_arguments(packed: dict[str, Any], slices: Slices) -> dict[str, Any]:
+    """The packed arguments of a decoder, `(1, T, ...)` or positions `(P, 1, T)`, for the tokens of this process."""
+    T = slices.layout.packed_tokens
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.dim() < 2:
+            return x
+        along = 1 if tuple(x.shape[:2]) == (1, T) else 2 if tuple(x.shape[1:]) == (1, T) else None
+        return x if along is None else slices.cut(x, along)
+
+    return {name: own(value) for name, value in packed.items()}
 
 
 def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
@@ -82,39 +96,53 @@ def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.
     )
 
 
-def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None) -> Any:
-    """Lay the output of a decoder out over the batch; the `call` of its model may ask for other states."""
+def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None, slices: Slices | None = None) -> Any:
+    """
+    Lay the output of a decoder out over the batch; the `call` of its model may ask for other states.
+
+    With `slices` it is the output for the tokens of this process, and what the others have computed is told; but the
+    states that a head scores, which are this process's own.
+    """
     if isinstance(output, ModelOutput):
         for name, value in output.items():
             is_last = name == "last_hidden_state"
-            output[name] = _states(value, layout, call) if is_last else _unpack_value(value, layout)
+            output[name] = _states(value, layout, call, slices) if is_last else _unpack_value(value, layout, slices)
         return output
     if isinstance(output, tuple):
-        return (_states(output[0], layout, call), *(_unpack_value(value, layout) for value in output[1:]))
+        states = _states(output[0], layout, call, slices)
+        return (states, *(_unpack_value(value, layout, slices) for value in output[1:]))
     raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
 
 
-def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None) -> torch.Tensor:
+def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None, slices: Slices | None) -> torch.Tensor:
     """`(B, L, H)`; the last real token of a row in all its columns, or `(1, n, H)`, if the call asks for that."""
     if call is not None and call.pools_last:
         index = layout.last_index
     elif call is not None and call.scored is not None:
         index = call.scored
     else:
-        return _unpack_value(hidden, layout)
+        return _unpack_value(hidden, layout, slices)
     index = index if layout.is_trivial else layout.packed_positions_of(index)
-    chosen = hidden.flatten(0, 1).index_select(0, index).unsqueeze(0)
+    if slices is None:
+        chosen = hidden.flatten(0, 1).index_select(0, index)
+    elif call.pools_last:
+        chosen = slices.told_of(hidden[0], index)
+    else:
+        chosen = hidden[0].index_select(0, slices.among_own(index))
+    chosen = chosen.unsqueeze(0)
     return chosen.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else chosen
 
 
-def _unpack_value(value: Any, layout: Layout) -> Any:
+def _unpack_value(value: Any, layout: Layout, slices: Slices | None = None) -> Any:
     if isinstance(value, tuple | list):
-        return type(value)(_unpack_value(v, layout) for v in value)
-    if layout.is_trivial or not isinstance(value, torch.Tensor):
+        return type(value)(_unpack_value(v, layout, slices) for v in value)
+    if not isinstance(value, torch.Tensor) or (layout.is_trivial and slices is None):
         return value
-    if tuple(value.shape[:2]) == (1, layout.packed_tokens):
-        return unpack(value, layout)
-    if value.dim() == 2 and value.shape[0] == layout.packed_tokens:
-        # Router logits: one row per token, `(T, experts)`. Their losses expect `(B * L, experts)` and the mask.
-        return unpack(value.unsqueeze(0), layout).flatten(0, 1)
-    return value
+    # Hidden states `(1, T, H)`. Router logits: one row per token, `(T, experts)`; losses expect `(B * L, experts)`.
+    tokens = layout.packed_tokens if slices is None else slices.tokens[slices.group.rank]
+    is_row = tuple(value.shape[:2]) == (1, tokens)
+    if not is_row and (value.dim() != 2 or value.shape[0] != tokens):
+        return value
+    row = value[0] if is_row else value
+    padded = unpack((row if slices is None else slices.told(row)).unsqueeze(0), layout)
+    return padded if is_row else padded.flatten(0, 1)

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..context import context
 from ..layout.layout import Layout
+from ..layout.slices import Slices
 from .prepared_masks import PreparedMasks
 
 
@@ -73,6 +74,7 @@ class PackedCall:
         dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
         prepared ([`PreparedMasks`], *optional*): Masks that the decoder was given, where its own would not do.
         one_block (`bool`): Whether the rows of all mixers are one block, so that every process runs a mixer once.
+        slices ([`Slices`], *optional*): How the packed row is cut, where each process of a group computes a part.
         made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
@@ -84,7 +86,13 @@ class PackedCall:
     dry_run: Callable[..., Any] = lambda rows: []
     prepared: PreparedMasks | None = None
     one_block: bool = False
+    slices: Slices | None = None
     made: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def own_tokens(self) -> int:
+        """Packed tokens that this process computes."""
+        return self.layout.packed_tokens if self.slices is None else self.slices.tokens[self.slices.group.rank]
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:
         """What `build` makes for this forward: made at the first call with `key`, and kept for the recomputation."""

@@ -104,6 +104,11 @@ class Layout:
         return max(self.query_lengths), max(self.key_lengths)
 
     @property
+    def key_positions(self) -> torch.Tensor:
+        """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
+        return self.positions if self.key_index is None else self.positions.index_select(0, self.key_index)
+
+    @property
     def gathered_keys(self) -> int:
         """Keys that each layer gathers before it attends."""
         return 0 if self.key_index is None else self.key_index.numel()

@@ -31,9 +31,10 @@ from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
 from .forks import tree_of, with_zero
 from .row_blocks import row_blocks
+from .split import in_slices
 
 
-__all__ = ["PrimitivesPatch", "chunk_of", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
@@ -77,7 +78,7 @@ class PrimitivesPatch(ForwardPatch):
         assert function is not None, "a mixer whose forward is not a method of its class is handed rows"
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
-        replaced = {name: _KNOWN[name](space[name], call) for name in names}
+        replaced = {name: in_slices(name, _KNOWN[name](space[name], call), call.slices) for name in names}
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
@@ -223,7 +224,9 @@ _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
 """What stands for each function, by the name under which mixers call it."""
 
 _BY_CHUNKS = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
-_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", "mamba2_split_conv1d_scan_combined", "mamba_inner_fn"}
+LEFT_OUT = {name for name, replacement in _KNOWN.items() if replacement is _left_out}
+"""Fused kernels of a whole mixer, which runs without them."""
+_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", *LEFT_OUT}
 _DECAYS = {"A_log", "dt_bias"}
 """Parameters of a recurrence. Older mixers keep their functions as attributes, or call methods that hold them: such a
 mixer is handed rows."""

@@ -170,7 +170,8 @@ class StepOrder(Part):
         args, data = self.trainer.args, self.trainer.train_dataset
         split_batches = args.accelerator_config.split_batches
         rows = len(data) if isinstance(data, Dataset) else 0
-        processes = 1 if split_batches else self.trainer.accelerator.num_processes
+        alike = getattr(self.trainer, "get_tp_size", lambda: 1)()  # processes with the same rows
+        processes = 1 if split_batches else self.trainer.accelerator.num_processes // alike
         micro_batch, accumulated = self.trainer._train_batch_size, args.gradient_accumulation_steps
         if self.settings.max_tokens_per_batch is not None:
             # The rows of a step stay, also where `auto_find_batch_size` has lowered the batch size after all.

@@ -1,0 +1,134 @@
+"""Packed rows that several processes compute together: what each computes, and what all of them get."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.families import build as build_family
+from kit.models import build
+from kit.processes import ROOT, run_processes
+from kit.split_runs import ATTENTION, MODELS
+
+from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
+from trl_padfix.core.attention.segments import attend_by_segment
+from trl_padfix.core.layout.exchange import Group
+from trl_padfix.core.layout.slices import Slices
+
+
+TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
+
+
+def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    script = str(ROOT / "tests/kit/split_runs.py")
+    done = run_processes([*command, script, *models], {"BROKEN": broken, "PYTHONPATH": str(ROOT)}, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def misses(case: dict[str, Any]) -> list[str]:
+    return [name for name, most in TOLERANCE.items() if not case[name] <= most]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "models"),
+    [(2, list(MODELS)), (4, ["qwen2-8-heads", "gpt-oss-sinks", "qwen3.5-delta-rule", "bamba-mamba2"])],
+)
+def test_every_process_gets_what_the_padded_computation_gives(processes, models):
+    """Losses, log-probabilities, logits and gradients, with shared prefixes and checkpointing and without."""
+    cases = launched(processes, models)
+    assert len(cases) == 32 * len(models)
+    assert [(case["case"], misses(case)) for case in cases if misses(case)] == []
+    for case in cases:
+        assert len(case["tokens"]) == processes
+        if case["case"][1] not in ("one token", "logits"):  # of fewer tokens than processes all compute all
+            assert max(case["tokens"]) - min(case["tokens"]) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["exit", "slices"])
+def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
+    cases = [case for case in launched(2, ["qwen2"], broken) if case["case"][1] == "pairs"]
+    assert all(misses(case) for case in cases)
+
+
+def layout_of(*rows: list[int]) -> Any:
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    return prefix_sharing_layout(ids, torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows]))
+
+
+LAYOUT = layout_of(list(range(1, 15)), [*range(1, 10), 20, 21], [1, 2, 3, 30, 31, 32, 33], [40, 41, 42])
+
+
+def slices_of(layout: Any, processes: int, how: str) -> list[Slices]:
+    return [Slices(layout, Group(None, rank, processes), how) for rank in range(processes)]
+
+
+@pytest.mark.parametrize("how", ATTENTION)
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_every_token_is_computed_by_one_process(processes, how):
+    tokens = torch.arange(LAYOUT.packed_tokens)
+    parts = [slices.cut(tokens) for slices in slices_of(LAYOUT, processes, how)]
+    assert torch.cat(parts).sort().values.equal(tokens)
+    assert [len(part) for part in parts] == slices_of(LAYOUT, processes, how)[0].tokens
+    for rank, slices in enumerate(slices_of(LAYOUT, processes, how)):
+        assert (slices.owners(parts[rank]) == rank).all()
+        assert slices.among_own(parts[rank]).equal(torch.arange(len(parts[rank])))
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+@pytest.mark.parametrize("window", [None, 4])
+def test_own_queries_see_the_keys_that_they_see_in_the_whole_row(processes, window):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, LAYOUT.packed_tokens, 8, generator=draw) for _ in range(3))
+
+    def attend(module, query, key, value, mask, **kwargs):
+        is_causal = mask is None and query.shape[2] > 1
+        x = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        return x.transpose(1, 2), None
+
+    kwargs = {"sliding_window": window}
+    module: Any = SimpleNamespace()
+    whole = attend_by_segment(attend, module, query, key, value, LAYOUT, kwargs, is_eager=False)
+    for slices in (all_slices := slices_of(LAYOUT, processes, "keys")):
+        gathered = [torch.cat([s.cut(x, 2) for s in all_slices], dim=2) for x in (key, value)]
+        own = attend_by_segment(
+            attend, module, slices.cut(query, 2), *gathered, slices.queries, kwargs, is_eager=False
+        )
+        torch.testing.assert_close(own, slices.cut(whole, 1))
+
+
+def test_gathered_keys_cost_every_process_the_same_attention():
+    """A token of a long row sees all before it: with slices one after the other the last process has the most."""
+    layout = layout_of([1 + n % 50 for n in range(4096)])
+
+    def largest_share(how: str) -> float:
+        positions = [slices.cut(layout.positions + 1).sum().item() for slices in slices_of(layout, 8, how)]
+        return max(positions) / (sum(positions) / 8)
+
+    assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)  # tokens; what they are exchanged for is even
+    assert largest_share("keys") == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "processes", "attention", "error", "says"),
+    [
+        ("qwen2", 8, "heads", ValueError, "4 attention heads, and 8 processes.*'keys'"),
+        ("qwen2", 2, "tokens", ValueError, "`attention` is 'heads' or 'keys', got 'tokens'"),
+        ("bloom", 2, "heads", PaddingRemovalError, "computed on whole rows.*without context parallelism"),
+        ("mamba", 2, "heads", PaddingRemovalError, "need all channels"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(family, processes, attention, error, says, monkeypatch):
+    monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(None, 0, processes)))
+    model = build(family) if family == "qwen2" else build_family(family)
+    with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
+        split_rows(handle, attention=attention)
+    assert handle.split is None

@@ -1,0 +1,193 @@
+"""
+A forward and backward of several processes that share every row, against the padded one of a single process.
+
+`torchrun --nproc-per-node 2 tests/kit/split_runs.py MODEL...` writes a line of JSON for each case: the largest
+difference of the loss, of log-probabilities or logits, and of a gradient (the mean over processes, relative to the
+parameter's or to 1 % of the largest one of the model), with the tokens that a layer of each process was given.
+`BROKEN` is `exit` or `slices`: the negative controls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers as tf
+from torch import nn
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_padfix import remove_padding, split_rows
+from trl_padfix.core.layout import exchange, slices
+
+
+__all__ = ["ATTENTION", "MODELS"]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 60,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "attn_layer_indices": [2],
+    "mamba_expand": 2,
+}
+MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "llama": (tf.LlamaConfig, {"num_key_value_heads": 6}, "sdpa"),
+    "qwen2": (tf.Qwen2Config, {}, "sdpa"),
+    "qwen2-1-key-head": (tf.Qwen2Config, {"num_key_value_heads": 1}, "sdpa"),
+    "qwen2-8-heads": (tf.Qwen2Config, {"num_attention_heads": 8, "hidden_size": 64}, "sdpa"),
+    "qwen2-5-heads": (
+        tf.Qwen2Config,
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40},
+        "sdpa",
+    ),
+    "qwen2-eager": (tf.Qwen2Config, {"num_key_value_heads": 1}, "eager"),
+    "qwen3-tied": (tf.Qwen3Config, {"tie_word_embeddings": True}, "sdpa"),
+    "mistral-window": (tf.MistralConfig, {"sliding_window": 5}, "sdpa"),
+    "gemma2-softcap": (tf.Gemma2Config, {"sliding_window": 5, "attn_logit_softcapping": 2.0}, "eager"),
+    "gpt-oss-sinks": (
+        tf.GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+        "eager",
+    ),
+    "qwen3-moe": (tf.Qwen3MoeConfig, MOE, "sdpa"),
+    "qwen3.5-delta-rule": (tf.Qwen3_5TextConfig, DELTA, "sdpa"),
+    "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
+}
+ATTENTION = ("heads", "keys")
+BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token")
+
+
+def batch_of(kind: str) -> dict[str, torch.Tensor]:
+    """Pairs of a prompt and two answers; rows that begin alike, with labels everywhere; or a single row."""
+    draw = torch.Generator().manual_seed(1)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(1, 60, (n,), generator=draw).tolist()
+
+    if kind == "pairs":
+        prompts = [tokens(n) for n in (19, 7, 12)]
+        parts = [
+            (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)
+        ]
+    else:
+        first = tokens(9)
+        parts = [([], first + tokens(n)) for n in ((43,) if kind in ("one row", "one token") else (14, 3, 21, 8))]
+    length = max(len(prompt) + len(answer) for prompt, answer in parts)
+    rows = [prompt + answer for prompt, answer in parts]
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    unasked = torch.tensor([[i < len(prompt) for i in range(length)] for prompt, _ in parts]) | ~mask.bool()
+    labels = ids.masked_fill(unasked, -100)
+    if kind == "labels at the end":
+        labels[:, :-5] = -100  # some processes have none
+    cut = slice(2 if kind == "one token" else None)  # fewer tokens than processes, if there are more than two
+    return {"input_ids": ids[:, cut], "attention_mask": mask[:, cut], "labels": labels[:, cut]}
+
+
+def values_of(model: nn.Module, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and what it is made of: log-probabilities, or logits of real tokens."""
+    batch = batch_of(kind)
+    if kind == "logits":
+        output = model(**batch)
+        return output.loss, output.logits[batch["attention_mask"].bool()]
+    output = model(**batch, fused_lm_head=True)
+    loss = output.loss
+    if kind == "pairs":
+        chosen, rejected = output.log_probs.sum(1).chunk(2)
+        loss = -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+        loss = loss if output.aux_loss is None else loss + 0.01 * output.aux_loss
+    return loss, output.log_probs
+
+
+def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attention: str = "") -> tuple:
+    """Loss, values, gradients and the tokens of a layer; padded, with `sharing` of `None`."""
+    config, more, implementation = MODELS[name]
+    torch.manual_seed(0)
+    made = tf.AutoModelForCausalLM.from_config(config(**SHAPE | more), attn_implementation=implementation).train()
+    with torch.no_grad():
+        for parameter_name, parameter in made.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.normal_()
+    model: Any = made
+    add_fused_lm_head(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    seen: list[int] = []
+    next(
+        m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
+    ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    if sharing is not None:
+        split_rows(remove_padding(model, prefix_sharing=sharing), attention=attention)
+    loss, values = values_of(model, kind)
+    loss.backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    if sharing is not None:
+        for grad in grads.values():
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+    return loss.detach(), values.detach(), grads, seen[0]
+
+
+def cases(names: list[str]) -> Iterator[dict[str, Any]]:
+    for name, kind, checkpointing in product(names, BATCHES, (False, True)):
+        if checkpointing and kind not in ("pairs", "sft"):
+            continue
+        loss, values, grads, _ = run(name, kind, checkpointing, None)
+        floor = max(grad.norm() for grad in grads.values()) / 100
+        for attention, sharing in product(ATTENTION, (False, True)):
+            own = run(name, kind, checkpointing, sharing, attention)
+            yield {
+                "case": [name, kind, attention, f"{sharing=}", f"{checkpointing=}"],
+                "loss": (own[0] - loss).abs().item(),
+                "values": (own[1] - values).abs().max().item(),
+                "gradients": max(float((own[2][n] - g).norm() / max(g.norm(), floor)) for n, g in grads.items()),
+                "tokens": own[3],
+            }
+
+
+def break_it(how: str) -> None:
+    if how == "exit":
+        exchange.Group.told = exchange.Group.gathered  # type: ignore[method-assign]
+    if how == "slices":
+        cut = slices.Slices.cut
+        slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim), dim)  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    break_it(os.environ.get("BROKEN", ""))
+    for case in cases(sys.argv[1:]):
+        tokens: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tokens, case["tokens"])
+        if dist.get_rank() == 0:
+            print(json.dumps({**case, "tokens": tokens}), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
