@@ -341,6 +341,11 @@ TRL = [
         lambda owner, name: name in inspect.getsource(import_module(owner.__module__)), "trl>=1.10",
     ),
     Upstream(
+        "_use_triton", "trl.trainer.utils.add_fused_lm_head", "core.heads",
+        "whether the fused head selects the labelled positions, for which the host waits",
+        lambda owner, name: f"compact = {name}(" in inspect.getsource(owner), "trl>=1.16",
+    ),
+    Upstream(
         "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral", "trainers.steps.split_forward",
         "the loss of experts, over all pieces of a forward",
         takes("gate_logits", "num_experts", "top_k", "attention_mask"),

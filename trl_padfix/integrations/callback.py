@@ -184,7 +184,8 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning(f"Not compared on the first batch, which is given as {sorted(call)}: it has no token ids.")
             return
         trainer = self._trainer
-        compare(trainer, [trainer.model_wrapped, *models_of(trainer)[1:]], call, self.reports)
+        models = [trainer.model_wrapped, *models_of(trainer)[1:]]
+        compare(trainer, models, call, self.reports, gradients=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("train")

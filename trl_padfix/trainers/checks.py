@@ -14,7 +14,7 @@ from ..core.model.positions import length_dependent_ropes
 from .data.collators import check_padding_side
 from .data.columns import image_counts, values
 from .data.vision_collators import misplaced, misplaced_images
-from .field_types import check_field_types, check_prefix_sharing
+from .field_types import check_field_types, check_packing
 from .parts import Settings
 
 
@@ -42,7 +42,7 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
-    check_prefix_sharing(settings)
+    check_packing(settings)
     if settings.prefix_sharing is True and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "

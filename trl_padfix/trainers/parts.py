@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -38,7 +38,7 @@ class Settings:
     prefix_sharing: PrefixSharing = False
     cp_attention: str = "heads"
     padding_side: str | None = None
-    parity_check: bool = True
+    parity_check: bool | Literal["forward"] = True
     stop_on_nonfinite: bool = False
     attn_implementation: Implementation | None = None
     ref_attn_implementation: Implementation | None = None

@@ -22,7 +22,8 @@ logger = get_logger(__name__)
 
 class Parity(Part):
     """
-    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded.
+    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded;
+    of the one that is trained the gradient is compared too.
 
     Where the names of a batch do not say what is computed, the check runs on what the model was first called with in
     the step, after its forwards and before the weights are changed.
@@ -53,12 +54,17 @@ class Parity(Part):
         """
         trainer = self.trainer
         reports = trainer.padding.parity.setdefault(step.mode, [])
-        compare(trainer, [step.model, getattr(trainer, "ref_model", None)], inputs, reports)
+        trains = step.mode == "train" and self.settings.parity_check is True
+        compare(trainer, [step.model, getattr(trainer, "ref_model", None)], inputs, reports, gradients=trains)
 
 
-def compare(trainer: Any, models: list[Any], inputs: dict[str, Any], reports: list[ParityReport]) -> None:
+def compare(
+    trainer: Any, models: list[Any], inputs: dict[str, Any], reports: list[ParityReport], *, gradients: bool
+) -> None:
     """
     Compare packed with padded, for each model of a trainer on the same inputs, and add what was found to `reports`.
+
+    With `gradients` those of the first model are compared, too.
 
     Raises:
         ParityError: If packed and padded differ.
@@ -68,7 +74,8 @@ def compare(trainer: Any, models: list[Any], inputs: dict[str, Any], reports: li
     for model in models:
         if model is None:
             continue
-        report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
+        trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model
+        report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
         reports.append(report)
         report.raise_if_failed()
         if report.compared:
