@@ -192,7 +192,8 @@ def test_every_field_of_ours_has_a_help_text(capsys):
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
     assert "compare the packed forward with the padded one" in text
-    for method in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"):
+    methods = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
+    for method in [*methods, *(["Distillation"] if hasattr(trl, "DistillationConfig") else [])]:
         ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))
         added = {field.name: field.metadata.get("help") for field in ours}.items() - {
             field.name: field.metadata.get("help") for field in theirs

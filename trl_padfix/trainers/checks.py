@@ -81,7 +81,8 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
-    check_model(given.get("model"), settings.padding_free)
+    for name in ("model", "teacher_model"):
+        check_model(given.get(name), settings.padding_free)
     check_tokenizer(given.get("processing_class"))
     require_rows(given.get("train_dataset"), "train")
     if settings.padding_free and not task.takes_images:

@@ -41,7 +41,8 @@ class Padding:
         settings ([`Settings`]):
             Our fields of its configuration.
         handles (`list[PaddingRemoval]`):
-            What is attached to the policy, and to the reference if there is one; empty without `padding_free`.
+            What is attached to the policy, and to the reference or teacher if there is one; empty without
+            `padding_free`.
         layouts (`dict[str, Layout]`):
             Layouts that came with the batch of the last step, by the prefix of the names of their ids and masks (`""`,
             and `"KL_"` in KTO); empty where they are built by the forwards.
@@ -79,7 +80,7 @@ class Padding:
 
     @property
     def ref_handle(self) -> PaddingRemoval | None:
-        """What is attached to the reference, if it is a model of its own."""
+        """What is attached to the reference or the teacher, if it is a model of its own."""
         return self.handles[1] if len(self.handles) > 1 else None
 
     @property
@@ -196,7 +197,7 @@ class Packing(Part):
         trainer = self.trainer
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
         if not (trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index):  # weights come later
-            for which, model in zip(("model", "reference model"), models_of(trainer), strict=False):
+            for which, model in named_models_of(trainer).items():
                 check_weights(model, which)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:
@@ -265,9 +266,16 @@ class Packing(Part):
         self.trainer.padding.handles, self._numberings = [], []
 
 
+def named_models_of(trainer: Any) -> dict[str, Any]:
+    """The policy, and the reference and the teacher if they are models of their own."""
+    others = {"reference model": "ref_model", "teacher": "teacher_model"}
+    found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
+    return {"model": trainer.model} | {n: m for n, m in found.items() if m is not None and m is not trainer.model}
+
+
 def models_of(trainer: Any) -> list[Any]:
-    """The policy, and the reference if it is a model of its own."""
-    return [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    """The models of [`named_models_of`], the policy first."""
+    return [*named_models_of(trainer).values()]
 
 
 def datasets_of(trainer: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
 from ...core.parity import check_parity
+from ..packing import models_of
 from ..parts import Part, Step
 
 
@@ -55,9 +56,7 @@ class Parity(Part):
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         reports = trainer.padding.parity.setdefault(step.mode, [])
-        for model in (step.model, getattr(trainer, "ref_model", None)):
-            if model is None:
-                continue
+        for model in (step.model, *models_of(trainer)[1:]):
             report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
             reports.append(report)
             report.raise_if_failed()
