@@ -41,7 +41,7 @@ BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.
 
 NEWER = {
     **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
-    **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig")},
+    **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
 }
 """Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one; so was that of distillation."""
 

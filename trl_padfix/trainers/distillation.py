@@ -1,6 +1,7 @@
 """Distillation without padding."""
 
-# No `from __future__ import annotations`, for the reason that `config.py` gives.
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 
