@@ -7,9 +7,9 @@ A step (forwards, backward, AdamW; without generation) of distillation and of TR
     python docs/bench/experiments.py sdpo --data test.jsonl.gz --rows 8
     python docs/bench/experiments.py distillation --data test.jsonl.gz --rows 16
 
-The data are preference pairs as texts (HH-RLHF). `--rows` are the pairs of a step, and the completions for SDPO (all of
-one prompt) and distillation. Nothing is generated: answers of the data, for SDPO those of other prompts, stand for what
-would be. TRL's and our trainers take turns on the same rows; their losses must agree, or the command fails.
+The data are preference pairs as texts (HH-RLHF). `--rows` are the pairs of a step; for SDPO (of one prompt) and for
+distillation they are completions. Nothing is generated: answers of the data, for SDPO those of other prompts, are in
+their place. TRL's and our trainers take turns on the same rows; their losses must agree, or the command fails.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ NO_SOURCE = {  # tests of what no single module does
     "trainers": {
         "edited_batches",
         "epochs",
+        "experimental",
         "expert_losses",
         "import_alone",
         "liger",
         "mixers",
-        "new_trainer",
         "odd_rows",
         "overrides",
         "sharing",

@@ -260,7 +260,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 NOT_NEEDED = {
-    "import trl_padfix": {"torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"},
+    "import trl_padfix, trl_padfix.experimental": {
+        *("torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"),
+    },
     "from trl_padfix import padding_free_layout": {"transformers", "trl", "datasets", "accelerate"},
     "from trl_padfix import remove_padding, check_parity, PaddingRemovalError": {"trl", "datasets"},
 }

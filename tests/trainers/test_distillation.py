@@ -156,7 +156,7 @@ def test_a_teacher_that_is_loaded_by_its_name_runs_with_what_it_is_asked_to(make
 @pytest.mark.parametrize(
     ("config", "given", "message"),
     [
-        ({}, {"teacher_model": None}, "needs a teacher, and `teacher_model` is not given"),
+        ({}, {"teacher_model": None}, "The student needs a teacher, and `teacher_model` is not given"),
         (
             {"teacher_attn_implementation": "eager"},
             {"teacher_model": None},

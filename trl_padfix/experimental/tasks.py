@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ..trainers.checks import require_columns
+from ..trainers.checks import require_columns, require_teacher
 from ..trainers.packing import datasets_of
 from ..trainers.task import Task
 
@@ -39,7 +39,12 @@ class PromptTask(_OwnData):
 
 
 class MessagesTask(_OwnData):
-    """Conversations, of which a step takes the last answer, or generates one."""
+    """Conversations, whose last answer a student learns from a teacher, or another one that a step generates."""
 
     columns = [{"messages"}, {"prompt", "completion"}]
     needs = "A conversation is in `messages`"
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        super().check(config, given)
+        if not getattr(config, "use_teacher_server", False):
+            require_teacher(given)

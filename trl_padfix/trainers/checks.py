@@ -34,6 +34,7 @@ __all__ = [
     "require_columns",
     "require_eos",
     "require_rows",
+    "require_teacher",
     "rope_kind_beyond",
     "splitting_parallelism",
 ]
@@ -283,6 +284,18 @@ def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> 
         raise ValueError(
             "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
             "`tokenizer.eos_token`, or give chat messages."
+        )
+
+
+def require_teacher(given: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: If a trainer is not given the teacher that it learns from.
+    """
+    if given.get("teacher_model") is None:
+        raise ValueError(
+            "The student needs a teacher, and `teacher_model` is not given. Pass a model, or the id of one "
+            "(`--teacher_model_name_or_path` on the command line)."
         )
 
 

@@ -9,6 +9,7 @@ import torch
 import trl
 
 from ..core.model.find import find_pretrained
+from .checks import require_teacher
 from .config import PackingConfig, TeacherAttentionConfig
 from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer
@@ -58,11 +59,7 @@ class DistillationTask(OnlineTask):
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
         super().check(config, given)
-        if given.get("teacher_model") is None:
-            raise ValueError(
-                "Distillation needs a teacher, and `teacher_model` is not given. Pass a model, or the id of one "
-                "(`--teacher_model_name_or_path` on the command line)."
-            )
+        require_teacher(given)
 
     def scoring_module(self, model: Any) -> Any:
         return find_pretrained(model).base_model  # TRL hands hidden states to its chunked divergence
