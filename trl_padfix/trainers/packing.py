@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from datasets import Dataset
+from torch import nn
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
@@ -270,7 +271,9 @@ def named_models_of(trainer: Any) -> dict[str, Any]:
     """The policy, and the reference and the teacher if they are models of their own."""
     others = {"reference model": "ref_model", "teacher": "teacher_model"}
     found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
-    return {"model": trainer.model} | {n: m for n, m in found.items() if m is not None and m is not trainer.model}
+    return {"model": trainer.model} | {
+        name: model for name, model in found.items() if isinstance(model, nn.Module) and model is not trainer.model
+    }
 
 
 def models_of(trainer: Any) -> list[Any]:

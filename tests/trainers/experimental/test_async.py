@@ -9,10 +9,10 @@ import torch
 import trl
 from datasets import Dataset
 from kit.online_runs import save_policy
-from kit.trainer_runs import SETTINGS, build_tokenizer
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
 from packaging.version import Version
 
-from trl_padfix import remove_padding
+from trl_padfix import PaddingRemovalError, remove_padding
 
 
 if Version(trl.__version__) < Version("1.16"):
@@ -65,6 +65,17 @@ def loss_and_gradient(trainer, rows):
     loss.backward()
     count = sum(int(row["completion_mask"].sum()) for row in rows)
     return count, loss.detach() * count, [p.grad.clone() * count for p in trainer.model.parameters()]
+
+
+def test_the_tries_of_asynchronous_grpo_are_refused():
+    from trl.experimental.async_grpo.packing import TREE_ATTENTION
+
+    model = build_model()
+    model.config._attn_implementation_internal = TREE_ATTENTION
+    ids, positions = torch.tensor([[5, 6, 7, 8, 9, 10]]), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    refused = pytest.raises(PaddingRemovalError, match=f"{TREE_ATTENTION}.*is not known to attend over")
+    with refused, remove_padding(model):
+        model(input_ids=ids, position_ids=positions)
 
 
 def test_packed_rows_have_the_loss_of_each_row_alone(trainer):
