@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -23,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and what the Hub knows
 
 torchvision_loads()  # where it is installed, transformers imports it
 
+import accelerate  # noqa: E402
 import datasets  # noqa: E402
 import transformers  # noqa: E402
 
@@ -30,11 +32,20 @@ import transformers  # noqa: E402
 torch.set_num_threads(1)  # the tensors are tiny, and threads would change the order of sums
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-# Two look-ups that take much of a tiny training: accelerate reads at every step what is installed, and datasets
-# names a table by a hash of all that made it, to find it on disk again, where those of the tests never are.
+datasets.disable_progress_bars()
+# What takes much of a tiny training and gives its tests nothing: accelerate reads at every step what is installed and
+# collects garbage before the first, datasets names a table by a hash of all that made it, to find it on disk again,
+# and torch notes the stack of every seed for a device that is not there.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
+accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
 for module in (datasets.fingerprint, datasets.arrow_dataset):
-    module.update_fingerprint = lambda *_: datasets.fingerprint.generate_random_fingerprint()
+    module.update_fingerprint = module.generate_fingerprint = lambda *_: (
+        datasets.fingerprint.generate_random_fingerprint()
+    )
+if not torch.cuda.is_available():
+    for module in (torch.cuda, torch.mtia, torch.xpu):
+        module.traceback = SimpleNamespace(format_stack=list)
 hypothesis.settings.register_profile("trl_padfix", deadline=None)
 hypothesis.settings.load_profile("trl_padfix")
 
@@ -86,7 +97,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector, which accelerate calls before every training, off what all imports have left."""
+    """Keep the garbage collector off what all imports have left."""
     gc.collect()
     gc.freeze()
 

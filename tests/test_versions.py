@@ -12,6 +12,7 @@ from packaging.version import Version
 
 import trl_padfix
 from trl_padfix import versions
+from trl_padfix.core.model import older
 
 
 pytestmark = pytest.mark.stacks
@@ -97,3 +98,11 @@ def test_pyproject_admits_every_tested_pair():
     assert admitted["transformers"] == versions.BOUNDS["transformers"]
     for stack in versions.TESTED:
         assert stack.trl in admitted["trl"]
+
+
+def test_what_an_older_version_needs_goes_with_it():
+    assert older.GOES_WITH.keys() | {"GOES_WITH"} == set(older.__all__)
+    for name, needs in older.GOES_WITH.items():
+        requirement = Requirement(needs)
+        (oldest,) = (bound.version for bound in versions.BOUNDS[requirement.name] if bound.operator == ">=")
+        assert not requirement.specifier.contains(oldest), f"delete `{name}`: {needs} is all that is supported"

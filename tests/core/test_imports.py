@@ -33,6 +33,7 @@ NO_SOURCE = {  # tests of what no single module does
     "trainers": {
         "edited_batches",
         "epochs",
+        "every_method",
         "experimental",
         "expert_losses",
         "import_alone",
@@ -96,6 +97,17 @@ def test_no_circle(layer):
             {n: {m for m in found if not n.startswith(f"{m}.")} for n, found in graph.items()}
         ).static_order()
     )
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2])
+def test_rooms_stand_on_floors(layer):
+    """A room is a folder with all its files, or a file beside the folders: of two rooms only one imports the other."""
+    rooms = {module_name(file): module_name(file).split(".")[2] for file in FILES[layer] if file.stem != "__init__"}
+    graph = {room: set[str]() for room in rooms.values()}
+    for file in FILES[layer]:
+        if room := rooms.get(module_name(file)):
+            graph[room] |= {rooms[name] for name in imported_by(file) & rooms.keys()} - {room}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 15  # raises `CycleError`
 
 
 def test_files_of_core_are_short():

@@ -11,6 +11,7 @@ import torch
 import transformers
 from kit import families
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.model_numbers import SHARING, merge_segments
 from kit.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
 
 import trl_padfix.core.attention.attention
@@ -25,9 +26,6 @@ from trl_padfix import (
     remove_padding,
 )
 from trl_padfix.core.parity import TOLERANCES
-
-
-SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -173,26 +171,11 @@ def test_modes_and_stats_come_back_after_an_exception():
 # -- what is wrong fails
 
 
-def merged(layout):
-    """Rows attend to the rows before them."""
-    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
-    lengths = (layout.packed_tokens,)
-    return dataclasses.replace(
-        layout,
-        key_index=None,
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        query_lengths=lengths,
-        key_lengths=lengths,
-        spans=lengths,
-    )
-
-
 def leaking_layouts(monkeypatch) -> None:
     layout_of = trl_padfix.core.call.layout_of
-    monkeypatch.setattr(layout_of, "padding_free_layout", lambda mask: merged(padding_free_layout(mask)))
+    monkeypatch.setattr(layout_of, "padding_free_layout", lambda mask: merge_segments(padding_free_layout(mask)))
     monkeypatch.setattr(
-        trl_padfix.core.call.layout_of, "prefix_sharing_layout", lambda *given: merged(prefix_sharing_layout(*given))
+        layout_of, "prefix_sharing_layout", lambda *given: merge_segments(prefix_sharing_layout(*given))
     )
 
 

@@ -289,11 +289,6 @@ TRL = [
         "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT",
     ),
     *of_trainers(
-        "_tokenizer", "trainers.packing, trainers.watch.finite", "the tokenizer of a processor",
-        partial(is_set, ""),
-        "DPO", "SFT", "KTO", *ONLINE, needs="trl>=1.9.2",
-    ),
-    *of_trainers(
         "_entropy_bonus_enabled", "trainers.grpo", "whether rows may change micro-batches", partial(is_set, ""),
         "GRPO", needs="trl>=1.9.2",
     ),
@@ -361,7 +356,7 @@ TRL = [
     Upstream(
         "flash attention variant", "trl.trainer.sft_trainer", "core.model.older",
         "TRL's warning that packing needs FlashAttention, which is filtered out by these words",
-        lambda owner, name: name in inspect.getsource(owner).lower(), "trl<=1.9.2",
+        lambda owner, name: name in inspect.getsource(owner).lower(), "trl<1.16",
     ),
 ]  # fmt: skip
 

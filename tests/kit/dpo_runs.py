@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import trl
 from datasets import Dataset
+from kit import trainer_runs
 from kit.models import build
 from kit.trainer_runs import SIDED_MODES, lora, words
 from peft import LoraConfig, TaskType, get_peft_model
@@ -192,15 +193,8 @@ def run(trainer: trl.DPOTrainer, **how) -> Run:
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> dict[str, int]:
     """What every mode puts through the decoder, counted without any of the package's code."""
-    counts = dict.fromkeys(("padded", "padding-free", "prefix sharing"), 0)
-    for batch in batches:
-        masks = batch["attention_mask"].bool()
-        rows = [ids[mask].tolist() for ids, mask in zip(batch["input_ids"], masks, strict=True)]
-        prefixes = [tuple(row[: i + 1]) for row in rows for i in range(len(row))]
-        counts["padded"] += batch["input_ids"].numel()
-        counts["padding-free"] += len(prefixes)
-        counts["prefix sharing"] += len(set(prefixes))
-    return counts
+    forwards = [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
+    return trainer_runs.Run(None, [], 0, forwards).counts()
 
 
 def assert_mode_ran(run: Run, mode: str) -> None:

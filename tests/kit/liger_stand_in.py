@@ -2,8 +2,8 @@
 A stand-in for `liger_kernel` in plain torch: its names, signatures and ways to patch a model, without Triton.
 
 Like Liger it binds the forwards of norms and MLPs anew on the instances, puts its rotary embedding into transformers'
-module, and can replace the forward of the model by one with a fused loss. Its fused losses take hidden states and the
-weight of the head. Its backward of a norm writes into the gradient that it is given, as Liger's does.
+module, and can replace the forward of the model by one with a fused loss. Its backward of a norm writes into the
+gradient that it is given, as Liger's does.
 """
 
 from __future__ import annotations
@@ -130,49 +130,13 @@ def _apply_liger_kernel_to_instance(model: Any, **kwargs: Any) -> None:
     _apply_to_qwen2(model=model, **{k: v for k, v in kwargs.items() if k in known})
 
 
-def _token_logps(states: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor) -> torch.Tensor:
-    logits = functional.linear(states, weight, bias).float()
-    return logits.log_softmax(-1).gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-
-
-class LigerFusedLinearDPOLoss(nn.Module):
-    """Sigmoid DPO of hidden states, chosen rows first; returns the loss and what TRL logs."""
-
-    def __init__(self, ignore_index: int = -100, beta: float = 0.1, loss_type: str = "sigmoid", **unused: Any):
-        super().__init__()
-        assert loss_type == "sigmoid"
-        self.ignore_index, self.beta = ignore_index, beta
-
-    def forward(
-        self,
-        lin_weight: torch.Tensor,
-        _input: torch.Tensor,
-        target: torch.Tensor,
-        bias: Any = None,
-        ref_input: Any = None,
-        ref_weight: Any = None,
-        ref_bias: Any = None,
-    ) -> tuple:
-        _tokens["dpo_loss"] += target.numel()
-        kept = target != self.ignore_index
-        logits = functional.linear(_input, lin_weight, bias)
-        logps = (_token_logps(_input, lin_weight, bias, target) * kept).sum(1)
-        reference = (_token_logps(ref_input, ref_weight, ref_bias, target) * kept).sum(1)
-        rewards = (self.beta * (logps - reference)).chunk(2)
-        loss = -functional.logsigmoid(rewards[0] - rewards[1]).mean()
-        means = [(part * k[..., None]).sum() / k.sum() for part, k in zip(logits.chunk(2), kept.chunk(2), strict=True)]
-        return loss, (*logps.chunk(2), *means, loss.new_zeros(()), *rewards)
-
-
 @contextlib.contextmanager
 def liger_stand_in() -> Iterator[Counter]:
     """`liger_kernel` is installed until the block ends; counts the tokens that its kernels see."""
-    package, layers, losses = (ModuleType(f"liger_kernel{part}") for part in ("", ".transformers", ".chunked_loss"))
+    package, layers = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
     layers._apply_liger_kernel_to_instance = _apply_liger_kernel_to_instance
-    fused = {"LigerFusedLinearDPOLoss": LigerFusedLinearDPOLoss}
-    vars(losses).update(fused)
-    package.transformers, package.chunked_loss = layers, losses
-    names = {"liger_kernel": package, "liger_kernel.transformers": layers, "liger_kernel.chunked_loss": losses}
+    package.transformers = layers
+    names = {"liger_kernel": package, "liger_kernel.transformers": layers}
     _tokens.clear()
     with contextlib.ExitStack() as stack:
         for name, module in names.items():  # one by one: what is imported in the block stays imported
@@ -182,10 +146,6 @@ def liger_stand_in() -> Iterator[Counter]:
         for module in [m for n, m in sys.modules.items() if n.partition(".")[0] in ("transformers", "trl") and m]:
             if "is_liger_kernel_available" in vars(module):
                 stack.enter_context(mock.patch.object(module, "is_liger_kernel_available", return_value=True))
-        for module in [m for n, m in sys.modules.items() if n.startswith("trl.trainer.") and m]:
-            for name, loss in fused.items():  # versions of TRL import them where Liger is installed
-                if "is_liger_kernel_available" in vars(module):
-                    stack.enter_context(mock.patch.object(module, name, loss, create=True))
         # Ours refuses Triton kernels where there is no GPU.
         stack.enter_context(mock.patch("trl_padfix.trainers.checks.runs_triton", return_value=True))
         yield _tokens

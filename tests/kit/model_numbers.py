@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
 from kit.models import PAD, ROWS, padded_positions, real_logps
+
+from trl_padfix import Layout
 
 
 TOLERANCE = 1e-5
@@ -96,3 +100,18 @@ TINY = {
     "num_key_value_heads": 2,
     "pad_token_id": PAD,
 }
+
+
+def merge_segments(layout: Layout) -> Layout:
+    """Every row attends to the rows before it."""
+    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
+    lengths = (layout.packed_tokens,)
+    return replace(
+        layout,
+        key_index=None,
+        cu_seqlens_q=bounds,
+        cu_seqlens_k=bounds,
+        query_lengths=lengths,
+        key_lengths=lengths,
+        spans=lengths,
+    )

@@ -6,10 +6,10 @@ import torch
 import trl
 from datasets import Dataset
 from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, run, watch_inputs, words
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, words
 from peft import PromptTuningConfig, TaskType
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTTrainer
+from trl_padfix import DPOConfig, DPOTrainer
 
 
 STEPS = 20
@@ -64,11 +64,6 @@ SET_UPS = {
 TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
 CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": TUNED}
 CASES |= OBJECTIVES | SET_UPS
-
-
-def train(make, case: str, trainer_class=SFTTrainer, **config):
-    settings, given = CASES[case]
-    return run(make(trainer_class, settings | config, **given()), watch_inputs(""))
 
 
 def packing(strategy: str = "bfd") -> dict:

@@ -1,17 +1,17 @@
 """
 A simulated GPU: tensors that report `cuda:0` and compute on the CPU.
 
-Within [`simulated_cuda`] code that asks tensors for their device takes its GPU path, with real numbers. Kernels,
-synchronisations and bytes are counted, each by the line that caused it. A kernel is an operation on tensors of the
-device that is not a view. A synchronisation is an operation for whose result the host waits: reading a value, an
-operation whose output has a shape that depends on values, or a copy between host and device that may not overlap.
+Within [`simulated_cuda`] code that asks tensors for their device takes its GPU path, with real numbers. Kernels are
+counted, and synchronisations by the line that caused them. A kernel is an operation on tensors of the device that is
+not a view. A synchronisation is an operation for whose result the host waits: reading a value, an operation whose
+output has a shape that depends on values, or a copy between host and device that may not overlap.
 
 Autograd and autocast are those of the CPU: `torch.autocast("cuda")` is led to the CPU's.
 """
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,6 @@ from kit import varlen_reference
 from torch import nn
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map
 
 
 __all__ = ["Counts", "SimulatedTensor", "simulated_cuda", "to_simulated"]
@@ -54,14 +53,11 @@ class Counts:
     Attributes:
         kernels (`Counter`): Operations on tensors of the device, by name.
         synchronisations (`Counter`): Waits of the host, by `(operation, line of the package or of the caller)`.
-        bytes (`int`): Bytes that the kernels read and wrote.
         varlen (`list[tuple]`): Shapes of query and key, and window, of every call of torch's varlen attention.
     """
 
     kernels: Counter = field(default_factory=Counter)
     synchronisations: Counter = field(default_factory=Counter)
-    lines: Counter = field(default_factory=Counter)
-    bytes: int = 0
     varlen: list[tuple] = field(default_factory=list)
 
     @property
@@ -75,8 +71,7 @@ class Counts:
 
     def reset(self) -> None:
         """Begin anew."""
-        self.kernels, self.synchronisations, self.lines = Counter(), Counter(), Counter()
-        self.bytes, self.varlen = 0, []
+        self.kernels, self.synchronisations, self.varlen = Counter(), Counter(), []
 
     def wait(self, operation: str) -> None:
         self.synchronisations[(operation, _line())] += 1
@@ -87,12 +82,10 @@ _counts: list[Counts] = []
 
 def _line() -> str:
     """The innermost line that is neither torch's nor this file's."""
-    frames = [f for f in traceback.extract_stack() if f.filename != __file__ and "/torch/" not in f.filename]
-    if not frames:
-        return "?"
-    last = frames[-1]
-    path = Path(last.filename)
-    return f"{'/'.join(path.parts[-4:])}:{last.lineno}"
+    frame = sys._getframe(1)
+    while frame and (frame.f_code.co_filename == __file__ or "/torch/" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-4:])}:{frame.f_lineno}" if frame else "?"
 
 
 class SimulatedTensor(torch.Tensor):
@@ -177,7 +170,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
     asked = kwargs.get("device")
     to_cuda = asked is not None and torch.device(asked).type == "cuda"
-    own_args, own_kwargs = tree_map(held, args), dict(tree_map(held, kwargs))
+    own_args, own_kwargs = _mapped(held, args), _mapped(held, kwargs)
     if asked is not None:
         own_kwargs["device"] = torch.device("cpu")
     if own_kwargs.get("pin_memory"):
@@ -186,7 +179,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         output = _compute(func, name, own_args, own_kwargs)
     if not (found or to_cuda):
         return output
-    _count(func, name, args, own_args, own_kwargs, output, uploaded=to_cuda and not found)
+    _count(name, own_args, own_kwargs, uploaded=to_cuda and not found)
     if name == "_local_scalar_dense":
         return output
     if isinstance(kwargs.get("out"), SimulatedTensor):
@@ -194,7 +187,14 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.name.endswith("_") and not name.startswith("_")
     if in_place and isinstance(args[0], SimulatedTensor):
         return args[0]
-    return tree_map(lambda x: SimulatedTensor(x) if type(x) is torch.Tensor else x, output)
+    return _mapped(lambda x: SimulatedTensor(x) if type(x) is torch.Tensor else x, output)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    """What a function makes of a value, or of those in tuples, lists and dictionaries."""
+    if type(value) in (tuple, list):
+        return type(value)([_mapped(function, v) for v in value])
+    return {k: _mapped(function, v) for k, v in value.items()} if type(value) is dict else function(value)
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -223,9 +223,9 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _count(func: Any, name: str, args: tuple, held: tuple, kwargs: dict, output: Any, *, uploaded: bool) -> None:
+def _count(name: str, args: tuple, kwargs: dict[str, Any], *, uploaded: bool) -> None:
     counts = _counts[-1]
-    by_mask = name == "index" and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in held[1])
+    by_mask = name == "index" and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
     unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
     if uploaded and name == "_to_copy" and not kwargs.get("non_blocking"):
         counts.wait("copy to the device")
@@ -233,10 +233,6 @@ def _count(func: Any, name: str, args: tuple, held: tuple, kwargs: dict, output:
         counts.wait(name)
     if name not in _VIEWS:
         counts.kernels[name] += 1
-        counts.lines[_line()] += 1
-        tensors: list[torch.Tensor] = []
-        tree_map(lambda x: tensors.append(x) if isinstance(x, torch.Tensor) else None, (held, output))
-        counts.bytes += sum(x.numel() * x.element_size() for x in tensors)
 
 
 def to_simulated(x: Any) -> Any:

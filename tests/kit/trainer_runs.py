@@ -109,6 +109,8 @@ class Run:
     """Tokens that entered the first layer of the policy, without a cache and outside the parity check."""
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Ids and mask of every forward that scored them."""
+    completions: list[list[int]] = field(default_factory=list)
+    """All that was generated."""
 
     def trajectory(self, *names: str) -> torch.Tensor:
         """Loss, gradient norm (0 in evaluation) and the metrics `names`, of each step and of the evaluation."""

@@ -10,9 +10,9 @@ import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.commands import build_pairs
+from kit.trainer_runs import confusing_layout, leaking_layout
 from typer.testing import CliRunner
 
-from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.cli.app import app
 from trl_padfix.core.model.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
@@ -173,17 +173,6 @@ def test_passes_for_log_probabilities_are_grpos():
 def test_grpos_batches_are_not_grouped_otherwise():
     with pytest.raises(ValueError, match="prompts with all their completions"):
         BenchSettings(trainer="grpo", variants=("trl", "trl_grouped"))
-
-
-def leaking_layout(attention_mask):
-    """All rows of the batch as one: each sees those before it."""
-    layout = padding_free_layout(attention_mask.reshape(1, -1))
-    return dataclasses.replace(layout, batch_shape=tuple(attention_mask.shape))
-
-
-def confusing_layout(input_ids, attention_mask, position_ids=None):
-    """A token is taken for every other one at its place."""
-    return prefix_sharing_layout(torch.zeros_like(input_ids), attention_mask, position_ids)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import every_pair, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
@@ -23,7 +24,6 @@ Batch = dict[str, Any]
 
 MODES = {"padding-free": {}, "prefix sharing": {"prefix_sharing": True}}
 KINDS = ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO")
-FAST = ("SFT", "DPO", "GRPO")
 
 
 # -- edits
@@ -136,16 +136,16 @@ def is_stopped(kind: str, mode: str, edit: str) -> bool:
     return edit in UNSEEN and (mode == "prefix sharing" or edit == "permuted_through_data")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize(("kind", "edit", "mode"), every_pair(KINDS, EDITS, MODES))
 def test_an_edited_batch_gives_trls_figures_or_stops(kind, edit, mode, tmp_path, trls):
     check(kind, "compute_loss", edit, mode, tmp_path, trls)
 
 
-@pytest.mark.parametrize("hook", ["training_step", "prediction_step"])
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("kind", ["DPO", *(pytest.param(k, marks=pytest.mark.slow) for k in ("SFT", "Reward", "KTO"))])
+HOOKS = ("training_step", "prediction_step")
+OTHER_HOOKS = [(kind, edit, hook) for kind in ("DPO", "SFT", "Reward", "KTO") for edit in EDITS for hook in HOOKS]
+
+
+@pytest.mark.parametrize(("kind", "edit", "hook"), slow_but(OTHER_HOOKS[:10], OTHER_HOOKS))
 def test_so_do_edits_in_other_hooks(kind, edit, hook, tmp_path, trls):
     check(kind, hook, edit, "prefix sharing", tmp_path, trls)
 

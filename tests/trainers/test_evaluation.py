@@ -13,6 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit import generation_run
+from kit.cells import every_pair, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.generation_run import build_pairs
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
@@ -78,9 +79,12 @@ def flash():
 # Predictions
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("mode", [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    ("name", "mode", "side"),
+    every_pair(
+        TRAINERS, [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}], ["left", "right"]
+    ),
+)
 def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
     trainer = make(name, tmp_path, padding_side=side, **mode)
     trainer.evaluate()
@@ -123,7 +127,7 @@ def test_positions_of_gpt2_are_those_of_each_prompt(tmp_path):
     assert found == alone(trainer, trainer.eval_dataset["prompt"], pad_token_id=PAD)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
+@pytest.mark.parametrize("size", slow_but([1, 7], [1, 2, 7, 64]))
 def test_the_batch_size_changes_nothing(size, tmp_path):
     trainer = make("dpo", tmp_path, per_device_eval_batch_size=size)
     trainer.evaluate()
@@ -164,9 +168,9 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
     assert [row["reference"] for row in found] == ["w3", "w6 w7", "w4 w5 w6"]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("data", ["dpo", "sft", "messages"])
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    ("name", "data", "side"), every_pair(["llava", "qwen2_5_vl"], ["dpo", "sft", "messages"], ["left", "right"])
+)
 def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     processor, model = build_processor(name), build_vision_model(name)
     processor.tokenizer.padding_side = side

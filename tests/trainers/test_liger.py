@@ -1,4 +1,8 @@
-"""Liger's layers and fused losses, by a stand-in in plain torch: TRL's trajectories with padding removed."""
+"""
+Liger's layers, by a stand-in in plain torch: TRL's trajectories with padding removed.
+
+From 1.10 on TRL asks Liger for no losses.
+"""
 
 from collections import Counter
 
@@ -18,8 +22,7 @@ import trl_padfix
 from trl_padfix import remove_padding
 
 
-FUSED_LOSSES = Version(trl.__version__) < Version("1.10")
-"""Whether `use_liger_kernel` also asks for Liger's losses; later versions have a fused head of their own."""
+pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL also asks for Liger's losses")
 
 
 def build_pairs(count: int) -> Dataset:
@@ -57,7 +60,7 @@ def train(kind: str, package, tmp_path, liger: bool = True, **config):
         return finished.trajectory(), Counter(tokens)
 
 
-KINDS = ["DPO", "SFT", *([] if FUSED_LOSSES else ["KTO", "GRPO"])]  # the stand-in has a fused loss of the first two
+KINDS = ["DPO", "SFT", "KTO", "GRPO"]
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS[:2], KINDS))
@@ -70,8 +73,7 @@ def test_ligers_layers_give_trls_trajectory_on_fewer_tokens(kind, tmp_path):
     for kernel in ("rms_norm", "swiglu", "rope"):
         assert 0 < shared[kernel] < packed[kernel] < padded[kernel]
     plain, none = train(kind, trl, tmp_path, liger=False)
-    if not FUSED_LOSSES:
-        assert_same(ours, plain)
+    assert_same(ours, plain)
     assert none == {}
 
 
@@ -79,23 +81,6 @@ def test_ligers_layers_give_trls_trajectory_on_fewer_tokens(kind, tmp_path):
 def test_a_leaking_layout_bends_the_curve(kind, tmp_path, monkeypatch):
     theirs, _ = train(kind, trl, tmp_path)
     ours, _ = train(kind, trl_padfix, tmp_path, parity_check=False, **break_mode(monkeypatch, "prefix sharing"))
-    assert not torch.allclose(ours, theirs, rtol=1e-3)
-
-
-@pytest.mark.skipif(not FUSED_LOSSES, reason="this version of TRL has no losses of Liger's")
-def test_ligers_fused_losses_are_those_of_packed_states(tmp_path):
-    for kind, loss in {"DPO": "dpo_loss", "SFT": "fused_linear_cross_entropy"}.items():
-        theirs, padded = train(kind, trl, tmp_path)
-        for mode in ("padding-free", "prefix sharing"):
-            ours, tokens = train(kind, trl_padfix, tmp_path, **MODES[mode])
-            assert_same(ours, theirs)
-            assert tokens[loss] == padded[loss] > 0
-
-
-@pytest.mark.skipif(not FUSED_LOSSES, reason="this version of TRL has no losses of Liger's")
-def test_ligers_fused_losses_on_a_leaking_layout_bend_the_curve(tmp_path, monkeypatch):
-    theirs, _ = train("DPO", trl, tmp_path)
-    ours, _ = train("DPO", trl_padfix, tmp_path, parity_check=False, **break_mode(monkeypatch, "prefix sharing"))
     assert not torch.allclose(ours, theirs, rtol=1e-3)
 
 

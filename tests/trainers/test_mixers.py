@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import MATRIX
+from kit.cells import once_each, slow_but
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
 from kit.mixer_runs import TRAINERS, build_pairs, initial
@@ -26,7 +26,10 @@ from trl_padfix import PaddingRemovalError
 
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "deepseek_v32", "bloom"]
-FAST = {"dpo": "prefix sharing, right", "sft": "padding-free, left"}
+FAST = [
+    ("dpo" if i % 2 else "sft", family, "prefix sharing, right" if i % 2 else "padding-free, left")
+    for i, family in enumerate(FAMILIES)
+]
 STEPS = 20
 
 
@@ -67,16 +70,10 @@ def theirs(tmp_path_factory):
     return run
 
 
-def cells() -> list[Any]:
-    return [
-        pytest.param(kind, family, mode, marks=[] if mode == FAST[kind] else MATRIX)
-        for kind in TRAINERS
-        for family in FAMILIES
-        for mode in SIDED_MODES
-    ]
-
-
-@pytest.mark.parametrize(("kind", "family", "mode"), cells())
+@pytest.mark.parametrize(
+    ("kind", "family", "mode"),
+    slow_but(FAST, [(kind, family, mode) for kind in TRAINERS for family in FAMILIES for mode in SIDED_MODES]),
+)
 def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
     ours = trajectory(tmp_path, kind, TRAINERS[kind][1], family, **SIDED_MODES[mode])
     expected = theirs(kind, family)
@@ -84,8 +81,7 @@ def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize(("kind", "mode"), once_each(TRAINERS, ["prefix sharing", "padding-free"]))
 def test_a_leak_would_bend_the_trajectory(kind, mode, theirs, tmp_path, monkeypatch):
     if mode == "prefix sharing":
         break_mode(monkeypatch, mode)

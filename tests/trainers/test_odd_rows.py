@@ -6,11 +6,13 @@ are processed) is counted, warned about, and weighs what it weighs in TRL's trai
 """
 
 import logging
+from itertools import product
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer
 from kit.vision_runs import build_pairs, build_processor, build_vlm
@@ -52,7 +54,7 @@ def longest_prompt(processor, data: Dataset) -> int:
     return int((batch["attention_mask"] - batch["completion_mask"]).sum(1).max())
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["padded", "padding-free, left"], MODES))
 def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(mode, tmp_path, caplog):
     processor, data = build_processor("llava"), build_pairs(9, (1, 1, 0))
     config = {"max_length": longest_prompt(processor, data), "per_device_train_batch_size": 3}
@@ -70,8 +72,10 @@ def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(mode, tmp_pa
     assert sum(runs[trl_padfix][0].data_collator.odd_rows.values()) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["DPO", "SFT"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    slow_but([("DPO", "padding-free, left"), ("SFT", "prefix sharing")], product(["DPO", "SFT"], MODES)),
+)
 def test_a_vision_run_with_max_length_is_trls(kind, mode, tmp_path):
     """As TRL's own `test_train_vlm_with_max_length`: the end of completions is cut, images are whole."""
     processor, data = build_processor("llava"), build_pairs(9, (1,))
@@ -126,8 +130,13 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    slow_but(
+        [("DPO", "padding-free, left"), ("DPO", "padded"), ("KTO", "padded, left"), ("KTO", "prefix sharing")],
+        product(["DPO", "KTO"], MODES),
+    ),
+)
 def test_rows_without_a_prompt_weigh_as_in_trl(kind, mode, tmp_path, monkeypatch, caplog):
     prepared(monkeypatch, kind)
     data = Dataset.from_list(rows_of(kind, empty=False))
@@ -138,8 +147,13 @@ def test_rows_without_a_prompt_weigh_as_in_trl(kind, mode, tmp_path, monkeypatch
     assert any("rows begin with a completion token" in text for text in caplog.messages) == ("left" in mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "SFT"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    slow_but(
+        [("DPO", "padding-free, left"), ("DPO", "padded"), ("KTO", "prefix sharing"), ("SFT", "padded, left")],
+        product(["DPO", "KTO", "SFT"], MODES),
+    ),
+)
 def test_rows_without_a_token_do_not_stop_a_stream(kind, mode, tmp_path, monkeypatch, caplog):
     prepared(monkeypatch, kind)
     data = Dataset.from_list(rows_of(kind, empty=True))

@@ -7,7 +7,7 @@ import pytest
 import trl
 
 import trl_padfix
-from trl_padfix.trainers.generation.config import GeneratingConfig
+from trl_padfix.trainers.generation.config import EvaluationConfig
 
 
 ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
@@ -60,7 +60,7 @@ def test_configurations_are_trls_with_our_fields(name):
     sided = set() if name in ONLINE else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
     with_reference = {"teacher_attn_implementation"} if name == "DistillationTrainer" else with_reference
-    both = {*GeneratingConfig.__dataclass_fields__, "exact_eval_means"}
+    both = {*EvaluationConfig.__dataclass_fields__}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     both |= {"max_tokens_per_batch"}
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()

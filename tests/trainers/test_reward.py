@@ -1,152 +1,23 @@
-"""TRL's `RewardTrainer` and ours: one trajectory, whatever the mode."""
+"""What reward modelling has of its own: which token is scored. `test_every_method.py` has the trajectories."""
 
-import random
 from functools import cache
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import once_each
-from kit.trainer_runs import (
-    MODES,
-    SETTINGS,
-    SIDED_MODES,
-    assert_mode_ran,
-    assert_same,
-    break_mode,
-    build_model,
-    build_tokenizer,
-    lora,
-    run,
-    watch_inputs,
-    words,
-)
-from peft import TaskType
+from kit.methods import TWO_MODES
+from kit.trainer_runs import MODES, SIDED_MODES, assert_same, build_model, build_tokenizer, run, watch_inputs
 from transformers import BertConfig, BertForSequenceClassification
 
 import trl_padfix.core.heads
-from trl_padfix import DataCollatorForReward, PaddingRemovalError, ParityError, RewardConfig, RewardTrainer
+from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardConfig, RewardTrainer
 from trl_padfix.core.call.pooled import Pooled
 
 
-METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens")
-TWO_MODES = ["padding-free, left", "prefix sharing, right"]
-
-
-def build_pairs(count: int, seed: int = 0) -> Dataset:
-    draw = random.Random(seed)
-    prompts = [words(draw, 2, 18) for _ in range(count // 2)]
-    return Dataset.from_list(
-        [
-            {"prompt": draw.choice(prompts), "chosen": words(draw, 1, 12), "rejected": words(draw, 1, 12)}
-            for _ in range(count)
-        ]
-    )
-
-
-CASES = {
-    "plain": ({}, dict),
-    "accumulation": ({"gradient_accumulation_steps": 2, "max_steps": 5}, dict),
-    "checkpointing": ({"gradient_checkpointing": True, "max_steps": 5}, dict),
-    "centred rewards": ({"center_rewards_coefficient": 0.1, "max_steps": 5}, dict),
-    "multiples of 8": ({"pad_to_multiple_of": 8, "max_steps": 5}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.SEQ_CLS, modules_to_save=["score"])}),
-    "margins": (
-        {"max_steps": 5},
-        lambda: {"train_dataset": build_pairs(40).add_column("margin", [i % 3 / 2 for i in range(40)])},
-    ),
-}
-
-
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
-    def make_trainer(trainer_class=RewardTrainer, config=None, **given):
-        config_class = RewardConfig if issubclass(trainer_class, RewardTrainer) else trl.RewardConfig
-        settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
-        settings["output_dir"] = str(tmp_path_factory.mktemp("run"))
-        defaults = {
-            "model": lambda: build_model("reward"),
-            "train_dataset": lambda: build_pairs(40),
-            "eval_dataset": lambda: build_pairs(12, seed=1),
-            "processing_class": build_tokenizer,
-        }
-        given |= {name: default() for name, default in defaults.items() if name not in given}
-        given.setdefault("args", config_class(**SETTINGS | settings | (config or {})))
-        return trainer_class(**given)
-
-    return make_trainer
-
-
-def train(make, case: str, trainer_class=RewardTrainer, **config):
-    settings, given = CASES[case]
-    return run(make(trainer_class, settings | config, **given()), watch_inputs(""))
-
-
-@pytest.fixture(scope="module")
-def trl_run(make):
-    return cache(lambda case: train(make, case, trl.RewardTrainer))
-
-
-@pytest.mark.parametrize("mode", SIDED_MODES)
-def test_ten_steps_and_an_evaluation_are_trls(mode, make, trl_run):
-    ours = train(make, "plain", **SIDED_MODES[mode])
-    assert len(ours.trajectory()) == 11
-    assert_same(ours.trajectory(*METRICS), trl_run("plain").trajectory(*METRICS))
-    assert_mode_ran(ours, mode)
-    side = mode.split(", ")[1]
-    assert any(not mask[:, 0 if side == "left" else -1].all() for _, mask in ours.batches)
-    assert all(mask[:, -1 if side == "left" else 0].all() for _, mask in ours.batches)
-
-
-@pytest.mark.parametrize(("case", "mode"), once_each([case for case in CASES if case != "plain"], TWO_MODES))
-def test_every_set_up_is_trls(case, mode, make, trl_run):
-    ours = train(make, case, **SIDED_MODES[mode])
-    assert_same(ours.trajectory(*METRICS), trl_run(case).trajectory(*METRICS))
-    if case != "checkpointing":  # which computes each layer twice
-        assert_mode_ran(ours, mode)
-
-
-def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(make):
-    ours = train(make, "plain", max_steps=2)
-    for mode in TWO_MODES:
-        with pytest.raises(AssertionError):
-            assert_mode_ran(ours, mode)
-
-
-@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-def test_a_leaking_layout_does_not_give_trls_trajectory(mode, make, trl_run, monkeypatch):
-    ours = train(make, "plain", **break_mode(monkeypatch, mode), parity_check=False)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(ours.trajectory(*METRICS), trl_run("plain").trajectory(*METRICS))
-
-
-@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-def test_a_leaking_layout_stops_training_and_evaluation(mode, make, monkeypatch):
-    trainer = make(config=break_mode(monkeypatch, mode))
-    with pytest.raises(ParityError, match="parity FAILED"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    with pytest.raises(ParityError, match="parity FAILED"):
-        trainer.evaluate()
-
-
-def test_fractions_are_those_of_the_data(make):
-    ours = train(make, "plain", **MODES["prefix sharing"], max_steps=3)
-    evaluated = next(log for log in ours.logs if "eval_loss" in log)
-    for i, log in enumerate([log for log in ours.logs if "loss" in log]):
-        mask = ours.batches[i][1]
-        assert log["padfix/pad_fraction"] == pytest.approx(1 - mask.sum().item() / mask.numel())
-        assert 0 < log["padfix/shared_fraction"] < 1
-        assert log["perf/tokens_per_second"] > 0
-    assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
-    assert evaluated["eval_perf/tokens_per_second"] > 0
-
-
-def test_a_plain_configuration_of_trl_is_taken(make, tmp_path, trl_run):
-    settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
-    trainer = make(args=trl.RewardConfig(output_dir=str(tmp_path), **settings))
-    assert_same(run(trainer, watch_inputs("")).trajectory(), trl_run("plain").trajectory())
+def make(makers):
+    return makers("Reward")
 
 
 def test_the_tokenizers_side_is_the_default(make):
@@ -177,27 +48,6 @@ def test_an_encoder_is_refused(make):
     config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     with pytest.raises(PaddingRemovalError, match="BertForSequenceClassification"):
         make(config=MODES["padding-free"], model=BertForSequenceClassification(config))
-
-
-def test_a_wrapper_without_a_configuration_is_refused(make):
-    class ValueHead(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pretrained_model = build_model("causal")
-
-    with pytest.raises(TypeError, match=r"no `config`.*pass the model inside"):
-        make(model=ValueHead())
-
-
-def test_image_data_is_refused(make):
-    data = build_pairs(4).add_column("images", [["a.png"]] * 4)
-    with pytest.raises(PaddingRemovalError, match=r"image data.*padding_free=False"):
-        make(config=MODES["padding-free"], train_dataset=data)
-
-
-def test_missing_columns_are_named(make):
-    with pytest.raises(ValueError, match="no column 'rejected'; it has"):
-        make(train_dataset=build_pairs(4).remove_columns("rejected"))
 
 
 def test_an_empty_sequence_is_named():

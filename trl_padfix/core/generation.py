@@ -1,9 +1,4 @@
-"""
-Generation from batches of any padding side.
-
-Generation appends tokens to the right of every row, so the rows of a batch must end together: padding belongs on the
-left. [`generate`] sees to that, whatever the side the batch came with, and leaves the model as it was.
-"""
+"""Generation from batches of any padding side."""
 
 from __future__ import annotations
 
@@ -80,7 +75,8 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     """
     `model.generate`, for a batch of any padding side.
 
-    Every prompt is continued as it would be alone: the batch is left-aligned first, with everything that it holds for
+    It appends tokens to the right of every row, so the rows have to end together: padding belongs on the left. Every
+    prompt is continued as it would be alone: the batch is left-aligned first, with everything that it holds for
     each token; what it holds of images goes along. The model generates in evaluation mode and is then as it was, after
     an exception too. Padding removal that is attached stays attached.
 

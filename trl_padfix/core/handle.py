@@ -1,9 +1,4 @@
-"""
-The handle of an attachment, and the patches that it puts on the forwards of modules.
-
-A handle knows that its patches go on and off together, and counts tokens; it does not know what they do. What one
-forward has to remember is in `calls.py`.
-"""
+"""The handle of padding removal, which counts tokens; what one forward has to remember is in `calls.py`."""
 
 from __future__ import annotations
 

@@ -7,21 +7,31 @@ Rules are about what a layer does, not about names of models. What no rule knows
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .attention.attention import refuse_implementation
-from .causality import change_of_earlier_states
+from .call.layers import takes_any_argument
+from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
 from .mixers.row_blocks import needs_whole_rows
 from .model.find import find_multimodal
 from .model.positions import position_embeddings
+from .model.sharded import gathers_in_parts
 
 
 __all__ = ["refusal", "refuse_batch", "refuse_devices", "refuse_sharing"]
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 4
+"""Tokens of the rows by which a decoder is tried."""
 
 
 def refusal(
@@ -51,7 +61,8 @@ def refusal(
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        if mixer.how != PACKED and _needs_places_in_a_cache(mixer.module):
+        place = inspect.signature(inspect.unwrap(type(mixer.module).forward)).parameters.get("cache_position")
+        if mixer.how != PACKED and place is not None and place.default is inspect.Parameter.empty:
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have mended that"
@@ -64,7 +75,8 @@ def refusal(
 def _why_not_causal(decoder: nn.Module, config: Any, mixers: Mixers) -> str | None:
     """What shows that tokens of a decoder see later ones; `None` if they do not."""
     for mixer in mixers.mixers:
-        if not _is_causal(mixer.module):
+        parts = (m for m in mixer.module.modules() if not getattr(m, "is_cross_attention", False))
+        if not all(getattr(m, "is_causal", True) for m in parts):
             what = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
             return f"{what} attends in both directions or to another sequence"
     names = inspect.unwrap(type(decoder).forward).__code__.co_names
@@ -75,10 +87,51 @@ def _why_not_causal(decoder: nn.Module, config: Any, mixers: Mixers) -> str | No
         return "its tokens see later ones"
     if "create_causal_mask" in names and "create_bidirectional_mask" not in names:
         return None
-    change = change_of_earlier_states(decoder)
-    return (
-        f"its tokens see later ones: another last token moves the states before it by {change:.0e}" if change else None
-    )
+    if change := change_of_earlier_states(decoder):
+        return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"
+    return None
+
+
+def change_of_earlier_states(decoder: Any) -> float:
+    """
+    How much the states of a few tokens change when the token after them is another one, relative to how much its own
+    does: one forward in evaluation mode, with the random state left as it is.
+
+    0 if it is no more than rounding, as in a causal decoder, and where the decoder cannot be run: its weights are not
+    here (on the meta device, offloaded, or in shards of several processes), or it takes more than token ids.
+    """
+    if not _is_here(decoder):
+        return 0.0
+    device = next(decoder.parameters()).device
+    try:
+        rows = decoder.get_input_embeddings().weight.shape[0]
+        ids = (rows // 2 + torch.arange(TOKENS, device=device).repeat(2, 1)) % rows
+        ids[1, -1] = (ids[0, -1] + 1) % rows
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+        parameters = inspect.signature(decoder.forward).parameters
+        if not takes_any_argument(decoder):
+            given = {k: v for k, v in given.items() if k in parameters}
+        if "is_decoder" in parameters:  # BLIP's, whose model says so in every call
+            given["is_decoder"] = decoder.config.is_decoder
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), evaluating(decoder), torch.random.fork_rng(devices):
+            states = decoder(**given)[0]
+    except Exception as error:
+        logger.info(f"Whether {type(decoder).__name__} is causal was not tried ({type(error).__name__}: {error}).")
+        return 0.0
+    if states.shape[:2] != ids.shape:
+        return 0.0
+    change = (states[0] - states[1]).abs().float().flatten(1).amax(1)
+    relative = (change[:-1].max() / change[-1]).item()
+    # What is masked has no weight at all, so causal decoders change by nothing, or by the order of some sum.
+    return relative if relative > min(64 * torch.finfo(states.dtype).eps, 0.02) else 0.0
+
+
+def _is_here(decoder: nn.Module) -> bool:
+    """Whether all weights of a decoder are whole and on one device of this process."""
+    parameters = list(decoder.parameters())
+    whole = not any(p.is_meta or isinstance(p, DTensor) for p in parameters) and not gathers_in_parts(decoder)
+    return whole and len({p.device for p in parameters}) == 1
 
 
 def _setting(decoder: nn.Module, config: Any) -> str:
@@ -111,10 +164,8 @@ def _prompt_learning(wrapper: nn.Module) -> list[Any]:
 
 def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:
     """
-    Why a batch cannot be packed; `None` if it can.
-
-    Its rows may have masked tokens between real ones. `is_given_masks` says whether the decoder is given masks in
-    which tokens of an image see each other.
+    Why a batch cannot be packed, with masked tokens between real ones for instance; `None` if it can. `is_given_masks`
+    says whether the decoder is given masks in which tokens of an image see each other.
     """
     others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
     on_rows = mixers.that_are(ROWS) + mixers.that_are(WHOLE)
@@ -139,16 +190,6 @@ def _is_given_masks(model: PreTrainedModel, decoder: nn.Module) -> bool:
     multimodal = find_multimodal(model, decoder)
     code = inspect.unwrap(type(multimodal).forward).__code__ if multimodal is not None else None
     return code is not None and "create_causal_mask" in code.co_names
-
-
-def _is_causal(module: nn.Module) -> bool:
-    parts = [m for m in module.modules() if not getattr(m, "is_cross_attention", False)]
-    return all(getattr(m, "is_causal", True) for m in parts)
-
-
-def _needs_places_in_a_cache(module: nn.Module) -> bool:
-    known = inspect.signature(inspect.unwrap(type(module).forward)).parameters.get("cache_position")
-    return known is not None and known.default is inspect.Parameter.empty
 
 
 def refuse_devices(decoder: nn.Module) -> str | None:

@@ -1,10 +1,8 @@
 """
 The module of a multimodal model that makes inputs of its decoder from images and other things beside text.
 
-The text decoder alone is packed. What lies around it (a vision tower, a projector, the code that puts image features
-among the embeddings) computes what it always did, but nothing twice: [`TowerPatch`] runs a tower once for a batch that
-repeats its images, as the chosen and the rejected rows of preference data do. [`MultimodalPatch`] keeps what the
-decoder itself is not told: the ids that its embeddings were made from, and the two-dimensional mask.
+The text decoder alone is packed. What lies around it computes what it always did, but nothing twice, and leaves word
+of what the decoder itself is not told: the ids that its embeddings were made from, and the two-dimensional mask.
 """
 
 from __future__ import annotations
@@ -64,14 +62,12 @@ class MultimodalPatch(ForwardPatch):
 
 class TowerPatch(ForwardPatch):
     """
-    Runs a tower once for a batch of images that repeats itself, and gives its output to both halves.
+    Runs a tower once for a batch of images that repeats itself, as chosen and rejected rows do, for both halves.
 
-    Whether the halves of a tower's output belong to the halves of its input is tried out on the first batch that
-    repeats itself: a tower that answers otherwise (in one row for all images, say) is left alone. So is one whose
-    weights are sharded (FSDP, ZeRO-3): its processes have to run it equally often.
-
-    Whether its input repeats itself is looked at on the device, unless the batch came with word that images of this
-    shape do, also for what another tower made of them.
+    Whether the halves of its output belong to those of its input is tried out once: a tower that answers otherwise (in
+    one row for all images, say) is left alone, and so is one whose weights are sharded (FSDP, ZeRO-3): its processes
+    have to run it equally often. Whether its input repeats itself is looked at on the device, unless the batch came
+    with word that images of this shape do, also for what another tower made of them.
     """
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
@@ -83,9 +79,8 @@ class TowerPatch(ForwardPatch):
         call = model_call(self.attachment.decoder)
         doubled = call.doubled if call is not None else []
         may = self.separates_halves is not False and not _images_differ(call)
-        if not may or _draws(self.module) or _is_sharded(self.module):
-            return self.wrapped(*args, **kwargs)
-        if not self._repeats([*args, *kwargs.values()], doubled):
+        may = may and not _draws(self.module) and not _is_sharded(self.module)
+        if not may or not self._repeats([*args, *kwargs.values()], doubled):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
         output = _twice(self.wrapped(*half[0], **half[1]))

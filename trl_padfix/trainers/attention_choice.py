@@ -107,12 +107,7 @@ class AttentionChoice(Part):
 
 
 def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
-    """
-    Let a loaded model run with another attention implementation; what is returned undoes it.
-
-    Raises:
-        ValueError: If the model cannot be switched once it is loaded.
-    """
+    """Let a loaded model run with another attention implementation, if it can; what is returned undoes it."""
     pretrained = find_pretrained(model)
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [config._attn_implementation_internal for config in configs]
@@ -144,10 +139,8 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
 
 def _requested_implementation(config: Any, settings: Settings, of: str = "") -> Implementation | None:
     """
-    The implementation that a configuration asks for; `of` is how the names of its fields begin.
-
-    Raises:
-        ValueError: If `attn_implementation` and `model_init_kwargs` ask for different ones.
+    The implementation that a configuration asks for, in our field or in TRL's, which must not disagree; `of` is how
+    the names of both begin.
     """
     ours = parse_implementation(getattr(settings, f"{of}attn_implementation"))
     keywords = getattr(config, f"{of}model_init_kwargs", None) or {}

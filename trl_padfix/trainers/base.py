@@ -37,7 +37,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from .attention_choice import AttentionChoice
-from .checks import check_arguments, explain_missing_flash_attention
+from .checks import check_arguments
 from .compilation import Compilation
 from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
@@ -129,11 +129,9 @@ class PaddingFreeMixin:
                 self._attach()
                 for part in padding.parts:
                     part.ready()
-            except BaseException as error:
+            except BaseException:
                 for part in reversed(padding.parts):
                     part.abandon()
-                if isinstance(error, ImportError):
-                    explain_missing_flash_attention(error)
                 raise
 
     def _attach(self) -> None:
@@ -214,14 +212,6 @@ class PaddingFreeMixin:
         """
         A block with forwards of the policy, and of the reference, on one batch: packed as its layouts say, checked for
         parity on the first batch, and counted. Within another such block it does nothing of its own.
-
-        Args:
-            model (`torch.nn.Module`):
-                The policy.
-            inputs (`dict`):
-                The batch.
-            returns_outputs (`bool`, *optional*, defaults to `False`):
-                Whether the loss is asked for with the outputs.
         """
         padding = self.padding
         plain, laid = without_layouts(inputs)

@@ -13,23 +13,21 @@ from transformers import ProcessorMixin
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
+from ..core.model.positions import length_dependent_ropes
 from .data.collators import check_padding_side
 from .data.columns import image_counts, values
 from .data.vision_collators import misplaced, misplaced_images
-from .field_types import check_field_types, check_prefix_sharing, check_processing_class
+from .field_types import check_field_types, check_prefix_sharing
 from .parts import Settings
 
 
 __all__ = [
     "check_arguments",
-    "check_model",
-    "check_tokenizer",
     "check_vision",
     "check_vocabulary",
     "column_names",
-    "explain_missing_flash_attention",
+    "image_columns",
     "is_zero_3",
-    "refuse_images",
     "refuse_whole_rows",
     "require_columns",
     "require_eos",
@@ -37,32 +35,13 @@ __all__ = [
     "require_teacher",
     "rope_kind_beyond",
     "splitting_parallelism",
+    "tokenizer_of",
 ]
 
 
 def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str, Any]) -> None:
-    """
-    Check what a trainer is given, and our fields of its configuration, also where they were set after it was made.
-
-    Args:
-        config ([`DPOConfig`] or another, *optional*):
-            Configuration given to a trainer.
-        settings ([`Settings`]):
-            Our fields of it.
-        task ([`Task`]):
-            The task of the trainer.
-        given (`dict`):
-            Its arguments by name.
-
-    Raises:
-        TypeError: For a flag that is none, and for a processing class or a model that is of another kind.
-        ValueError: For another `padding_side`, one that the user's own collator would not see, and for
-            `prefix_sharing` without `padding_free`; for Liger's kernels on a CPU; for a tokenizer that cannot pad; for
-            an empty train dataset.
-        PaddingRemovalError: For NEFTune with `prefix_sharing`, an encoder-decoder, and images where none are taken.
-    """
+    """Check what a trainer is `given` (arguments by name), and our fields, also where they were set after `config`."""
     check_field_types(config)
-    check_processing_class(given.get("processing_class"))
     side, collator = settings.padding_side, given.get("data_collator")
     check_padding_side(side, optional=True)
     if side is not None and collator is not None and type(collator) not in {*task.collators, *task.collators.values()}:
@@ -83,11 +62,15 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
     for name in ("model", "teacher_model"):
-        check_model(given.get(name), settings.padding_free)
-    check_tokenizer(given.get("processing_class"))
-    require_rows(given.get("train_dataset"), "train")
-    if settings.padding_free and not task.takes_images:
-        refuse_images(given.get("train_dataset"))
+        _check_model(given.get(name), settings.padding_free)
+    _check_tokenizer(given.get("processing_class"))
+    data = given.get("train_dataset")
+    require_rows(data, "train")
+    if settings.padding_free and not task.takes_images and (images := image_columns(data)):
+        raise PaddingRemovalError(
+            f"The training dataset has image data ({images}), and packing what images become in the decoder is not "
+            "supported. Set `padding_free=False`, or drop these columns to train on the text."
+        )
 
 
 def runs_triton(config: Any) -> bool:
@@ -95,74 +78,8 @@ def runs_triton(config: Any) -> bool:
     return config.device.type != "cpu"
 
 
-def check_tokenizer(processing_class: Any) -> None:
-    """
-    Raises:
-        ValueError: If a tokenizer or processor is given that has neither a pad token nor an EOS token.
-    """
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer is not None and tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ValueError(
-            "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
-            "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
-        )
-    check_vocabulary(tokenizer)
-
-
-def check_vocabulary(processing_class: Any) -> None:
-    """
-    Raises:
-        ValueError: If a tokenizer has special tokens only: transformers makes such a one for a model folder without
-            tokenizer files.
-    """
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        return
-    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # tokens may be bytes, without a vocabulary
-        raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no token but {tokenizer.all_special_tokens}, so every "
-            "text would be empty: its files (`tokenizer.json`) are missing. Save the tokenizer into the folder of the "
-            "model (`tokenizer.save_pretrained(...)`), or pass the right one as `processing_class`."
-        )
-
-
-def require_rows(dataset: Any, dataset_name: str) -> None:
-    """
-    Raises:
-        ValueError: If the dataset is empty, or a stream has no first row.
-    """
-    is_stream = isinstance(dataset, IterableDataset)
-    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
-        kind = "a stream without a row" if is_stream else "empty"
-        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
-
-
-def explain_missing_flash_attention(error: ImportError) -> None:
-    """
-    Raises:
-        ImportError: If `error` says that FlashAttention cannot be used, with what to do about it.
-    """
-    if "flash" in str(error).lower():
-        raise ImportError(
-            f"{error} Install it with `pip install flash-attn --no-build-isolation`, or leave it out: with "
-            "`attn_implementation='sdpa'` packed batches run on torch's own variable-length FlashAttention on a GPU."
-        ) from error
-
-
-def check_model(model: Any, removes_padding: bool) -> None:
-    """
-    Refuse models that no trainer here can train.
-
-    Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The policy or reward model given to the trainer; an id or path is looked at once it is loaded.
-        removes_padding (`bool`):
-            Whether padding is to be removed from it.
-
-    Raises:
-        TypeError: If it is a wrapper (of a value head, for instance) and not a model with a `config`.
-        PaddingRemovalError: If it is an encoder-decoder.
-    """
+def _check_model(model: Any, removes_padding: bool) -> None:
+    """Refuse models that no trainer here can train; an id or path is looked at once it is loaded."""
     if model is None or isinstance(model, str):
         return
     config = getattr(model, "config", None)
@@ -179,62 +96,87 @@ def check_model(model: Any, removes_padding: bool) -> None:
         )
 
 
-def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
-    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
-    parallelism = accelerator.parallelism_config
-    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
+def tokenizer_of(processing_class: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer itself."""
+    return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:
-    """
-    The kind of a rotary embedding whose frequencies depend on the longest row of a forward.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model.
-        max_length (`int`, *optional*):
-            Longest row of the data. Up to the length that the model was first trained with nothing depends on it.
-
-    Returns:
-        `str`, *optional*: `"dynamic"` or `"longrope"`; `None` if there is none, or if no row is long enough.
-    """
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
-                given = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", {})
-                limit = given.get("original_max_position_embeddings", limit)
-                if max_length is None or max_length > limit:
-                    return kind
-    return None
+def _check_tokenizer(processing_class: Any) -> None:
+    """Refuse what is no tokenizer or processor, and a tokenizer that can neither pad nor end a text."""
+    tokenizer = tokenizer_of(processing_class)
+    if tokenizer is None:
+        return
+    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token")):
+        raise TypeError(
+            f"`processing_class` is a `{type(processing_class).__name__}`, and a tokenizer or processor is needed. "
+            "Pass `AutoTokenizer.from_pretrained(...)`, or leave it out: TRL then loads that of the model."
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
+            "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
+        )
+    check_vocabulary(tokenizer)
 
 
-def refuse_images(dataset: Any) -> None:
-    """
-    Raises:
-        PaddingRemovalError: If `dataset` has a column of images.
-    """
-    images = sorted(column_names(dataset) & {"image", "images"})
-    if images:
-        raise PaddingRemovalError(
-            f"The training dataset has image data ({', '.join(map(repr, images))}), and packing what images become in "
-            "the decoder is not supported. Set `padding_free=False`, or drop these columns to train on the text."
+def check_vocabulary(processing_class: Any) -> None:
+    """Refuse a tokenizer of special tokens only: transformers makes it of a model folder without tokenizer files."""
+    tokenizer = tokenizer_of(processing_class)
+    if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return
+    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # tokens may be bytes, without a vocabulary
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no token but {tokenizer.all_special_tokens}, so every "
+            "text would be empty: its files (`tokenizer.json`) are missing. Save the tokenizer into the folder of the "
+            "model (`tokenizer.save_pretrained(...)`), or pass the right one as `processing_class`."
         )
 
 
-def check_vision(dataset: Any, processor: Any, dataset_name: str) -> None:
-    """
-    Check the images of a dataset against its text, without decoding them; of a streamed dataset the collator does.
+def require_rows(dataset: Any, dataset_name: str) -> None:
+    """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
+        kind = "a stream without a row" if is_stream else "empty"
+        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
 
-    Raises:
-        ValueError: For an example whose images are not as many as its placeholders.
-    """
-    images = sorted(column_names(dataset) & {"image", "images"})
-    if not images or not isinstance(dataset, Dataset):
-        return
+
+def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
+    """Raise a `ValueError` if a dataset has the columns of none of the `alternatives`; the first one is named."""
+    columns = column_names(dataset)
+    if all(wanted - columns for wanted in alternatives):
+        missing = sorted(alternatives[0] - columns)
+        raise ValueError(
+            f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
+            f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
+        )
+
+
+def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> None:
+    """Raise a `ValueError` if the plain texts of `column` are to be ended with an EOS token and there is none."""
+    if tokenizer_of(processing_class).eos_token is None and isinstance(next(iter(dataset)).get(column), str):
+        raise ValueError(
+            "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
+            "`tokenizer.eos_token`, or give chat messages."
+        )
+
+
+def column_names(dataset: Any) -> set[str]:
+    """The columns of a dataset, a streamed one included; none where there is no dataset."""
+    if dataset is None:
+        return set()
+    return set(getattr(dataset, "column_names", None) or next(iter(dataset)))
+
+
+def image_columns(dataset: Any) -> str:
+    """The columns of a dataset that have images, for a message; empty without any."""
+    return ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
+
+
+def check_vision(dataset: Dataset, processor: Any, dataset_name: str) -> None:
+    """Raise a `ValueError` for an example whose images are not as many as its placeholders; none is decoded."""
+    column = "images" if "images" in dataset.column_names else "image"
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
-    rows = zip(image_counts(dataset, images[-1]).tolist(), *(values(dataset, text) for text in texts), strict=True)
+    rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
     for number, (count, *words) in enumerate(rows):
         example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
         for _, given, wanted in misplaced_images([example], processor):
@@ -247,11 +189,14 @@ def is_zero_3(accelerator: Any) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
+def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
+    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
+    parallelism = accelerator.parallelism_config
+    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
+
+
 def refuse_whole_rows(handle: PaddingRemoval) -> None:
-    """
-    Raises:
-        PaddingRemovalError: If a decoder is called once for each length of a row, where parameters are sharded.
-    """
+    """Refuse a decoder that is called once for each length of a row, where parameters are sharded."""
     for mixer in handle.mixers.that_are(WHOLE):
         raise PaddingRemovalError(
             f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
@@ -260,38 +205,8 @@ def refuse_whole_rows(handle: PaddingRemoval) -> None:
         )
 
 
-def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
-    """
-    Raises:
-        ValueError: If `dataset` lacks columns of every one of the `alternatives`; those of the first are named.
-    """
-    columns = column_names(dataset)
-    if all(wanted - columns for wanted in alternatives):
-        missing = sorted(alternatives[0] - columns)
-        raise ValueError(
-            f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
-            f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
-        )
-
-
-def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> None:
-    """
-    Raises:
-        ValueError: If the plain texts of `column` are to be ended with an EOS token and the tokenizer has none.
-    """
-    tokenizer = processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    if tokenizer.eos_token is None and isinstance(next(iter(dataset)).get(column), str):
-        raise ValueError(
-            "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
-            "`tokenizer.eos_token`, or give chat messages."
-        )
-
-
 def require_teacher(given: dict[str, Any]) -> None:
-    """
-    Raises:
-        ValueError: If a trainer is not given the teacher that it learns from.
-    """
+    """Refuse a student without a teacher."""
     if given.get("teacher_model") is None:
         raise ValueError(
             "The student needs a teacher, and `teacher_model` is not given. Pass a model, or the id of one "
@@ -299,8 +214,14 @@ def require_teacher(given: dict[str, Any]) -> None:
         )
 
 
-def column_names(dataset: Any) -> set[str]:
-    """The columns of a dataset, a streamed one included; none where there is no dataset."""
-    if dataset is None:
-        return set()
-    return set(getattr(dataset, "column_names", None) or next(iter(dataset)))
+def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:
+    """
+    The kind of a rotary embedding whose frequencies depend on the longest row of a forward, if rows may be longer than
+    those that the model was first trained with.
+    """
+    for module, kind in length_dependent_ropes(model).items():
+        limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
+        given = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", {})
+        if max_length is None or max_length > given.get("original_max_position_embeddings", limit):
+            return kind
+    return None

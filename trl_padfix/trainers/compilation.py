@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from ..core.errors import PaddingRemovalError
 from .checks import is_zero_3
 from .field_types import temporarily_set
-from .parts import Part
+from .parts import Part, entered
 
 
 __all__ = ["Compilation"]
@@ -18,20 +17,14 @@ __all__ = ["Compilation"]
 class Compilation(Part):
     """Models without padding are not compiled as a whole, their layers are: see `compile_layers`."""
 
-    @contextlib.contextmanager
-    def constructing(self, config: Any) -> Iterator[None]:
-        compiles = self.settings.padding_free and getattr(config, "torch_compile", False)
-        with contextlib.ExitStack() as stack:
-            # accelerate goes by the backend, whether or not anything is to be compiled.
-            for name, value in {"torch_compile": False, "torch_compile_backend": None}.items() if compiles else ():
-                stack.enter_context(temporarily_set(config, name, value))
-            yield
+    def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
+        if not (self.settings.padding_free and getattr(config, "torch_compile", False)):
+            return contextlib.nullcontext()
+        # accelerate goes by the backend, whether or not anything is to be compiled.
+        values = {"torch_compile": False, "torch_compile_backend": None}
+        return entered(temporarily_set(config, name, value) for name, value in values.items())
 
     def ready(self) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If DeepSpeed gathers weights within what would be one graph.
-        """
         args, handles = self.trainer.args, self.trainer.padding.handles
         if not (handles and args.torch_compile):
             return

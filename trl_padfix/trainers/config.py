@@ -22,7 +22,7 @@ from .field_types import (
     help_from_docstring,
     parse_implementation,
 )
-from .generation.config import GeneratingConfig
+from .generation.config import EvaluationConfig
 from .steps.config import BudgetConfig, OnlineBudgetConfig
 
 
@@ -96,16 +96,9 @@ class PaddingConfig(PackingConfig):
         super().__post_init__()
 
 
-@dataclass
-class ExactEvalConfig(PaddingConfig):
-    """[`PaddingConfig`] and `exact_eval_means`, for trainers that can average over all items of an evaluation."""
-
-    exact_eval_means: bool = False
-
-
 @help_from_docstring
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.DPOConfig):
+class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -323,7 +316,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
 
 @help_from_docstring
 @dataclass
-class SFTConfig(AttentionConfig, GeneratingConfig, BudgetConfig, ExactEvalConfig, trl.SFTConfig):
+class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):
     """
     TRL's [`~trl.SFTConfig`] with padding removal.
 

@@ -42,7 +42,25 @@ class DPOTask(PairTask):
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        _report_pairs(prepared, rows, given.args.max_length, given.dataset_name)
+        name, max_length = given.dataset_name, given.args.max_length
+        if len(prepared) == 0:
+            raise ValueError(
+                f"No pair of the {name} dataset is left: all {rows} prompts fill `max_length={max_length}` by "
+                "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
+            )
+        for side in ("chosen", "rejected"):
+            if len(empty := empty_lists(prepared, f"{side}_ids")):
+                raise ValueError(empty_completion(side, f"pair {empty[0]} of the {name} dataset"))
+        if equal := count_equal(prepared, "chosen_ids", "rejected_ids"):
+            logger.warning(
+                f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing "
+                "and cost a step's time. Drop them."
+            )
+        if len(prepared) < rows:
+            logger.warning(
+                f"{rows - len(prepared)} of {rows} pairs of the {name} dataset were left out by TRL: their prompts "
+                f"fill `max_length={max_length}` by themselves. Raise `max_length` to train on them."
+            )
 
     def compares_rows(self) -> bool:
         # These sort the rows of a forward, or weigh them by their tokens.
@@ -93,26 +111,3 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     """
 
     task_class = DPOTask
-
-
-def _report_pairs(prepared: Dataset, given: int, max_length: int | None, name: str) -> None:
-    """Stop at pairs that cannot be scored; say how many teach nothing or were left out."""
-    if len(prepared) == 0:
-        raise ValueError(
-            f"No pair of the {name} dataset is left: all {given} prompts fill `max_length={max_length}` by "
-            "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
-        )
-    for side in ("chosen", "rejected"):
-        if len(rows := empty_lists(prepared, f"{side}_ids")):
-            raise ValueError(empty_completion(side, f"pair {rows[0]} of the {name} dataset"))
-    equal = count_equal(prepared, "chosen_ids", "rejected_ids")
-    if equal:
-        logger.warning(
-            f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing and "
-            "cost a step's time. Drop them."
-        )
-    if len(prepared) < given:
-        logger.warning(
-            f"{given - len(prepared)} of {given} pairs of the {name} dataset were left out by TRL: their prompts fill "
-            f"`max_length={max_length}` by themselves. Raise `max_length` to train on them."
-        )

@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from transformers import ProcessorMixin
 from transformers.hf_argparser import string_to_bool
 
 
@@ -32,7 +31,6 @@ __all__ = [
     "Sharing",
     "check_field_types",
     "check_prefix_sharing",
-    "check_processing_class",
     "help_from_docstring",
     "parse_implementation",
     "temporarily_set",
@@ -78,25 +76,8 @@ def check_field_types(config: Any) -> None:
         )
 
 
-def check_processing_class(processing_class: Any) -> None:
-    """Raise a `TypeError` if `processing_class` is no tokenizer and no processor."""
-    if processing_class is None or isinstance(processing_class, ProcessorMixin):
-        return
-    if not (callable(processing_class) and hasattr(processing_class, "pad_token")):
-        raise TypeError(
-            f"`processing_class` is a `{type(processing_class).__name__}`, and a tokenizer or processor is needed. "
-            "Pass `AutoTokenizer.from_pretrained(...)`, or leave it out: TRL then loads that of the model."
-        )
-
-
 def parse_implementation(value: Any) -> Implementation | None:
-    """
-    Parse an attention implementation, given in Python, in YAML or as a flag, where a mapping is a JSON string.
-
-    Raises:
-        TypeError: If it is neither a name nor a mapping of parts to names.
-        ValueError: If a string begins as a mapping and is not one.
-    """
+    """Parse an attention implementation, given in Python, in YAML or as a flag, where a mapping is a JSON string."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
             value = json.loads(value)
@@ -116,17 +97,20 @@ def parse_implementation(value: Any) -> Implementation | None:
 
 
 @contextlib.contextmanager
-def temporarily_set(config: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `config.name` to `value` until the block ends; nothing happens without a config or such a field."""
-    if config is None or not hasattr(config, name):
+def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` until the block ends; nothing happens if it is `None` or has no such attribute."""
+    if owner is None or not hasattr(owner, name):
         yield
         return
-    saved = getattr(config, name)
-    setattr(config, name, value)
+    is_own, saved = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(config, name, saved)
+        if is_own:
+            setattr(owner, name, saved)
+        else:
+            delattr(owner, name)
 
 
 def check_prefix_sharing(config: Any) -> None:

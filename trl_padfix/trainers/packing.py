@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from accelerate.logging import get_logger
 from datasets import Dataset
-from torch import nn
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
@@ -19,10 +17,10 @@ from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .checks import check_vision, column_names, is_zero_3, refuse_whole_rows, splitting_parallelism
+from .checks import check_vision, image_columns, is_zero_3, refuse_whole_rows, splitting_parallelism, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
-from .parts import Part, Settings
+from .parts import Part, Settings, models_of, named_models_of
 from .task import Task
 from .watch.finite import check_weights
 
@@ -31,6 +29,7 @@ __all__ = ["Packing", "Padding", "datasets_of", "models_of"]
 
 logger = get_logger(__name__)
 
+A = TypeVar("A", bound=Attachment)
 P = TypeVar("P", bound=Part)
 
 
@@ -99,11 +98,7 @@ class Padding:
         return next(part for part in self.parts if isinstance(part, kind))
 
     def restore(self) -> None:
-        """
-        Detach from the models and from the callbacks: they are as they were before the trainer was made.
-
-        After training they stay attached, until this is called or another trainer of this package takes them over.
-        """
+        """What `trainer.restore_padding()` does."""
         for part in self.parts:
             part.restore()
 
@@ -113,7 +108,6 @@ class Packing(Part):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._numberings: list[Attachment] = []
         self._undo = contextlib.ExitStack()
 
     def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
@@ -126,18 +120,21 @@ class Packing(Part):
         for attachment in (a for model in models_of(self.trainer) for a in attachments_of(model) if a.is_trainers):
             attachment.remove()
         if self.settings.padding_free:
-            self._attach_all()
+            self._remove_padding()
         else:
             self._attach_to_rows()
         self._check_values()
 
-    def _attach_all(self) -> None:
+    def _remove_padding(self) -> None:
+        trainer, sharing, pools = self.trainer, self.settings.prefix_sharing, self.settings.pool_last_token
+        if sharing == "auto" and getattr(trainer.args, "neftune_noise_alpha", None):
+            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+            sharing = False
         self._check_launch()
-        for model in models_of(self.trainer):
-            handle = remove_padding(model, **self._options())
-            handle.is_trainers = True
-            self.trainer.padding.handles.append(handle)
-            if self.trainer.is_fsdp_enabled or is_zero_3(self.trainer.accelerator):
+        for model in models_of(trainer):
+            handle = self._kept(remove_padding(model, prefix_sharing=sharing, pool_last_token=pools))
+            trainer.padding.handles.append(handle)
+            if trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator):
                 refuse_whole_rows(handle)
 
     def _attach_to_rows(self) -> None:
@@ -145,35 +142,30 @@ class Packing(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         is_ours = type(trainer.data_collator) in task.collators.values()
         if is_ours and trainer.data_collator.padding_side == "left":
-            self._numberings = [n for n in map(number_padded_rows, models_of(trainer)) if n is not None]
-            for numbering in self._numberings:
-                numbering.is_trainers = True
+            for numbering in filter(None, map(number_padded_rows, models_of(trainer))):
+                self._kept(numbering)
         if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
             self._check_launch()
-            handle = remove_padding(trainer.model)
+            handle = self._kept(remove_padding(trainer.model))
         except PaddingRemovalError as error:
             logger.warning(f"Packed rows are left to the model's own attention. {error}")
             return
-        handle.packs_padded, handle.is_trainers = False, True
+        handle.packs_padded = False
         trainer.padding.handles.append(handle)
 
-    def _options(self) -> dict[str, Any]:
-        """Keyword arguments of `remove_padding`."""
-        sharing, pools = self.settings.prefix_sharing, self.settings.pool_last_token
-        if sharing == "auto" and getattr(self.trainer.args, "neftune_noise_alpha", None):
-            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
-            sharing = False
-        return {"prefix_sharing": sharing} | ({"pool_last_token": True} if pools else {})
+    def _kept(self, attachment: A) -> A:
+        """What is removed again by [`Packing.restore`], or by the next trainer on the same model."""
+        attachment.is_trainers = True
+        return self._undo.enter_context(attachment)
 
     def _set_up_collator(self) -> None:
         """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
         trainer, collators = self.trainer, self.trainer.padding.task.collators
         collator, ours = trainer.data_collator, collators.get(type(trainer.data_collator))
         if ours is not None:
-            tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
-            side = self.settings.padding_side or tokenizer.padding_side
+            side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
             given = {f.name: getattr(collator, f.name) for f in fields(collator)}
             trainer.data_collator = ours(**given, padding_side=side, for_trainer=True, **self._known_ids())
         elif type(collator) in collators.values() and is_dataclass(collator):
@@ -206,10 +198,7 @@ class Packing(Part):
                 check_ids(dataset, name, size)
 
     def _check_launch(self) -> None:
-        """
-        Raises:
-            PaddingRemovalError: If the model is copied, or rows are split over processes.
-        """
+        """Refuse a model that is copied, and rows that are split over processes."""
         if self.trainer.args.n_gpu > 1:
             raise PaddingRemovalError(
                 f"`nn.DataParallel` on {self.trainer.args.n_gpu} GPUs runs copies of the model that share one "
@@ -229,8 +218,7 @@ class Packing(Part):
 
     def _check_images(self, name: str, dataset: Any) -> None:
         """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
-        images = ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
-        if not images:
+        if not (images := image_columns(dataset)):
             return
         if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
             raise ValueError(
@@ -243,60 +231,26 @@ class Packing(Part):
                 f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
                 "a vision-language model, or drop the column to train on the text."
             )
-        check_vision(dataset, self.trainer.processing_class, name)
+        if isinstance(dataset, Dataset):  # of a stream the collator checks each batch
+            check_vision(dataset, self.trainer.processing_class, name)
 
     def _keep_padding_side(self) -> None:
         """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
-        handler = self.trainer.callback_handler
+        handler, processing = self.trainer.callback_handler, self.trainer.processing_class
         call_event = handler.call_event
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _kept_padding_side(self.trainer.processing_class):
+            with temporarily_set(processing, "padding_side", getattr(processing, "padding_side", None)):
                 return call_event(*args, **kwargs)
 
-        if "call_event" in vars(handler):
-            self._undo.callback(setattr, handler, "call_event", call_event)
-        else:
-            self._undo.callback(vars(handler).pop, "call_event", None)
-        handler.call_event = call
+        self._undo.enter_context(temporarily_set(handler, "call_event", call))
 
     def restore(self) -> None:
-        for attachment in (*self.trainer.padding.handles, *self._numberings):
-            attachment.remove()
         self._undo.close()
-        self.trainer.padding.handles, self._numberings = [], []
-
-
-def named_models_of(trainer: Any) -> dict[str, Any]:
-    """The policy, and the reference and the teacher if they are models of their own."""
-    others = {"reference model": "ref_model", "teacher": "teacher_model"}
-    found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
-    return {"model": trainer.model} | {
-        name: model for name, model in found.items() if isinstance(model, nn.Module) and model is not trainer.model
-    }
-
-
-def models_of(trainer: Any) -> list[Any]:
-    """The models of [`named_models_of`], the policy first."""
-    return [*named_models_of(trainer).values()]
+        self.trainer.padding.handles = []
 
 
 def datasets_of(trainer: Any) -> dict[str, Any]:
     """The datasets of a trainer by name, as far as there are any."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
-
-
-@contextlib.contextmanager
-def _kept_padding_side(processing_class: Any) -> Iterator[None]:
-    """`padding_side` of a tokenizer, or of a processor and its tokenizer, is the same when the block ends."""
-    holders = [h for h in (processing_class, getattr(processing_class, "tokenizer", None)) if hasattr(h, "__dict__")]
-    saved = [vars(holder).get("padding_side") for holder in holders]
-    try:
-        yield
-    finally:
-        for holder, side in zip(holders, saved, strict=True):
-            if side is None:
-                vars(holder).pop("padding_side", None)
-            else:
-                holder.padding_side = side

@@ -21,10 +21,9 @@ from ..core.call.step import Known
 
 if TYPE_CHECKING:
     from ..core.attention.backends import Implementation
-    from .data.batch_layouts import Laid
 
 
-__all__ = ["Evaluation", "Part", "Settings", "Step", "entered"]
+__all__ = ["Evaluation", "Part", "Settings", "Step", "entered", "models_of", "named_models_of"]
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Any, **fixed: Any) -> Settings:
-        """
-        The settings of a configuration.
-
-        Args:
-            config ([`DPOConfig`] or another, *optional*):
-                A configuration of this package, of TRL or of transformers.
-            **fixed:
-                Fields that hold whatever the configuration says.
-        """
+        """The settings of a configuration of this package, of TRL or of transformers; `fixed` ones hold anyway."""
         found = {f.name: getattr(config, f.name) for f in fields(cls) if hasattr(config, f.name)}
         return cls(**found | fixed)
 
@@ -81,7 +72,7 @@ class Step:
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step, from 1 in training.
         padded_batches (`Callable`): Ids and mask of each forward of the policy, of a batch.
-        laid ([`Laid`], *optional*): What came with the batch.
+        laid (`Laid`, *optional*): What came with the batch.
         known (`list` of [`Known`]): What of it holds for the batch as it is.
         returns_outputs (`bool`): Whether the result is loss and outputs.
         result (`Any`): What TRL's `compute_loss` returned; a part may replace it.
@@ -92,7 +83,7 @@ class Step:
     mode: str
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
-    laid: Laid | None = None
+    laid: Any = None
     known: list[Known] = field(default_factory=list)
     returns_outputs: bool = False
     result: Any = None
@@ -120,10 +111,8 @@ class Part:
     """
     A concern of a trainer. A subclass fills in the methods at whose time it has something to do.
 
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Its trainer, or in a test an object with those of its attributes that the part reads. It has a
-            [`Padding`] as `padding` when the part is made, and what `transformers` gives it from `attach` on.
+    The trainer (in a test an object with what the part reads of one) has a [`Padding`] as `padding` when the part is
+    made, and what `transformers` gives it from `attach` on.
     """
 
     def __init__(self, trainer: Any):
@@ -184,3 +173,19 @@ def entered(contexts: Iterable[contextlib.AbstractContextManager[Any]]) -> Itera
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+def named_models_of(trainer: Any) -> dict[str, Any]:
+    """The policy, and the reference and the teacher if they are models of their own."""
+    others = {"reference model": "ref_model", "teacher": "teacher_model"}
+    found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
+    return {"model": trainer.model} | {
+        name: model
+        for name, model in found.items()
+        if isinstance(model, torch.nn.Module) and model is not trainer.model
+    }
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """The models of [`named_models_of`], the policy first."""
+    return [*named_models_of(trainer).values()]

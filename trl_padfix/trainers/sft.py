@@ -58,7 +58,26 @@ class SFTTask(Task):
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        _report_rows(prepared, rows, given.packing, given.args.max_length, given.dataset_name)
+        if given.packing or "labels" not in prepared.column_names:
+            return
+        name, max_length = given.dataset_name, given.args.max_length
+        untrained, left_out = untrained_rows(prepared), rows - len(prepared)
+        if untrained == len(prepared):
+            raise ValueError(
+                f"No row of the {name} dataset has a token to train on: of {rows} rows, {left_out} lost theirs to "
+                f"`max_length={max_length}` and {untrained} have none. Raise `max_length`, and look at what is "
+                "masked: `completion_only_loss`, `assistant_only_loss`, the labels."
+            )
+        if untrained:
+            logger.warning(
+                f"{untrained} of {len(prepared)} rows of the {name} dataset have no token to train on: they teach "
+                "nothing and cost a step's time. Drop them."
+            )
+        if left_out:
+            logger.warning(
+                f"{left_out} of {rows} rows of the {name} dataset were left out by TRL: `max_length={max_length}` "
+                "leaves them no token to train on. Raise `max_length` to train on them."
+            )
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
@@ -195,27 +214,3 @@ def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> 
         )
     require_eos(dataset, processing_class, "completion" if "completion" in row else args.dataset_text_field)
     return dataset
-
-
-def _report_rows(prepared: Dataset, given: int, packing: bool, max_length: int | None, name: str) -> None:
-    """Stop where nothing is left to train on; say how many rows teach nothing or were left out."""
-    if "labels" not in prepared.column_names:
-        return
-    untrained = 0 if packing else untrained_rows(prepared)
-    left_out = 0 if packing else given - len(prepared)
-    if untrained == len(prepared) and not packing:
-        raise ValueError(
-            f"No row of the {name} dataset has a token to train on: of {given} rows, {left_out} lost theirs to "
-            f"`max_length={max_length}` and {untrained} have none. Raise `max_length`, and look at what is masked: "
-            "`completion_only_loss`, `assistant_only_loss`, the labels."
-        )
-    if untrained:
-        logger.warning(
-            f"{untrained} of {len(prepared)} rows of the {name} dataset have no token to train on: they teach nothing "
-            "and cost a step's time. Drop them."
-        )
-    if left_out:
-        logger.warning(
-            f"{left_out} of {given} rows of the {name} dataset were left out by TRL: `max_length={max_length}` leaves "
-            "them no token to train on. Raise `max_length` to train on them."
-        )

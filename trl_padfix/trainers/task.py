@@ -11,20 +11,13 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
 from .data.row_checks import sound_rows
-from .steps.measures import RowMeasure
 
 
 __all__ = ["PairTask", "Task"]
 
 
 class Task:
-    """
-    The task of a trainer that nobody here has heard of; a subclass fills in what differs.
-
-    Args:
-        trainer ([`~transformers.Trainer`]):
-            Its trainer. Its attributes are there once its `__init__` has set them.
-    """
+    """The task of a trainer that nobody here has heard of; a subclass fills in what differs."""
 
     # What a dataset must have
 
@@ -55,8 +48,8 @@ class Task:
     rows_per_item = 1
     """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
 
-    measure: type[RowMeasure] | None = None
-    """Measures the rows of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
+    measure: type[Any] | None = None
+    """The `RowMeasure` of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
 
     # What TRL logs
 
@@ -71,16 +64,8 @@ class Task:
 
     def check_dataset(self, dataset: Any, given: Any) -> Any:
         """
-        The dataset that TRL is to prepare, where it has sound rows.
-
-        Args:
-            dataset (`Any`):
-                The dataset as it is given to the trainer.
-            given (`SimpleNamespace`):
-                The arguments of TRL's `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
-
-        Raises:
-            ValueError: For what is wrong with its columns and rows.
+        The dataset that TRL is to prepare, with sound rows, or an error. `given` has the arguments of TRL's
+        `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
         """
         if not self.columns:
             return dataset
@@ -94,6 +79,11 @@ class Task:
 
     def attached(self) -> None:
         """Errors that need both the data as TRL has prepared them and the models with padding removed."""
+
+    def brings_layouts(self, is_training: bool) -> bool:
+        """What `takes_layouts` says of batches of training, or of evaluation."""
+        plain = is_training and type(self).padded_batches is Task.padded_batches
+        return plain if self.takes_layouts is None else self.takes_layouts
 
     def packs_rows(self) -> bool:
         """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""

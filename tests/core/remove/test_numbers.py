@@ -25,6 +25,7 @@ from kit.model_numbers import (
     gradients,
     logits_of,
     lora,
+    merge_segments,
     numbers,
     padded_numbers,
     weighted_sum,
@@ -118,21 +119,6 @@ def test_any_batch_gives_the_same_numbers(name, sharing, given):
     assert (one - other).norm() <= TOLERANCE * other.norm()
 
 
-def merge_segments(layout):
-    """Every row attends to the rows before it."""
-    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
-    lengths = (layout.packed_tokens,)
-    return dataclasses.replace(
-        layout,
-        key_index=None,
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        query_lengths=lengths,
-        key_lengths=lengths,
-        spans=lengths,
-    )
-
-
 def keep_counting_positions(layout):
     """Positions do not start anew with each row."""
     return dataclasses.replace(layout, positions=torch.arange(layout.packed_tokens))
@@ -147,11 +133,7 @@ WRONG_LAYOUTS = {
     "rows leak": (False, lambda ids, mask: merge_segments(padding_free_layout(mask))),
     "shared rows leak": (True, lambda ids, mask: merge_segments(prefix_sharing_layout(ids, mask))),
     "positions go on": (True, lambda ids, mask: keep_counting_positions(prefix_sharing_layout(ids, mask))),
-    # 11 and 20 are where the answers to the first prompt part.
-    "a token too many is shared": (
-        True,
-        lambda ids, mask: prefix_sharing_layout(ids.masked_fill(ids == 20, 11), mask),
-    ),
+    "a token too many is shared": (True, share_one_token_too_many),
 }
 
 

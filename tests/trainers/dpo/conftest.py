@@ -8,7 +8,7 @@ import pytest
 import trl
 from kit.dpo_runs import CASES, MODES, STEPS, build_pairs, make_case, run
 from kit.models import build
-from kit.trainer_runs import build_tokenizer
+from kit.trainer_runs import SETTINGS, build_tokenizer
 from transformers import PrinterCallback
 
 from trl_padfix import DPOConfig, DPOTrainer
@@ -29,22 +29,8 @@ def make(tmp_path_factory):
     ) -> trl.DPOTrainer:
         if config_class is None:
             config_class = DPOConfig if issubclass(trainer_class, DPOTrainer) else trl.DPOConfig
-        settings = {
-            "output_dir": str(tmp_path_factory.mktemp("run")),
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 8,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "max_length": 26,
-            "gradient_checkpointing": False,
-            "bf16": False,
-            "use_cpu": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "log_level": "error",
-            "disable_tqdm": True,
-        }
+        settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_length": 26}
+        settings |= {"max_steps": STEPS, "output_dir": str(tmp_path_factory.mktemp("run"))}
         defaults = {
             "model": lambda: build(architecture, attention),
             "ref_model": lambda: build(architecture, attention, seed=1),

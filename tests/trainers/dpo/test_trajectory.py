@@ -6,7 +6,7 @@ A trajectory is the loss, the gradient norm and the reward margin of every step 
 
 import contextlib
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -34,15 +34,14 @@ from kit.dpo_runs import (
     run,
 )
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.trainer_runs import assert_same, believe_layouts
+from kit.trainer_runs import assert_same, break_mode
 from peft import PromptTuningConfig, TaskType
 
-from trl_padfix import PaddingRemovalError, ParityError, padding_free_layout
-from trl_padfix import prefix_sharing_layout as share_prefixes
+from trl_padfix import PaddingRemovalError, ParityError
 from trl_padfix.trainers.compilation import Compilation
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
 def test_twenty_steps_and_an_evaluation_are_trls(mode, our_run, trl_run):
     assert len(our_run(mode).trajectory) == STEPS + 1
     assert_same(our_run(mode).trajectory, trl_run("sigmoid").trajectory)
@@ -57,8 +56,7 @@ def test_every_objective_is_trls(objective, mode, make, trl_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("objective", [*OTHER_OBJECTIVES, *DIVERGENCES])
+@pytest.mark.parametrize(("objective", "mode"), once_each([*OTHER_OBJECTIVES, *DIVERGENCES], list(MODES)))
 def test_every_loss_type_and_divergence_is_trls(objective, mode, make, trl_run):
     ours = run(make_case(make, CASES[objective], **MODES[mode]))
     assert_same(ours.trajectory, trl_run(objective).trajectory)
@@ -192,23 +190,10 @@ def test_the_default_precision_of_trl_runs_and_passes_the_parity_check(make):
 # -- the tests can fail
 
 
-def leaking_layout(attention_mask):
-    """All rows of the batch as one: each sees those before it."""
-    return replace(padding_free_layout(attention_mask.reshape(1, -1)), batch_shape=tuple(attention_mask.shape))
-
-
-def confusing_layout(input_ids, attention_mask, position_ids=None):
-    """A token is taken for every other one at its place."""
-    return share_prefixes(torch.zeros_like(input_ids), attention_mask, position_ids)
-
-
-@pytest.fixture(params=["padding_free_layout", "prefix_sharing_layout"])
+@pytest.fixture(params=["padding-free", "prefix sharing"])
 def broken_mode(request, monkeypatch):
     """A mode whose layout is wrong."""
-    broken = {"padding_free_layout": leaking_layout, "prefix_sharing_layout": confusing_layout}[request.param]
-    monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{request.param}", broken)
-    believe_layouts(monkeypatch)
-    return MODES["prefix sharing, left" if "sharing" in request.param else "padding-free, left"]
+    return break_mode(monkeypatch, request.param) | {"padding_side": "left"}
 
 
 def test_a_broken_layout_does_not_give_trls_trajectory(broken_mode, make, trl_run):
@@ -231,7 +216,7 @@ def test_a_broken_layout_stops_an_evaluation(broken_mode, make):
         make(config=broken_mode).evaluate()
 
 
-@pytest.mark.parametrize("mode", PACKED_MODES)
+@pytest.mark.parametrize("mode", slow_but([mode for mode in PACKED_MODES if "left" in mode], PACKED_MODES))
 def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(mode, our_run):
     side = MODES[mode]["padding_side"]
     padded = our_run(f"padded, {side}")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from datasets import Dataset
-from kit.sft_cases import LABELS_IN_DATA, train
+from kit.sft_cases import LABELS_IN_DATA
 from kit.sft_runs import build_rows
 from kit.trainer_runs import MODES, build_tokenizer
 
@@ -88,7 +88,7 @@ def test_rows_that_teach_nothing_are_counted_in_a_warning(make, caplog):
 
 def test_good_rows_give_no_warning(make, caplog):
     with caplog.at_level(logging.WARNING):
-        train(make, "short", **MODES["prefix sharing"])
+        make.train("short", **MODES["prefix sharing"])
     assert not [r for r in caplog.records if r.name.startswith("trl_padfix")]
 
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import trl
-from kit.cells import slow_but
+from kit.cells import once_each, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.sft_cases import EXACT, NEWEST, SHORT, evaluated, packing
 from kit.sft_runs import METRICS, build_rows
@@ -103,8 +103,12 @@ def build_gpt2():
         return GPT2LMHeadModel(GPT2Config(**GPT2))
 
 
-@pytest.mark.parametrize("kind", ["texts", "completions"])
-@pytest.mark.parametrize("config", [{}, {"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 60}])
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    once_each(
+        [{}, {"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 60}], ["texts", "completions"]
+    ),
+)
 def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, make):
     """transformers counts the labels of GPT-2, whose `loss_type` it does not know, with those of first tokens."""
     given = {"train_dataset": build_rows(40, kind=kind), "eval_dataset": build_rows(8, 1, kind=kind)}

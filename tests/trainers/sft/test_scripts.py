@@ -1,15 +1,16 @@
 """What a script does with an SFT trainer."""
 
 import inspect
+from itertools import product
 from unittest.mock import patch
 
 import pytest
 import torch
 import trl
-from kit.cells import once_each
+from kit.cells import slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
-from kit.sft_cases import NEWEST, SHORT, is_bare, make_dpo, packing, train
+from kit.sft_cases import NEWEST, SHORT, is_bare, make_dpo, packing
 from kit.sft_runs import METRICS, build_rows
 from kit.trainer_runs import MODES, assert_mode_ran, assert_same, build_model, build_tokenizer, run, watch_inputs
 from transformers import TrainerCallback
@@ -44,8 +45,13 @@ def assert_evaluated(trainer, padding_free: bool) -> None:
     assert ("padfix/pad_fraction" in logs[0]) is padding_free
 
 
-@pytest.mark.parametrize(("side", "padding_free"), once_each(["left", "right"], [False, True]))
-@pytest.mark.parametrize("shape", ["qwen2", "llama"])
+@pytest.mark.parametrize(
+    ("shape", "side", "padding_free"),
+    slow_but(
+        [("qwen2", "left", True), ("llama", "right", True)],
+        product(["qwen2", "llama"], ["left", "right"], [False, True]),
+    ),
+)
 def test_evaluation_every_ten_steps_under_flash_attention_2(shape, side, padding_free, make):
     with flash_attention_stand_in() as calls:
         trainer = make(config=scenario(side, padding_free), model=build(shape, "flash_attention_2"))
@@ -72,7 +78,7 @@ def test_the_same_with_ligers_kernels(shape, side, padding_free, make):
 
 
 def test_fractions_are_those_of_the_data(make):
-    ours = train(make, "short", **MODES["prefix sharing"])
+    ours = make.train("short", **MODES["prefix sharing"])
     evaluated = next(log for log in ours.logs if "eval_loss" in log)
     for i, log in enumerate([log for log in ours.logs if "loss" in log]):
         mask = ours.batches[i][1]

@@ -1,70 +1,27 @@
-"""TRL's `SFTTrainer` and ours: one trajectory, whatever the mode."""
+"""Set-ups of SFT that no other method has: TRL's trajectory. `test_every_method.py` has the others."""
 
 import pytest
 import trl
 from kit.cells import once_each
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.sft_cases import OBJECTIVES, SET_UPS, SHORT, STEPS, TWO_MODES, make_dpo, train
-from kit.sft_runs import METRICS
-from kit.trainer_runs import (
-    BROKEN,
-    MODES,
-    SETTINGS,
-    SIDED_MODES,
-    assert_mode_ran,
-    assert_same,
-    break_mode,
-    build_model,
-    run,
-    watch_inputs,
-)
+from kit.sft_cases import SHORT, TWO_MODES, make_dpo
+from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, assert_mode_ran, assert_same, build_model, run, watch_inputs
 
 import trl_padfix
-from trl_padfix import PaddingRemovalError, ParityError
-
-
-@pytest.mark.parametrize("mode", SIDED_MODES)
-def test_twenty_steps_and_an_evaluation_are_trls(mode, make, trl_run):
-    assert len(trl_run("completions only").trajectory()) == STEPS + 1
-    assert_trls("completions only", mode, make, trl_run)
-
-
-@pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(SIDED_MODES)))
-def test_every_objective_is_trls(objective, mode, make, trl_run):
-    assert_trls(objective, mode, make, trl_run)
-
-
-def assert_trls(objective, mode, make, trl_run):
-    ours = train(make, objective, **SIDED_MODES[mode])
-    assert_same(ours.trajectory(*METRICS), trl_run(objective).trajectory(*METRICS))
-    assert_mode_ran(ours, mode)
-    side = mode.split(", ")[1]
-    assert any(not mask[:, 0 if side == "left" else -1].all() for _, mask in ours.batches)
-    assert all(mask[:, -1 if side == "left" else 0].all() for _, mask in ours.batches)
+from trl_padfix import PaddingRemovalError
 
 
 def test_prompt_tuning_is_trls(make, trl_run):
-    ours = train(make, "prompt tuning", padding_free=True)
+    ours = make.train("prompt tuning", padding_free=True)
     assert_same(ours.trajectory(), trl_run("prompt tuning").trajectory())
     assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
-
-
-@pytest.mark.parametrize("mode", [pytest.param(TWO_MODES[0], marks=pytest.mark.slow), TWO_MODES[1]])
-@pytest.mark.parametrize("case", SET_UPS)
-def test_every_set_up_is_trls(case, mode, make, trl_run):
-    ours = train(make, case, **SIDED_MODES[mode])
-    assert_same(ours.trajectory(*METRICS), trl_run(case).trajectory(*METRICS))
-    if case not in ("label smoothing", "a loss of one's own", "wrapped") and "checkpointing" not in case:
-        assert_mode_ran(ours, mode)  # those call the model twice, or compute its layers twice
-    (handle,) = ours.trainer.padding.handles
-    assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     runs = [
-        train(
-            make, objective, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=5,
+        make.train(
+            objective, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=5,
             **SIDED_MODES[mode],
         )
         for size in (1, 8)
@@ -88,32 +45,6 @@ def test_eager_attention_is_trls(make, trl_run):
     model = build_model(attn_implementation="eager")
     ours = run(make(config=SHORT | MODES["prefix sharing"], model=model), watch_inputs(""))
     assert_same(ours.trajectory(), trl_run("short").trajectory())
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(side, make):
-    padded = train(make, "short", padding_side=side)
-    assert_mode_ran(padded, "padded")
-    for mode in BROKEN:
-        with pytest.raises(AssertionError):
-            assert_mode_ran(padded, mode)
-
-
-@pytest.mark.parametrize("mode", BROKEN)
-def test_a_leaking_layout_does_not_give_trls_trajectory(mode, make, trl_run, monkeypatch):
-    ours = train(make, "completions only", **break_mode(monkeypatch, mode), parity_check=False)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(ours.trajectory(), trl_run("completions only").trajectory())
-
-
-@pytest.mark.parametrize("mode", BROKEN)
-def test_a_leaking_layout_stops_training_and_evaluation(mode, make, monkeypatch):
-    trainer = make(config=break_mode(monkeypatch, mode))
-    with pytest.raises(ParityError, match="parity FAILED"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    with pytest.raises(ParityError, match="parity FAILED"):
-        trainer.evaluate()
 
 
 # -- what TRL refuses

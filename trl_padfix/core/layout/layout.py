@@ -116,10 +116,8 @@ class Layout:
     @property
     def sharing_pays(self) -> bool:
         """
-        Whether the tokens that are saved cost more than the keys that are gathered for it.
-
-        Every layer of the decoder gathers the keys and values of all segments. That is little beside a token that is
-        not computed, but it is done for whole rows, however short the prefix is that they share.
+        Whether the tokens that are saved cost more than the keys that every layer gathers for it: little for each, but
+        of whole rows, however short the prefix is that they share.
         """
         return (self.real_tokens - self.packed_tokens) * KEYS_PER_TOKEN >= self.gathered_keys
 

@@ -76,15 +76,12 @@ def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
 
 def places_by_token(shared: list[int], key_lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The order in which to add what was gathered for the keys of the segments back to the tokens that they are.
+    The order in which to add what was gathered for the keys of the segments back to the tokens that they are: places
+    among the keys sorted by token, `(n,)`, and where those of each token begin among them, `(T,)`, as
+    `torch.nn.functional.embedding_bag` takes them. `shared` are the keys of each segment without its queries.
 
     The segments that have a token among their keys stand one behind the other, so the places of all tokens that the
-    same segments have are a table: a line for each token, a column for each of these segments. `shared` are the keys
-    of each segment without its queries.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: places among the keys sorted by token, `(n,)`, and where those of each
-        token begin among them, `(T,)`. Both are what `torch.nn.functional.embedding_bag` takes.
+    same segments have are a table: a line for each token, a column for each of these segments.
     """
     bounds = np.cumsum([0, *key_lengths])
     order = np.empty(bounds[-1], dtype=np.int64)

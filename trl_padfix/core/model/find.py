@@ -27,12 +27,7 @@ def find_decoder(model: PreTrainedModel) -> Any:
 
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
-    """
-    The one transformers model in `model`.
-
-    Raises:
-        TypeError: If there is none, or more than one.
-    """
+    """The one transformers model in `model`; a `TypeError` if there is none, or more than one."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`remove_padding` takes a model, got `{type(model).__name__}`.")
     found: list[PreTrainedModel] = []

@@ -2,7 +2,7 @@
 Everything in which older versions of transformers and TRL differ.
 
 The rest of the package is written for the newest transformers and TRL. What an older version needs beyond that is
-here, each with what upstream does there and the version from which on it is not needed.
+here, each with what upstream does there; [`GOES_WITH`] says when it can be deleted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..layout.layout import Layout
 
 __all__ = [
+    "GOES_WITH",
     "decoder_of",
     "flash_arguments",
     "mask_of_rows",
@@ -43,17 +44,32 @@ __all__ = [
 ]
 
 
+GOES_WITH = {
+    "decoder_of": "transformers>=5.0",  # is `model.get_decoder()` then
+    "older_attributes": "transformers>=5.4",  # the last mask method was RecurrentGemma's, most went with 5.2
+    "register_mask_function": "transformers>=4.53",  # is `ALL_MASK_ATTENTION_FUNCTIONS.register` then
+    "spare_packed_search": "transformers>=5.0",  # its `or_rows`, and the look for the function; the rest stays
+    "resume_packed_search": "transformers>=5.0",
+    "flash_arguments": "transformers>=4.53",
+    "supports": "transformers>=4.54",  # the older flag
+    "packing_with_any_attention": "trl>=1.16",
+    "own_masks": "transformers>=5.2",  # the other spelling
+    "mask_of_rows": "transformers>=5.0",
+}
+"""The oldest version in which each is not needed any more: once `versions.BOUNDS` begins there, it can be deleted."""
+
+
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """The text decoder of a model: the module between the embeddings and the head."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    # Up to 4.52 many models have no `get_decoder`; from 4.56 to 4.57 it is there for all, and returns the model itself
-    # where the decoder is called neither `model` nor `decoder` (GPT-2's `transformer`). Both go with transformers 5.
+    # Up to 4.55 many models have no `get_decoder`; from 4.56 to 4.57 it is there for all, and returns the model itself
+    # where the decoder is called neither `model` nor `decoder` (GPT-2's `transformer`).
     return model.base_model if decoder is model else decoder
 
 
 def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
     """Attributes with which an older decoder runs packed, its layers given `extra`; none for current ones."""
-    # Before `masking_utils` (4.52; here and there until 4.56) decoders make their mask in a method, which builds a
+    # Before `masking_utils` (4.52; fewer and fewer until 5.3) decoders make their mask in a method, which builds a
     # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
     if not hasattr(decoder, "_update_causal_mask"):
         return {}
@@ -130,15 +146,14 @@ def _masking_utils() -> Any:
 
 def flash_arguments(layout: Layout) -> dict[str, Any]:
     """More arguments of the variable-length call of transformers' FlashAttention function."""
-    # 4.52 looks at `cu_seq_lens_q` only where it is given positions as well, and else attends over the whole row.
-    # Gone in 4.53: https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
+    # 4.52 looks at `cu_seq_lens_q` only where it is given positions as well, and else attends over the whole row:
+    # https://github.com/huggingface/transformers/blob/v4.52.4/src/transformers/modeling_flash_attention_utils.py#L374
     return {"position_ids": layout.positions.unsqueeze(0)} if _transformers_in("<4.53") else {}
 
 
 def supports(cls: type[PreTrainedModel], attention: str) -> bool:
     """Whether transformers has an `attention` (`"sdpa"`, `"flash_attn"`, `"flex_attn"`) path for a class of models."""
-    # One flag for all versions of FlashAttention since 4.53. The old one goes with 4.52, and with the code on the Hub
-    # that still carries it.
+    # One flag for all versions of FlashAttention since 4.54; code on the Hub may still carry the old one.
     old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
     return bool(old or getattr(cls, f"_supports_{attention}", False))
 
@@ -146,7 +161,7 @@ def supports(cls: type[PreTrainedModel], attention: str) -> bool:
 @contextmanager
 def packing_with_any_attention() -> Iterator[None]:
     """Keep TRL from warning that packed rows need FlashAttention, until the block ends: packed attention does not."""
-    # Gone after 1.9: https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
+    # https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
     logger = logging.getLogger("trl.trainer.sft_trainer")
 
     def other(record: logging.LogRecord) -> bool:
@@ -164,7 +179,7 @@ def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor
     from transformers.masking_utils import create_masks_for_generate
 
     given: dict[str, Any] = {"inputs_embeds": embeds}
-    # Until 5.0 one argument is spelt differently, and places are asked for that later versions take from the cache.
+    # Until 5.1 one argument is spelt differently, and places are asked for that later versions take from the cache.
     if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
         given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
     return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)

@@ -111,12 +111,7 @@ class ForwardPatch:
         return self.wrapped.__func__  # TRL 1.9 reads the signature of the function of what it takes for a method
 
     def on_view(self, **held: Any) -> Callable:
-        """
-        The forward as a packed forward calls it: past other patches of ours, on a view of the module.
-
-        Raises:
-            PaddingRemovalError: If somebody wrapped it in a way that hides which module it calls.
-        """
+        """The forward as a packed forward calls it: past other patches of ours, on a view of the module."""
         below = self.below
         while isinstance(below, ForwardPatch):
             below = below.below

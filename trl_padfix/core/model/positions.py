@@ -64,16 +64,11 @@ class Numbering:
         return self.by_ids is None and not self.by_mask
 
 
-def length_dependent_ropes(decoder: nn.Module) -> list[nn.Module]:
-    """The rotary embeddings of a decoder whose frequencies depend on the largest position of a forward."""
-
-    def depends_on_length(module: nn.Module) -> bool:
-        types = getattr(module, "rope_type", None)
-        return any(
-            kind in ("dynamic", "longrope") for kind in (types.values() if isinstance(types, dict) else [types])
-        )
-
-    return [module for module in decoder.modules() if depends_on_length(module)]
+def length_dependent_ropes(decoder: nn.Module) -> dict[nn.Module, str]:
+    """The rotary embeddings of a decoder whose frequencies depend on the largest position of a forward, by kind."""
+    types = {module: getattr(module, "rope_type", None) for module in decoder.modules()}
+    kinds: dict[Any, set[Any]] = {m: set(t.values() if isinstance(t, dict) else [t]) for m, t in types.items()}
+    return {m: kind for m, found in kinds.items() for kind in found & {"dynamic", "longrope"}}
 
 
 def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout) -> torch.Tensor:

@@ -19,9 +19,7 @@ _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 def gathers_in_parts(module: nn.Module) -> bool:
     """
     Whether parts of `module` gather parameters when they are called: units of FSDP within it, or all under ZeRO-3.
-
-    All processes have to gather equally often and in one order, so they have to call these parts equally often,
-    whatever their rows are. A process with other calls than the rest waits for them for ever.
+    Processes with other calls than the rest, because of other rows, would wait for them for ever.
     """
     if _is_of_zero_3(module):
         return True

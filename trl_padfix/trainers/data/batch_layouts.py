@@ -48,18 +48,8 @@ class LayoutCollator:
     """
     Adds to the batches of another collator what is known of their forwards.
 
-    Args:
-        collator (`Callable`):
-            Makes a batch of examples.
-        prefix_sharing (`bool` or `"auto"`):
-            Whether repeated prefixes are computed once.
-        packs_padded (`bool`, *optional*, defaults to `True`):
-            Whether batches with a mask are packed; rows that arrive packed are kept apart either way.
-        pools_by (`int`, *optional*):
-            The pad token by which a sequence classifier looks for the token that it scores.
-
-    Raises:
-        RuntimeError: If the collator raises `StopIteration`, which would end the epoch in silence.
+    `packs_padded`: whether batches with a mask are packed; rows that arrive packed are kept apart either way.
+    `pools_by`: the pad token by which a sequence classifier looks for the token that it scores.
     """
 
     collator: Callable[[list[Any]], Any]
@@ -99,13 +89,8 @@ class Laid:
     """
     What is known of the forwards of a batch.
 
-    Attributes:
-        facts ([`FlatMaps`] or `dict[str, BatchFacts]`):
-            By the prefix of their names; on its way to a device in one block.
-        prefix_sharing (`bool` or `"auto"`):
-            How the layouts were made.
-        seen (`dict[str, Seen]`):
-            The tensors of the batch as they were placed; empty before.
+    `facts` are [`BatchFacts`] by the prefix of their names, in one block ([`FlatMaps`]) on the way to a device. `seen`
+    are the tensors of the batch as they were placed there; none before.
     """
 
     facts: Any
@@ -177,15 +162,8 @@ def with_layout_of_rows(
     batches: list[dict[str, Any]], rows: list[tuple[torch.Tensor, torch.Tensor, int]], prefix_sharing: PrefixSharing
 ) -> list[dict[str, Any]]:
     """
-    Batches with the layouts of their rows, for which the host reads the device once.
-
-    Args:
-        batches (`list[dict]`):
-            Batches of one process that are on a device already.
-        rows (`list[tuple[torch.Tensor, torch.Tensor, int]]`):
-            Of each batch ids and mask, `(B, L)`, and how many of its last columns are scored.
-        prefix_sharing (`bool` or `"auto"`):
-            Whether repeated prefixes are computed once.
+    Batches on a device with the layouts of their `rows`: ids and mask of each, `(B, L)`, and how many of its last
+    columns are scored. The host reads the device once.
     """
     both = [torch.stack([ids.to(torch.int64), mask.to(torch.int64)]) for ids, mask, _ in rows]
     on_host = torch.cat([x.flatten() for x in both]).cpu().split([x.numel() for x in both])

@@ -12,7 +12,6 @@ from ...core.call.layout_of import PrefixSharing
 from ...core.call.step import Doubt, check_doubts, step_layouts
 from ..field_types import temporarily_set
 from ..parts import Part, Step
-from ..task import Task
 from .batch_layouts import LayoutCollator
 
 
@@ -54,22 +53,17 @@ class Layouts(Part):
 
     def brings(self, dataset: Any, is_training: bool) -> bool:
         """Whether the batches of a dataset can bring their layouts."""
-        accelerator, task = self.trainer.accelerator, self.trainer.padding.task
+        accelerator, padding = self.trainer.accelerator, self.trainer.padding
         dispatched = accelerator.dispatch_batches
         if dispatched is None:  # what one process collates for all is cut, and sent on tensor by tensor
             dispatched = _is_stream(dataset) and accelerator.num_processes > 1
-        plain = is_training and type(task).padded_batches is Task.padded_batches
-        takes = plain if task.takes_layouts is None else task.takes_layouts
-        return bool(self.trainer.padding.handles and takes and not dispatched)
+        return bool(padding.handles and padding.task.brings_layouts(is_training) and not dispatched)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """
-        The forwards of policy and reference take the layouts of the batch.
-
-        Raises:
-            PaddingRemovalError: On a CPU, if somebody wrote to the batch unseen, so that its layout is wrong. On
-                another device that is found before something is logged or saved.
+        The forwards of policy and reference take the layouts of the batch. That somebody wrote to it unseen is found
+        at once on a CPU, and elsewhere before something is logged or saved.
         """
         self.trainer.padding.layouts = step.laid.layouts if step.laid is not None else {}
         doubts: list[Doubt] = []
@@ -82,12 +76,7 @@ class Layouts(Part):
             self.read_doubts()
 
     def read_doubts(self) -> None:
-        """
-        Read what steps have relied on; waits for the device.
-
-        Raises:
-            PaddingRemovalError: If something did not hold, so that numbers of a step are wrong.
-        """
+        """Read what steps have relied on, waiting for the device; an error if it did not hold."""
         steps, self._unread = self._unread, []
         for doubts, of in steps:
             check_doubts(doubts, of)

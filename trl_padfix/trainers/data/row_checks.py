@@ -27,12 +27,8 @@ INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 
 def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
     """
-    The dataset `name`, of which every row has text, or messages with text, in those of the `columns` that there are.
-
-    A stream comes back without rows that have none: they are counted and warned about when they come up.
-
-    Raises:
-        ValueError: If a row of a dataset that is not a stream has none.
+    The dataset `name`, of which every row has text, or messages with text, in those of the `columns` that there are;
+    a stream without the rows that have none, which are counted and warned about when they come up.
     """
     columns = tuple(columns)
     if isinstance(dataset, IterableDataset):
@@ -108,14 +104,7 @@ _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decode
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:
-    """
-    Check that a row has text, or messages with text, in those of the `columns` that it has.
-
-    `number` is that of the row in the dataset `of`, counted from 0.
-
-    Raises:
-        ValueError: If a column has something else; with the row, the column and the value.
-    """
+    """Raise a `ValueError` if one of the `columns` of a row has no text and no messages with text; `of` a dataset."""
     which = "A row" if number is None else f"Row {number} (counted from 0)"
     where = f"{which}{of and f' of the {of} dataset'} has"
     remedy = "correct the row, or filter it out"

@@ -39,6 +39,17 @@ class VisionCollator(SidedCollator):
         check_ids_of_batch(self, batch, len(examples))
         return batch
 
+    def refuse_cut(self, batch: dict[str, Any], count: int, what: str) -> None:
+        """[`SidedCollator.refuse_or_count`] of the `count` examples of which a completion has no token."""
+        rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % count
+        within = f"a completion without a token (within `max_length={self.max_length}`)"  # type: ignore[attr-defined]
+        why = "log-probability would be 0 whatever the model does. Drop them, or raise `max_length`"
+        self.refuse_or_count(
+            sorted(set(rows.tolist())),
+            f"{what.capitalize()} {sorted(set(rows.tolist()))} of the batch have {within}: its {why}.",
+            f"{what} have {within}, whose {why}",
+        )
+
 
 @dataclass
 class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVisionPreference):
@@ -90,16 +101,7 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
-        empty = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % len(examples)
-        rows = sorted(set(empty.tolist()))
-        within = f"without a token (within `max_length={self.max_length}`)"
-        self.refuse_or_count(
-            rows,
-            f"Pairs {rows} of the batch have a completion {within}: its log-probability would be 0 whatever the model "
-            "does. Drop them, or raise `max_length`.",
-            f"pairs have a completion {within}, whose log-probability is 0 whatever the model does. Drop them, or "
-            "raise `max_length`",
-        )
+        self.refuse_cut(batch, len(examples), "pairs")
         return self.on_side(batch)
 
 
@@ -166,11 +168,7 @@ _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
     """
     Refuse token ids that the model has no embedding for, but for the collator's `stand_ins`, which stand for images.
-
-    Row `i` of the `count` rows of the data is row `i` of the batch, and `i + count` if the batch has a second half.
-
-    Raises:
-        ValueError: With the row, its beginning and the id.
+    The rows of the data are the first `count` of the batch, and those of a second half if it has one.
     """
     if collator.vocabulary is None:
         return

@@ -10,13 +10,14 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin
 
 
-__all__ = ["GeneratingConfig", "check_generation_settings"]
+__all__ = ["EvaluationConfig", "check_generation_settings"]
 
 
 @dataclass
-class GeneratingConfig:
-    """Fields of the configurations whose trainers can generate in evaluation; a mixin, in front of the others."""
+class EvaluationConfig:
+    """Fields of the configurations whose trainers evaluate by generation and exactly; in front of the others."""
 
+    exact_eval_means: bool = False
     predict_with_generate: bool = False
     generation_max_new_tokens: int = 256
     generation_kwargs: dict[str, Any] | str | None = None
@@ -30,14 +31,7 @@ class GeneratingConfig:
 
 
 def check_generation_settings(config: Any) -> None:
-    """
-    Check the fields of a configuration that say how to generate in evaluation, before there is a model.
-
-    Raises:
-        TypeError: If `generation_kwargs` is not a dictionary.
-        ValueError: For a number that is not positive; for keyword arguments that are set elsewhere or that
-            transformers does not know; for values that it refuses.
-    """
+    """Check the fields that say how to generate in evaluation, before there is a model."""
     for name in ("generation_max_new_tokens", "eval_generation_samples"):
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or value < 1):

@@ -1,9 +1,4 @@
-"""
-The part of a trainer that generates during evaluation.
-
-After the loss of an evaluation set it continues the prompts of that set, hands predictions and references to
-`compute_metrics`, and writes and shows the texts. The loss is computed as before, and keeps no logits.
-"""
+"""The part of a trainer that generates during evaluation."""
 
 from __future__ import annotations
 
@@ -17,11 +12,12 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
-from ..checks import splitting_parallelism
+from ..checks import splitting_parallelism, tokenizer_of
 from ..parts import Evaluation, Part
 from .config import check_generation_settings
 from .prompts import Prompt, prompt_of, require_prompts
@@ -32,7 +28,12 @@ __all__ = ["Generation"]
 
 
 class Generation(Part):
-    """`predict_with_generate`: continues the prompts of an evaluation set after its loss."""
+    """
+    `predict_with_generate`: after the loss of an evaluation set, continues its prompts.
+
+    Predictions and references go to `compute_metrics`, the texts to a file, the log and the trackers. The loss is
+    computed as before, and keeps no logits.
+    """
 
     evaluated: Any = None
     """The dataset whose data loader was made last, which is that of the evaluation that is running."""
@@ -57,21 +58,14 @@ class Generation(Part):
         evaluated = trainer.eval_dataset
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"evaluation": evaluated}).items():
             require_prompts(dataset, name)
-            lengths = [
-                int(batch["attention_mask"].sum(1).max())
-                for _, batch in self._batches(dataset, range(self._count(dataset)))
-            ]
-            check_budget(self._generator, max(lengths), **self._generation_settings())
-            if self.settings.generation_kwargs and not (
-                trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # the model is sharded later, and may be empty
-            ):
+            masks = (batch["attention_mask"] for _, batch in self._batches(dataset, range(self._count(dataset))))
+            check_budget(self._generator, max(int(m.sum(1).max()) for m in masks), **self._generation_settings())
+            sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # later, and the model may be empty
+            if self.settings.generation_kwargs and not sharded:
                 self._try_generation_kwargs(dataset)
 
     def _try_generation_kwargs(self, dataset: Any) -> None:
-        """
-        Raises:
-            ValueError: If `generate` fails with `generation_kwargs`, on the first prompt and for one token.
-        """
+        """Raise a `ValueError` if `generate` fails with `generation_kwargs`, on the first prompt and for one token."""
         ((_, batch),) = self._batches(dataset, [0])
         model = self._generator
         batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -124,7 +118,7 @@ class Generation(Part):
         first = share * self.trainer.accelerator.process_index
         # Sharded models run in step, so every process has as many prompts: the end of the set may be there twice.
         indices = [min(i, count - 1) for i in range(first, first + share)]
-        places, found, tokenizer = iter(indices), [], self._generation_tokenizer
+        places, found, tokenizer = iter(indices), [], tokenizer_of(self.trainer.processing_class)
         with self._generating():
             for prompts, batch in self._batches(dataset, indices):
                 columns = batch["input_ids"].shape[1]
@@ -138,9 +132,9 @@ class Generation(Part):
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
         wanted = "inputs" in (getattr(self.trainer.args, "include_for_metrics", None) or [])
         return [Sample(*sample) for sample in zip(texts, *decoded, strict=True)], EvalPrediction(
-            predictions=_padded(predictions, tokenizer.pad_token_id),
-            label_ids=_padded(references, -100),
-            inputs=_padded(inputs, tokenizer.pad_token_id) if wanted else None,
+            predictions=padded(predictions, tokenizer.pad_token_id),
+            label_ids=padded(references, -100),
+            inputs=padded(inputs, tokenizer.pad_token_id) if wanted else None,
         )
 
     def _count(self, dataset: Any) -> int:
@@ -167,17 +161,13 @@ class Generation(Part):
             yield prompts, dict(batch)
 
     @property
-    def _generation_tokenizer(self) -> Any:
-        processing = self.trainer.processing_class
-        return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
-
-    @property
     def _generator(self) -> Any:
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
     def _generation_settings(self) -> dict[str, Any]:
         """Keyword arguments of `generate`: any of the tokens that end a text ends it."""
-        tokenizer, ends = self._generation_tokenizer, self._generator.generation_config.eos_token_id
+        tokenizer = tokenizer_of(self.trainer.processing_class)
+        ends = self._generator.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         return {
             "max_new_tokens": self.settings.generation_max_new_tokens,
@@ -188,19 +178,12 @@ class Generation(Part):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """Random numbers of its own, the same at every evaluation, and the weights that FSDP keeps at its root."""
-        devices = {
-            p.device
-            for p in self.trainer.model.parameters()
-            if p.device.type == self.trainer.args.device.type != "cpu"
-        }
-        sharded = isinstance(self.trainer.model, FullyShardedDataParallel)
-        with (
-            torch.random.fork_rng(list(devices), device_type=self.trainer.args.device.type if devices else "cuda"),
-            FullyShardedDataParallel.summon_full_params(self.trainer.model, recurse=False)
-            if sharded
-            else nullcontext(),
-        ):
-            torch.manual_seed(self.trainer.args.seed + self.trainer.accelerator.process_index)
+        model, args = self.trainer.model, self.trainer.args
+        devices = {p.device for p in model.parameters() if p.device.type == args.device.type != "cpu"}
+        is_sharded = isinstance(model, FullyShardedDataParallel)
+        root = FullyShardedDataParallel.summon_full_params(model, recurse=False) if is_sharded else nullcontext()
+        with torch.random.fork_rng(list(devices), device_type=args.device.type if devices else "cuda"), root:
+            torch.manual_seed(args.seed + self.trainer.accelerator.process_index)
             yield
 
 
@@ -220,40 +203,24 @@ def _check_datasets(datasets: Any) -> None:
 
 def _check_incompatible(config: Any, given: dict[str, Any]) -> None:
     """Refuse settings that contradict generation, or that it would ignore."""
-    packing = getattr(config, "eval_packing", None)
-    packing = getattr(config, "packing", False) if packing is None else packing
     reasons = {
-        "eval_packing": (packing, "packed rows have no prompts any more; set `eval_packing=False`"),
-        "formatting_func": (
-            given.get("formatting_func"),
-            "it makes one text of a row, without saying where the prompt ends; map the data to `prompt` and "
-            "`completion`",
-        ),
-        "preprocess_logits_for_metrics": (
-            given.get("preprocess_logits_for_metrics"),
-            "`compute_metrics` is given generated tokens, and no logits are kept",
-        ),
-        "batch_eval_metrics": (
-            getattr(config, "batch_eval_metrics", False),
-            "`compute_metrics` is called once, with all predictions",
-        ),
-        "include_for_metrics": (
-            "loss" in (getattr(config, "include_for_metrics", None) or []),
-            "there is no loss of a prediction; leave 'loss' out",
-        ),
-        "use_legacy_prediction_loop": (
-            getattr(config, "use_legacy_prediction_loop", False),
-            "that loop does not generate",
-        ),
+        "eval_packing": "packed rows have no prompts any more; set `eval_packing=False`",
+        "formatting_func": "it makes one text of a row; map the data to `prompt` and `completion` instead",
+        "preprocess_logits_for_metrics": "`compute_metrics` is given generated tokens, and no logits are kept",
+        "batch_eval_metrics": "`compute_metrics` is called once, with all predictions",
+        "include_for_metrics": "there is no loss of a prediction; leave 'loss' out",
+        "use_legacy_prediction_loop": "that loop does not generate",
     }
-    for name, (is_set, reason) in reasons.items():
-        if is_set:
+    asked = {name: given.get(name, getattr(config, name, None)) for name in reasons}
+    if asked["eval_packing"] is None:
+        asked["eval_packing"] = getattr(config, "packing", False)
+    asked["include_for_metrics"] = "loss" in (asked["include_for_metrics"] or [])
+    for name, reason in reasons.items():
+        if asked[name]:
             raise ValueError(f"`predict_with_generate=True` does not go with `{name}`: {reason}.")
 
 
-def _padded(rows: Sequence[list[int]], value: int) -> np.ndarray:
+def padded(rows: Sequence[list[int]], value: int) -> np.ndarray:
     """Lists of token ids as one array, padded on the right."""
-    padded = np.full((len(rows), max(map(len, rows))), value, dtype=np.int64)
-    for row, ids in zip(padded, rows, strict=True):
-        row[: len(ids)] = ids
-    return padded
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(ids, batch_first=True, padding_value=value).numpy()

@@ -27,10 +27,7 @@ class Prompt:
 
 
 def require_prompts(dataset: Any, name: str) -> None:
-    """
-    Raises:
-        ValueError: If the rows of `dataset` do not say what is prompt and what is answer.
-    """
+    """Raise a `ValueError` if the rows of a dataset do not say what is prompt and what is answer."""
     columns = column_names(dataset)
     if "messages" not in columns and not ("prompt" in columns and columns & {"completion", "chosen"}):
         raise ValueError(
@@ -42,19 +39,11 @@ def require_prompts(dataset: Any, name: str) -> None:
 
 def prompt_of(row: dict[str, Any], processing_class: Any, chat_template: str | None = None) -> Prompt:
     """
-    The prompt of a row of an evaluation set.
+    The prompt of a row of an evaluation set: of `prompt` and `completion` or `chosen`, or else of `messages`.
 
-    Args:
-        row (`dict`):
-            Has `prompt` and `completion` or `chosen`, or else `messages`; it may have `image` or `images`, `tools` and
-            `chat_template_kwargs`, as TRL reads them.
-        processing_class ([`~transformers.PreTrainedTokenizerBase`] or [`~transformers.ProcessorMixin`]):
-            Its chat template renders conversations.
-        chat_template (`str`, *optional*):
-            Another one.
-
-    Raises:
-        ValueError: If a conversation has no message of the assistant after another one, or there is no chat template.
+    Conversations are rendered by the `chat_template`, by default that of the tokenizer or processor; `image`,
+    `images`, `tools` and `chat_template_kwargs` are read as TRL reads them. A conversation needs a message of the
+    assistant after another one.
     """
     images = [row["image"]] if row.get("image") is not None else list(row.get("images") or [])
     if "prompt" in row:

@@ -35,19 +35,7 @@ def write(samples: list[Sample], path: Path) -> None:
 
 
 def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> None:
-    """
-    Print samples as a table, and send it to the trackers that are running.
-
-    Args:
-        samples (`list[Sample]`):
-            The samples to show; without any nothing is shown.
-        title (`str`):
-            Name of the table.
-        step (`int`):
-            Training step.
-        callbacks (`list[TrainerCallback]`):
-            Those of the trainer; trackers are found among them.
-    """
+    """Print samples as a table of that title, and send it to the trackers that are running among the callbacks."""
     if not samples:
         return
     rows = [{"step": step, **asdict(sample)} for sample in samples]

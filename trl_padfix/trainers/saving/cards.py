@@ -20,15 +20,7 @@ def card_tags(handle: PaddingRemoval | None) -> list[str]:
 
 
 def describe_in_card(path: Path, handle: PaddingRemoval | None) -> None:
-    """
-    Add version, mode and attention backend to a card that TRL has written.
-
-    Args:
-        path (`Path`):
-            The card, changed in place.
-        handle ([`PaddingRemoval`], *optional*):
-            What is attached to the policy.
-    """
+    """Add version, mode and attention backend to a card that TRL has written."""
     mode = " and ".join(_modes(handle)) or "padded"
     if handle is not None:
         mode += f", attention `{handle.decoder.config._attn_implementation}`"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -40,11 +39,17 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
     Raises:
         ValueError: If there is no whole checkpoint to resume from, or the one that is named is half-written.
     """
-    word = str(asked).lower()
+    word, named = str(asked).lower(), Path(str(asked))
     if asked is None or word in NONE:
         return None
-    if word not in NEWEST or Path(str(asked)).is_dir():
-        return _named(Path(str(asked)))
+    if word not in NEWEST or named.is_dir():
+        if (missing := what_is_missing(named)) is None:
+            return str(named)
+        whole = _newest_whole(named.parent)
+        raise ValueError(
+            f"`resume_from_checkpoint={named}` is {'half-written' if named.is_dir() else 'no folder'} ({missing}); "
+            f"{f'the newest whole one beside it is {whole}' if whole else 'there is no whole one beside it'}."
+        )
     half = []
     for checkpoint in checkpoints_of(output_dir):
         if (missing := what_is_missing(checkpoint)) is None:
@@ -61,23 +66,10 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
     )
 
 
-def _named(checkpoint: Path) -> str:
-    missing = what_is_missing(checkpoint)
-    if missing is None:
-        return str(checkpoint)
-    whole = _newest_whole(checkpoint.parent)
-    raise ValueError(
-        f"`resume_from_checkpoint={checkpoint}` is {'half-written' if checkpoint.is_dir() else 'no folder'} "
-        f"({missing}); {f'the newest whole one beside it is {whole}' if whole else 'there is no whole one beside it'}."
-    )
-
-
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
     """The `checkpoint-STEP` folders of a training, the newest first."""
-    folders = [
-        f for f in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", f.name) and f.is_dir()
-    ]
-    return sorted(folders, key=lambda folder: int(folder.name.rsplit("-", 1)[1]), reverse=True)
+    folders = [f for f in Path(output_dir).glob("checkpoint-*") if f.name[11:].isdecimal() and f.is_dir()]
+    return sorted(folders, key=lambda folder: int(folder.name[11:]), reverse=True)
 
 
 def _newest_whole(output_dir: str | Path) -> Path | None:
@@ -86,9 +78,7 @@ def _newest_whole(output_dir: str | Path) -> Path | None:
 
 @contextmanager
 def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
-    """
-    Where a training saves: an error of writing becomes an [`UnwritableError`] that says which checkpoint is whole.
-    """
+    """Around a training: an error of writing becomes an [`UnwritableError`] that says which checkpoint is whole."""
     try:
         yield
     except Exception as error:
@@ -108,11 +98,7 @@ def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
 
 
 def what_is_missing(checkpoint: str | Path) -> str | None:
-    """
-    Which file of a checkpoint is not there or not whole, or `None` if all are.
-
-    Nothing is loaded: of weights the header is read, of what torch saved the directory at the end of the file.
-    """
+    """Which file of a checkpoint is not there or not whole, or `None` if all are. Nothing is loaded to find out."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
@@ -136,10 +122,11 @@ def _needed(folder: Path) -> Iterator[str]:
     if not weights and not any(any(folder.glob(pattern)) for pattern in _OTHER_WEIGHTS):
         weights = ["model.safetensors"]
     yield from weights
-    if not _saves_only_model(folder):
+    of_step, rng = ["optimizer.pt", "scheduler.pt"], any(folder.glob("rng_state*.pth"))
+    if rng or any((folder / name).exists() for name in of_step):  # with `save_only_model` there is none of them
         if not any(folder.glob("pytorch_model_fsdp*")) and not any(folder.glob("global_step*")):
-            yield from ("optimizer.pt", "scheduler.pt")
-        if not any(folder.glob("rng_state*.pth")):
+            yield from of_step
+        if not rng:
             yield "rng_state.pth"
     for shards in (*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")):
         if shards.is_dir():
@@ -158,15 +145,3 @@ def _is_whole(path: Path) -> bool:
     except (SafetensorError, OSError, ValueError):
         return False
     return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)
-
-
-def _saves_only_model(folder: Path) -> bool:
-    """Whether the training had `save_only_model`: its settings are a pickle, which is searched and not loaded."""
-    path = folder / "training_args.bin"
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-    # The name, perhaps an operation that memorizes it (BINPUT, LONG_BINPUT, MEMOIZE), and NEWTRUE.
-    pattern = re.compile(rb"save_only_model(q.|r....|\x94)?\x88", re.DOTALL)
-    return any(pattern.search(data) for data in pickles)

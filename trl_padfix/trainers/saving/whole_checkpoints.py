@@ -1,9 +1,4 @@
-"""
-The part of a trainer by which checkpoints appear whole or not at all.
-
-Trainer writes a checkpoint file by file into its place, and whatever ends the process meanwhile leaves half of one
-there. Here it writes into a folder beside, from all processes; when all have written, the folder is renamed.
-"""
+"""The part of a trainer by which checkpoints appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +27,12 @@ BESIDE = "_being_written"
 
 
 class WholeCheckpoints(Part):
-    """Whole checkpoints, and resuming from the newest of them."""
+    """
+    Whole checkpoints, and resuming from the newest of them.
+
+    Trainer writes a checkpoint file by file into its place, and whatever ends the process meanwhile leaves half of one
+    there. Here it writes into a folder beside, from all processes; when all have written, the folder is renamed.
+    """
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -80,11 +80,10 @@ class WholeCheckpoints(Part):
         finally:
             self.is_saving = False
         trainer.accelerator.wait_for_everyone()
-        if args.process_index == 0:
-            _put_in_place(beside, checkpoint)
-        trainer.accelerator.wait_for_everyone()
-        if args.process_index != 0 and args.local_process_index == 0:
-            _put_in_place(beside, checkpoint)  # of a node with a disk of its own
+        for puts in (args.process_index == 0, args.local_process_index == 0):  # first on a disk that nodes share
+            if puts:
+                _put_in_place(beside, checkpoint)
+            trainer.accelerator.wait_for_everyone()
         if args.should_save and args.save_total_limit:
             _rotate(run_dir, checkpoint, state.best_model_checkpoint, args.save_total_limit)
         if self.is_to_push:
@@ -123,11 +122,7 @@ def _put_in_place(beside: Path, checkpoint: Path) -> None:
 
 
 def _rotate(run_dir: Path, newest: Path, best: str | None, limit: int) -> None:
-    """
-    Remove the oldest checkpoints, as Trainer does: never the one just written, nor the best.
-
-    Each is renamed before it is removed, so that no half of it is left in its place.
-    """
+    """Remove the oldest checkpoints, as Trainer does: not the newest, nor the best; each is renamed first."""
     kept = {newest, Path(best)} if best else {newest}
     ages = {folder: folder.stat().st_mtime for folder in checkpoints_of(run_dir)}
     oldest_first = sorted(ages, key=lambda folder: (ages[folder], int(folder.name.rpartition("-")[2])))
@@ -143,10 +138,8 @@ def _rotate(run_dir: Path, newest: Path, best: str | None, limit: int) -> None:
 
 class SamplerEpochs(TrainerCallback):
     """
-    Tells the sampler its epoch before each.
-
-    A dataloader that skips batches at several processes does not hand `set_epoch` on to its sampler (accelerate 1.15),
-    and a run that is resumed in its second epoch would see the rows in the order of the first.
+    Tells the sampler its epoch before each: a dataloader that skips batches at several processes does not (accelerate
+    1.15), and a run that is resumed in its second epoch would see the rows in the order of the first.
     """
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -160,12 +153,8 @@ class SamplerEpochs(TrainerCallback):
 
 class StreamSteps(TrainerCallback):
     """
-    Stops a training that never comes to a step: its stream has fewer batches than an optimizer step takes.
-
-    Trainer begins the stream anew and counts its batches anew, for ever.
-
-    Raises:
-        ValueError: At the end of the second pass over a stream without a step.
+    Raises a `ValueError` after two passes over a stream without a step: it has fewer batches than an optimizer step
+    takes, and Trainer would begin it anew, and count anew, for ever.
     """
 
     def __init__(self) -> None:

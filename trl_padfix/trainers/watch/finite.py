@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from ..checks import tokenizer_of
+from ..data.row_checks import worth_a_warning
 from ..parts import Part, Step
 
 
@@ -28,18 +29,7 @@ SHOWN_ROWS, SHOWN_TOKENS = 4, 12
 
 
 def check_weights(model: nn.Module, which: str) -> None:
-    """
-    Refuse a model that no training can mend.
-
-    Args:
-        model (`torch.nn.Module`):
-            The model; quantized weights and those of other processes are not looked at.
-        which (`str`):
-            What it is, for the message.
-
-    Raises:
-        ValueError: If a weight is NaN or infinite.
-    """
+    """Raise a `ValueError` if a weight is NaN or infinite; quantized ones, and other processes', are not looked at."""
     broken = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -56,17 +46,13 @@ def check_weights(model: nn.Module, which: str) -> None:
         )
 
 
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """A loss or the norm of a gradient, and the rows that it was computed on."""
 
     what: str
     step: int
     value: torch.Tensor | float
     batches: list[Batch]
-
-    def is_finite(self) -> bool:
-        return bool(self.value.isfinite()) if isinstance(self.value, torch.Tensor) else math.isfinite(self.value)
 
 
 class FiniteValues(Part):
@@ -108,28 +94,22 @@ class FiniteValues(Part):
         self.look()
 
     def look(self) -> None:
-        """
-        Look at the values that were not looked at yet.
-
-        Raises:
-            FloatingPointError: With `stop_on_nonfinite`, if one of them is not finite.
-        """
+        """Look at the values that were not looked at yet; a `FloatingPointError` with `stop_on_nonfinite`."""
         seen, self._seen = self._seen, []
-        for one in seen:
-            if one.is_finite():
+        for what, step, value, batches in seen:
+            if bool(value.isfinite()) if isinstance(value, torch.Tensor) else math.isfinite(value):
                 continue
             self._count += 1
             text = (
-                f"The {one.what} in step {one.step} is {float(one.value)}{self._rows_of(one.batches)}. Look for rows "
-                "that are broken, a learning rate that is too high, and float16 where bfloat16 is needed."
+                f"The {what} in step {step} is {float(value)}{self._rows_of(batches)}. Look for rows that are broken, "
+                "a learning rate that is too high, and float16 where bfloat16 is needed."
             )
             if self.settings.stop_on_nonfinite:
                 raise FloatingPointError(
                     f"{text} The run stops before the weights are changed by it, as `stop_on_nonfinite=True` asks."
                 )
-            count = self._count
-            if len(str(count - 1)) < len(str(count)) or count == 1:
-                so_far = f" So far {count} losses and gradients were not finite." if count > 1 else ""
+            if worth_a_warning(self._count):
+                so_far = f" So far {self._count} losses and gradients were not finite." if self._count > 1 else ""
                 logger.warning(
                     f"{text}{so_far} The run goes on, as TRL's does (which logs such a loss as the mean of the losses "
                     "before it); `stop_on_nonfinite=True` stops it.",
@@ -138,7 +118,7 @@ class FiniteValues(Part):
 
     def _rows_of(self, batches: list[Batch]) -> str:
         """The first rows of batches, by the beginning of their texts."""
-        tokenizer = getattr(self.trainer, "_tokenizer", self.trainer.processing_class)
+        tokenizer = tokenizer_of(self.trainer.processing_class)
         shown, count = [], 0
         for batch in batches:
             ids, mask = batch["input_ids"], batch.get("attention_mask")

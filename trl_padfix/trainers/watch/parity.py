@@ -12,8 +12,7 @@ from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
 from ...core.parity import check_parity
-from ..packing import models_of
-from ..parts import Part, Step
+from ..parts import Part, Step, models_of
 
 
 __all__ = ["Parity"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 
+from ...core.handle import PaddingStats
 from ...core.layout.flat_maps import on_device
 from ..parts import Evaluation, Part, Step
 
@@ -18,14 +19,11 @@ __all__ = ["TokenCounter", "TokenCounts"]
 
 
 class TokenCounter:
-    """
-    Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes.
-
-    Sums over processes are on their device, and nobody reads them before the report.
-    """
+    """Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes."""
 
     def __init__(self) -> None:
-        self._counts, self._on_device = [0] * 5, None
+        self.sums: dict[torch.device, torch.Tensor] = {}
+        """What was added, by its device; nobody reads it before the report."""
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -38,22 +36,15 @@ class TokenCounter:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
-    def add(self, counts: list[int] | torch.Tensor) -> None:
-        """
-        Count a step: its padded, real and packed tokens, and of the forwards in which `prefix_sharing="auto"` had the
-        choice those that shared, and all.
-        """
-        if isinstance(counts, torch.Tensor):
-            self._on_device = counts if self._on_device is None else self._on_device + counts
-        else:
-            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+    def add(self, counts: torch.Tensor) -> None:
+        """Count a step, by what [`TokenCounts`] counts of it."""
+        self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; begins anew."""
         self.pause()
-        if self._on_device is not None:
-            self.add(self._on_device.tolist())
-        padded, real, packed, shared, forwards = self._counts
+        counts = torch.stack([torch.zeros(5, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
+        padded, real, packed, shared, forwards = counts.tolist()
         seconds = self.seconds
         self.__init__()
         if not padded:
@@ -89,20 +80,17 @@ class TokenCounts(Part):
         how many of them shared prefixes, and how many there were.
         """
         handle = self.trainer.padding.handle
-        if handle is None:
-            return [0] * 5
-        stats, chooses = handle.stats, handle.prefix_sharing == "auto"
+        stats = handle.stats if handle is not None else PaddingStats()
+        chooses = handle is not None and handle.prefix_sharing == "auto"
         choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
         return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
 
-    def _summed_over_processes(self, counts: list[int] | torch.Tensor) -> list[int] | torch.Tensor:
+    def _summed_over_processes(self, counts: torch.Tensor) -> torch.Tensor:
         accelerator = self.trainer.accelerator
         if accelerator.num_processes == 1:
             return counts
         replicas = getattr(self.trainer, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-        if isinstance(counts, list):
-            counts = on_device(torch.tensor(counts), accelerator.device)
-        return accelerator.reduce(counts) // replicas
+        return accelerator.reduce(on_device(counts, accelerator.device)) // replicas
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -118,26 +106,23 @@ class TokenCounts(Part):
     def log(self, logs: dict[str, float], mode: str) -> None:
         prefix = "eval_" if mode == "eval" else ""
         metrics = self.counters[mode].report(self.trainer.padding.is_removed)
-        if mode == "train":
+        if mode == "train" and metrics:
             _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update({prefix + name: value for name, value in metrics.items()})
 
 
-def _step_counts(
-    batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]
-) -> list[int] | torch.Tensor:
+def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]) -> torch.Tensor:
     """
     Padded, real and packed tokens of `batches`, and what `chose` counts.
 
-    `counted` are those of the packed forwards that ran on them. A policy that is its own reference (with the adapter
-    switched off) ran twice on the same batches, so the counts are scaled to the shapes of the batches. Where none ran
-    the masks say how many tokens are real; nobody waits for them. Without batches the forwards alone are counted.
+    `counted` are those of the packed forwards. A policy that is its own reference (its adapter switched off) ran twice
+    on the same batches, so they are scaled to the shapes of the batches. Where none ran the masks are summed up.
     """
     if not batches:
-        return [*counted, *chose]
+        return torch.tensor([*counted, *chose])
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if counted[0]:
-        return [padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose]
+        return torch.tensor([padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose])
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     real = torch.stack([mask.sum() for mask in masks]).sum()
     return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *chose))])
@@ -145,8 +130,6 @@ def _step_counts(
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
     """Put real tokens a second, and the share of a batch that is not computed, behind the bar of the steps."""
-    if not metrics:
-        return
     text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     if "padfix/pad_fraction" in metrics:
         saved = 1 - (1 - metrics["padfix/pad_fraction"]) * (1 - metrics["padfix/shared_fraction"])

@@ -28,8 +28,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core import refusals
-from trl_padfix.core.causality import change_of_earlier_states
 from trl_padfix.core.model.find import find_decoder
+from trl_padfix.core.refusals import change_of_earlier_states
 
 
 AUTO = [

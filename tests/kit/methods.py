@@ -1,0 +1,314 @@
+"""
+Every method of TRL's but DPO, each with the set-ups that must give TRL's trajectory: their trainers, TRL's and ours.
+
+A case of a method is a configuration, and what else its trainer is given, made anew for each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from kit import sft_cases
+from kit.online_runs import (
+    ONLINE_SETTINGS,
+    admitted,
+    build_prompts,
+    load_policy,
+    reward_words,
+    save_policy,
+    watch_forwards,
+)
+from kit.sft_runs import METRICS as SFT_METRICS
+from kit.sft_runs import TEMPLATE, build_rows
+from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, Run, build_model, build_tokenizer, lora, run, watch_inputs
+from kit.trainer_runs import words as draw_words
+from peft import TaskType
+
+import trl_padfix
+from trl_padfix import versions
+
+
+TWO_MODES = ["padding-free, left", "prefix sharing, right"]
+PACKED = ["padding-free", "prefix sharing"]
+BATCHES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
+
+
+@dataclass
+class Method:
+    """
+    A method of TRL's, and how it is trained here.
+
+    Attributes:
+        name (`str`): What its trainer's name begins with.
+        metrics (`tuple[str, ...]`): Figures of a trajectory beside loss and gradient norm.
+        cases (`dict[str, tuple]`): Its set-ups.
+        defaults (`dict[str, Callable]`): What its trainer is given where a case says nothing.
+        plain (`str`): The case that every mode is tried with.
+        settings (`dict`): Configuration of every run.
+        side (`bool`): Whether it has a collator, which pads on either side.
+        uncounted (`tuple[str, ...]`): Cases in which the layers do not run once for each batch.
+        elsewhere (`tuple[str, ...]`): Cases with tests of their own.
+        means (`set[str]`): Metrics that are means over micro-batches, which differ where these hold other rows.
+        atol (`dict[str, float]`): Tolerances of cases with gradients that nearly cancel.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    cases: dict[str, tuple[dict, Callable[[], dict]]]
+    defaults: dict[str, Callable[[], Any]]
+    plain: str = "plain"
+    settings: dict[str, Any] = field(default_factory=lambda: SETTINGS | BATCHES)
+    side: bool = True
+    uncounted: tuple[str, ...] = ("checkpointing",)
+    elsewhere: tuple[str, ...] = ()
+    means: frozenset[str] = frozenset()
+    atol: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def modes(self) -> dict[str, dict[str, Any]]:
+        return SIDED_MODES if self.side else MODES
+
+    @property
+    def packed_modes(self) -> list[str]:
+        """Two modes that every set-up is tried in."""
+        return TWO_MODES if self.side else PACKED
+
+    @property
+    def set_ups(self) -> list[str]:
+        return [case for case in self.cases if case not in (self.plain, *self.elsewhere)]
+
+    @cached_property
+    def ours(self) -> type:
+        return getattr(trl_padfix, f"{self.name}Trainer")
+
+    @cached_property
+    def theirs(self) -> type:
+        return getattr(trl, f"{self.name}Trainer")
+
+    def watch(self, config: dict[str, Any], completions: list) -> Callable[[Any, list], None]:
+        if not self.side:
+            return watch_forwards(completions)
+        has_kl = self.name == "KTO" and config.get("loss_type") != "apo_zero_unpaired"
+        return watch_inputs("", *["KL_"] * has_kl)
+
+
+class Maker:
+    """Makes and trains the trainers of a method; those of TRL once for each case."""
+
+    def __init__(self, method: Method, folders: Any):
+        self.method, self.folders = method, folders
+        self.theirs: Callable[[str], Run] = cache(lambda case: self.train(case, method.theirs))
+
+    @cached_property
+    def policy(self) -> str:
+        return save_policy(self.folders.mktemp("policy"))
+
+    def __call__(self, trainer_class: type | None = None, config: dict | None = None, **given: Any) -> Any:
+        method, trainer_class = self.method, trainer_class or self.method.ours
+        package = trl_padfix if issubclass(trainer_class, method.ours) else trl
+        config_class = getattr(package, f"{method.name}Config")
+        settings = method.settings | {"output_dir": str(self.folders.mktemp("run"))} | (config or {})
+        given |= {name: default() for name, default in method.defaults.items() if name not in given}
+        if not method.side:
+            given = {"model": load_policy(self.policy), "reward_funcs": reward_words} | given
+        given.setdefault("args", config_class(**(settings if method.side else admitted(config_class, settings))))
+        torch.manual_seed(0)  # some versions of TRL draw adapters and virtual tokens without a seed
+        return trainer_class(**given)
+
+    def train(self, case: str, trainer_class: type | None = None, given: dict | None = None, **config: Any) -> Run:
+        """Train and evaluate a case, with more settings, and more of what its trainer is given."""
+        settings, given_of_case = self.method.cases[case]
+        completions: list[list[int]] = []
+        watch = self.method.watch(settings | config, completions)
+        trained = run(self(trainer_class, settings | config, **given_of_case() | (given or {})), watch)
+        trained.completions = completions
+        return trained
+
+    def plain_configuration(self, folder: Path) -> Run:
+        """Our trainer with TRL's own configuration."""
+        config, _ = self.method.cases[self.method.plain]
+        args = getattr(trl, f"{self.method.name}Config")(str(folder), **self.method.settings | config)
+        return run(self(args=args), self.method.watch(config, []))
+
+
+# -- pairs and single answers
+
+
+def build_pairs(count: int, seed: int = 0) -> Dataset:
+    """Ragged pairs, of which some have a prompt in common."""
+    draw = random.Random(seed)
+    begins = [draw_words(draw, 2, 18) for _ in range(count // 2)]
+    parts = ("chosen", "rejected")
+    return Dataset.from_list(
+        [{"prompt": draw.choice(begins), **{part: draw_words(draw, 1, 12) for part in parts}} for _ in range(count)]
+    )
+
+
+def build_examples(count: int, seed: int = 0) -> Dataset:
+    """Answers to prompts that follow one another two by two."""
+    draw = random.Random(seed)
+    prompts = [draw_words(draw, 2, 18) for _ in range(count // 2)]
+    return Dataset.from_list(
+        [
+            {"prompt": prompts[i // 2], "completion": draw_words(draw, 1, 12), "label": draw.random() < 0.5}
+            for i in range(count)
+        ]
+    )
+
+
+SHORT = {"max_steps": 5}
+REWARD = {
+    "plain": ({}, dict),
+    "accumulation": (SHORT | {"gradient_accumulation_steps": 2}, dict),
+    "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
+    "centred rewards": (SHORT | {"center_rewards_coefficient": 0.1}, dict),
+    "multiples of 8": (SHORT | {"pad_to_multiple_of": 8}, dict),
+    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.SEQ_CLS, modules_to_save=["score"])}),
+    "margins": (
+        SHORT,
+        lambda: {"train_dataset": build_pairs(40).add_column("margin", [i % 3 / 2 for i in range(40)])},
+    ),
+}
+KTO = {
+    "plain": ({}, dict),
+    "apo_zero_unpaired": (SHORT | {"loss_type": "apo_zero_unpaired"}, dict),
+    "accumulation": (SHORT | {"gradient_accumulation_steps": 2}, dict),
+    "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
+    "clipped to multiples of 8": (SHORT | {"max_length": 22, "pad_to_multiple_of": 8}, dict),
+    "precomputed reference": (SHORT | {"precompute_ref_log_probs": True}, dict),
+    "lora": (SHORT, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
+    "pairs": (SHORT, lambda: {"train_dataset": build_pairs(20)}),
+}
+KTO_METRICS = tuple(f"{name}/{of}" for name in ("rewards", "logps", "logits") for of in ("chosen", "rejected"))
+
+
+# -- online
+
+FOUR = {"max_steps": 4}
+SCATTERED = FOUR | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+"""Two groups of four completions, in two micro-batches of one step."""
+
+ONLINE = {
+    "plain": ({}, dict),
+    "accumulation": (SCATTERED, dict),
+    "two iterations": (SCATTERED | {"num_iterations": 2}, dict),
+    "truncated completions masked": (FOUR | {"mask_truncated_completions": True}, dict),
+    "checkpointing": (FOUR | {"gradient_checkpointing": True}, dict),
+    "lora": (FOUR, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
+}
+RLOO = ONLINE | {"normalised advantages": (FOUR | {"normalize_advantages": True, "beta": 0.0}, dict)}
+GRPO = ONLINE | {
+    "two steps of a generation": (SCATTERED | {"steps_per_generation": 4}, dict),
+    "two generations of a step": (SCATTERED | {"steps_per_generation": 2, "gradient_accumulation_steps": 4}, dict),
+    "no reference": (FOUR | {"beta": 0.0}, dict),
+    "temperature and multiples of 8": (FOUR | {"temperature": 0.7, "pad_to_multiple_of": 8}, dict),
+    "generation without a cache": (FOUR | {"generation_kwargs": {"use_cache": False}}, dict),
+    "continuous batching": (
+        {
+            "max_steps": 2,
+            "use_transformers_continuous_batching": True,
+            # Else half of the machine's memory becomes its cache.
+            "transformers_continuous_batching_config": {"num_blocks": 64, "block_size": 32, "max_batch_tokens": 256},
+        },
+        lambda: {"eval_dataset": None},
+    ),
+    "head in full precision": (FOUR | {"cast_lm_head_to_fp32": True}, dict),
+    "weights by micro-batch": (SCATTERED | {"loss_type": "bnpo"}, dict),
+    "quantiles by micro-batch": (SCATTERED | {"top_entropy_quantile": 0.5}, dict),
+    "entropy bonus by micro-batch": (SCATTERED | {"entropy_coef": 0.1}, dict),
+}
+LOSSES = {
+    f"{loss} loss": (SCATTERED | {"num_iterations": 2, "loss_type": loss}, dict)
+    for loss in ("grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+}
+ONLINE_METRICS = ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "num_tokens")
+ONLINE_DEFAULTS = {
+    "train_dataset": lambda: build_prompts(24),
+    "eval_dataset": lambda: build_prompts(4, seed=1),
+    "processing_class": build_tokenizer,
+}
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method(
+            "SFT",
+            SFT_METRICS,
+            sft_cases.CASES,
+            {
+                "model": build_model,
+                "train_dataset": build_rows,
+                "eval_dataset": lambda: build_rows(8, 1),
+                "processing_class": lambda: build_tokenizer(chat_template=TEMPLATE),
+            },
+            plain="completions only",
+            settings=SETTINGS | BATCHES | {"max_length": 26},
+            elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES),
+            # The last three call the model twice.
+            uncounted=("checkpointing", "lora, checkpointing", "label smoothing", "a loss of one's own", "wrapped"),
+        ),
+        Method(
+            "Reward",
+            ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens"),
+            REWARD,
+            {
+                "model": lambda: build_model("reward"),
+                "train_dataset": lambda: build_pairs(40),
+                "eval_dataset": lambda: build_pairs(12, seed=1),
+                "processing_class": build_tokenizer,
+            },
+        ),
+        Method(
+            "KTO",
+            ("kl", "entropy", "num_tokens", *KTO_METRICS),
+            KTO,
+            {
+                "model": build_model,
+                "ref_model": lambda: build_model(seed=1),
+                "train_dataset": lambda: build_examples(40),
+                "eval_dataset": lambda: build_examples(12, seed=1),
+                "processing_class": build_tokenizer,
+            },
+            uncounted=(
+                "checkpointing",
+                "lora",
+                "pairs",
+            ),  # adapters run for the reference too; those pairs share nothing
+        ),
+        Method(
+            "GRPO",
+            ONLINE_METRICS,
+            GRPO | LOSSES,
+            ONLINE_DEFAULTS,
+            settings=ONLINE_SETTINGS,
+            side=False,
+            # Layers run for the reference too, or in generation without a cache or with paged memory.
+            uncounted=("checkpointing", "lora", "generation without a cache", "continuous batching"),
+            elsewhere=tuple(LOSSES),
+            means=frozenset({"kl", "entropy"}),
+            atol=dict.fromkeys(LOSSES, 1e-5),  # some are small differences of weights of either sign
+        ),
+        Method(
+            "RLOO",
+            ONLINE_METRICS,
+            RLOO,
+            ONLINE_DEFAULTS,
+            settings=ONLINE_SETTINGS,
+            side=False,
+            uncounted=("checkpointing", "lora"),
+            means=frozenset({"entropy"}),
+            # After a step on the same completions, norms keep the rounding of the gradients that cancel.
+            atol={"two iterations": 2e-5},
+        ),
+    )
+    if trl.__version__ in versions.NEWER.get(f"{method.name}Trainer", versions.BOUNDS["trl"])
+}
+"""Those that the installed TRL admits."""
