@@ -179,11 +179,8 @@ def named_models_of(trainer: Any) -> dict[str, Any]:
     """The policy, and the reference and the teacher if they are models of their own."""
     others = {"reference model": "ref_model", "teacher": "teacher_model"}
     found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
-    return {"model": trainer.model} | {
-        name: model
-        for name, model in found.items()
-        if isinstance(model, torch.nn.Module) and model is not trainer.model
-    }
+    own = {n: m for n, m in found.items() if isinstance(m, torch.nn.Module) and m is not trainer.model}
+    return {"model": trainer.model} | own
 
 
 def models_of(trainer: Any) -> list[Any]:
