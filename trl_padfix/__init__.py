@@ -28,6 +28,7 @@ _MODULES = {
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
+    "trainers.distillation": ["DistillationConfig", "DistillationTrainer"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+    from .trainers.distillation import DistillationConfig, DistillationTrainer
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer

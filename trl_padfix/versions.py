@@ -35,8 +35,11 @@ BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
 
-NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")}
-"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
+NEWER = {
+    **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
+    **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
+}
+"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one; so was that of distillation."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}

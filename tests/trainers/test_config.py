@@ -202,7 +202,8 @@ def test_every_field_of_ours_has_a_help_text(capsys):
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
     assert "compare packed with padded on a few rows" in text
-    for method in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"):
+    methods = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
+    for method in [*methods, *(["Distillation"] if hasattr(trl, "DistillationConfig") else [])]:
         ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))
         added = {field.name: field.metadata.get("help") for field in ours}.items() - {
             field.name: field.metadata.get("help") for field in theirs
@@ -269,7 +270,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 NOT_NEEDED = {
-    "import trl_padfix": {"torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"},
+    "import trl_padfix, trl_padfix.experimental": {
+        *("torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"),
+    },
     "from trl_padfix import padding_free_layout": {"transformers", "trl", "datasets", "accelerate"},
     "from trl_padfix import remove_padding, check_parity, PaddingRemovalError": {"trl", "datasets"},
 }

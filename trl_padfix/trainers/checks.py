@@ -27,6 +27,7 @@ __all__ = [
     "require_columns",
     "require_eos",
     "require_rows",
+    "require_teacher",
     "rope_kind_beyond",
     "tokenizer_of",
 ]
@@ -54,7 +55,8 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
-    _check_model(given.get("model"), settings.padding_free)
+    for name in ("model", "teacher_model"):
+        _check_model(given.get(name), settings.padding_free)
     _check_tokenizer(given.get("processing_class"))
     data = given.get("train_dataset")
     require_rows(data, "train")
@@ -173,6 +175,15 @@ def check_vision(dataset: Dataset, processor: Any, dataset_name: str) -> None:
         example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
         for _, given, wanted in misplaced_images([example], processor):
             raise ValueError(misplaced((number, given, wanted), f"the {dataset_name} dataset"))
+
+
+def require_teacher(given: dict[str, Any]) -> None:
+    """Refuse a student without a teacher."""
+    if given.get("teacher_model") is None:
+        raise ValueError(
+            "The student needs a teacher, and `teacher_model` is not given. Pass a model, or the id of one "
+            "(`--teacher_model_name_or_path` on the command line)."
+        )
 
 
 def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | None:

@@ -61,6 +61,17 @@ class ReferenceAttentionConfig(AttentionConfig):
 
 
 @dataclass
+class TeacherAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
+
+    teacher_attn_implementation: dict[str, Any] | str | None = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.teacher_attn_implementation = parse_implementation(self.teacher_attn_implementation)
+        super().__post_init__(attn_implementation)
+
+
+@dataclass
 class PackingConfig:
     """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
 

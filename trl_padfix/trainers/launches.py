@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
 
 
-__all__ = ["check_launch", "is_zero_3", "models_of", "refuse_whole_rows", "splitting_parallelism"]
+__all__ = [
+    "check_launch",
+    "is_zero_3",
+    "models_of",
+    "named_models_of",
+    "refuse_whole_rows",
+    "splitting_parallelism",
+]
+
+
+def named_models_of(trainer: Any) -> dict[str, Any]:
+    """The policy, and the reference and the teacher if they are models of their own."""
+    others = {"reference model": "ref_model", "teacher": "teacher_model"}
+    found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
+    own = {n: m for n, m in found.items() if isinstance(m, nn.Module) and m is not trainer.model}
+    return {"model": trainer.model} | own
 
 
 def models_of(trainer: Any) -> list[Any]:
-    """The policy, and the reference if it is a model of its own."""
-    return [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
+    """The models of [`named_models_of`], the policy first."""
+    return [*named_models_of(trainer).values()]
 
 
 def check_launch(trainer: Any) -> None:

@@ -20,7 +20,7 @@ from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
-from .launches import check_launch, is_zero_3, models_of, refuse_whole_rows
+from .launches import check_launch, is_zero_3, models_of, named_models_of, refuse_whole_rows
 from .parts import Part, Settings
 from .task import Task
 from .watch.finite import check_weights
@@ -42,7 +42,8 @@ class Padding:
         settings ([`Settings`]):
             Our fields of its configuration.
         handles (`list[PaddingRemoval]`):
-            What is attached to the policy, and to the reference if there is one; empty without `padding_free`.
+            What is attached to the policy, and to the reference or teacher if there is one; empty without
+            `padding_free`.
         layouts (`dict[str, Layout]`):
             Layouts that came with the batch of the last step, by the prefix of the names of their ids and masks (`""`,
             and `"KL_"` in KTO); empty where they are built by the forwards.
@@ -80,7 +81,7 @@ class Padding:
 
     @property
     def ref_handle(self) -> PaddingRemoval | None:
-        """What is attached to the reference, if it is a model of its own."""
+        """What is attached to the reference or the teacher, if it is a model of its own."""
         return self.handles[1] if len(self.handles) > 1 else None
 
     @property
@@ -190,7 +191,7 @@ class Packing(Part):
         trainer = self.trainer
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
         if not (trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index):  # weights come later
-            for which, model in zip(("model", "reference model"), models_of(trainer), strict=False):
+            for which, model in named_models_of(trainer).items():
                 check_weights(model, which)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:

@@ -42,6 +42,7 @@ class Settings:
     stop_on_nonfinite: bool = False
     attn_implementation: Implementation | None = None
     ref_attn_implementation: Implementation | None = None
+    teacher_attn_implementation: Implementation | None = None
     max_tokens_per_batch: int | None = None
     group_by_prefix: bool = False
     group_by_prefix_buffer: int | None = None

@@ -104,6 +104,10 @@ class Task:
         """The batch whose images and token types the parity check gives the model with one of `padded_batches`."""
         return inputs
 
+    def scoring_module(self, model: Any) -> Any:
+        """What the loss calls of a model, where that is a part of it: its forwards are split by a budget."""
+        return model
+
     def model_for_loss(self, model: Any) -> Any:
         """The model that TRL's loss is given, where it would hand it something that it must not see."""
         return model

@@ -125,7 +125,8 @@ class Splitting(Part):
                 f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        self._attached = [attach_splitting(model) for model in models_of(self.trainer)]
+        modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
+        self._attached = [attach_splitting(module) for module in modules]
 
     def restore(self) -> None:
         for attachment in self._attached:

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
 from ...core.parity import ParityReport, check_parity
+from ..launches import models_of
 from ..parts import Part, Step
 
 
@@ -55,7 +56,7 @@ class Parity(Part):
         trainer = self.trainer
         reports = trainer.padding.parity.setdefault(step.mode, [])
         trains = step.mode == "train" and self.settings.parity_check is True
-        compare(trainer, [step.model, getattr(trainer, "ref_model", None)], inputs, reports, gradients=trains)
+        compare(trainer, [step.model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
 
 
 def compare(
@@ -72,8 +73,6 @@ def compare(
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
     for model in models:
-        if model is None:
-            continue
         trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model
         report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
         reports.append(report)
