@@ -5,6 +5,7 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox --tags oldest        the oldest pair of the core and the oldest of the trainers
     nox -s "stacks(trl-1.9.2)"
     nox -s stories           the failure stories alone
+    nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
 for. More arguments go to pytest: `nox -- -x`.
@@ -22,7 +23,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from trl_padfix.versions import BOUNDS, NEWER, TESTED, Stack  # noqa: E402
+from trl_padfix.versions import BOUNDS, NEWER, OTHER_STACKS, TESTED, Stack  # noqa: E402
 
 
 nox.options.default_venv_backend = "venv"
@@ -71,3 +72,43 @@ def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
     install(session, TESTED[0])
     session.run("pytest", "tests/end_to_end/stories", *session.posargs)
+
+
+# What the releases in `OTHER_STACKS` ask for, as far as their pins meet on a machine without a GPU. The stacks go in
+# without their dependencies, which would bring CUDA, servers and clouds; what they import is named here. (torchaudio's
+# wheel looks for CUDA's libraries where torch is a CPU build: delete its `lib/*.so` there.)
+TRAINING = {
+    "axolotl": ("transformers==5.16.1", "trl==1.9.0", "peft==0.20.0", "accelerate==1.13.0", "datasets==4.8.4",
+                "optimum==1.16.2", "bitsandbytes", "triton", "tokenizers==0.23.1", "huggingface-hub==1.17.0"),
+    "ms-swift": ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4"),
+    "llamafactory": ("transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0", "datasets==4.0.0",
+                     "torchdata==0.11.0", "torchaudio", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
+    "verl": ("transformers==5.10.2", "trl==0.24.0", "datasets==4.8.4", "tensordict==0.10.0", "torchdata",
+             "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
+}  # fmt: skip
+OTHERS = {
+    "axolotl": ("addict", "art", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "colorama", "einops",
+                "evaluate", "fastcore", "fire", "mistral-common==1.11.5", "numba", "posthog", "pycountry",
+                "pydantic-extra-types", "python-dotenv", "schedulefree", "wandb", "zstandard"),
+    "ms-swift": ("addict", "aiohttp", "attrdict", "binpacking", "cpm-kernels", "cryptography", "dacite", "einops",
+                 "fastapi", "json-repair", "modelscope", "nltk", "openai", "oss2", "rouge", "sentencepiece",
+                 "simplejson", "sortedcontainers", "tiktoken", "uvicorn", "zstandard"),
+    "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
+                     "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
+                     "tyro<0.9", "uvicorn"),
+    "verl": ("antlr4-python3-runtime==4.9.3", "codetiming", "dill", "hydra-core", "omegaconf", "orjson", "pybind11",
+             "pylatexenc", "pyvers", "ray[default]", "wandb"),
+}  # fmt: skip
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in OTHER_STACKS])
+def plugins(session: nox.Session, package: str) -> None:
+    """The plug-in of another stack, run by that stack's own entry point."""
+    if torch := os.environ.get("TRL_PADFIX_TORCH"):
+        session.install(torch)
+    session.install("-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
+    session.install("--no-deps", f"{package}=={OTHER_STACKS[package]}", *TRAINING[package])
+    session.run("pip", "list")
+    name = package.replace("-", "_")
+    session.run("pytest", "-m", "slow", f"tests/integrations/test_{name}.py", *session.posargs)

@@ -31,13 +31,15 @@ import torch
 from datasets import Dataset
 from gpu_checks import Check, check_device
 from gpu_counts import count_launches
+from gpu_expected import count_step, expected_seconds, known_device
 from gpu_plan import BUDGET, Cell, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import refuse_output, write_whole
 from trl_padfix.tools.bench import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
-from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, WrongNumbersError
+from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, Variant, WrongNumbersError
+from trl_padfix.tools.bench.steps import Step
 from trl_padfix.versions import installed_version
 
 
@@ -141,7 +143,7 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
         step = prepare(rows, settings)
         results = [asdict(result) for result in measure(step, settings, deadline)]
         if settings.device == "cuda":
-            results = [result | count_launches(step, VARIANTS[result["name"]]) for result in results]
+            results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:
         return {"status": OUT_OF_TIME}
     except torch.OutOfMemoryError:
@@ -156,6 +158,14 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
         if settings.device == "cuda":
             torch.cuda.empty_cache()
     return {"status": "measured", "variants": results}
+
+
+def _counted(step: Step, variant: Variant) -> dict[str, Any]:
+    """Launches and waits of a step, and the tokens per second that its counts allow on a device that is known."""
+    device = known_device(torch.cuda.get_device_name())
+    operations, real = count_step(step, variant)
+    expected = None if device is None else real / expected_seconds(operations, device)
+    return count_launches(step, variant) | {"expected": expected}
 
 
 def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset | None, str]:

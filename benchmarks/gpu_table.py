@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["gpu_table", "load_report"]
+__all__ = ["NAMES", "gpu_table", "load_report"]
 
-_NAMES = {
+NAMES = {
     "trl": "TRL, padded",
     "padding_free": "padding-free",
     "prefix_sharing": "prefix sharing",
     "prefix_sharing_compiled": "prefix sharing, compiled layers",
 }
 _COLUMNS = (
-    "step", "variant", "tokens/s", "x TRL", "token limit", "share of limit", "MFU", "peak GiB", "launches",
+    "step", "variant", "tokens/s", "expected", "x TRL", "token limit", "share of limit", "MFU", "peak GiB", "launches",
     "waits (ours)",
 )  # fmt: skip
 
@@ -68,8 +68,9 @@ def _figures(variant: dict[str, Any]) -> list[str]:
     counted = "launches" in variant
     waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
     return [
-        _NAMES.get(variant["name"]) or str(variant["name"]),
+        NAMES.get(variant["name"]) or str(variant["name"]),
         f"{variant['tokens_per_second']:,.0f}",
+        "unknown device" if variant.get("expected") is None else f"{variant['expected']:,.0f}",
         f"{variant['speedup']:.2f}x",
         f"{variant['token_limit']:.2f}x",
         f"{variant['speedup'] / variant['token_limit']:.2f}",

@@ -3,9 +3,12 @@
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,15 +61,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--campaign-write", action="store_true", help="write the table of docs/reliability.md")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels are interpreted where there is no GPU, and taken by models in the tests marked `kernels` only."""
+    asked = _asks_for_kernels(config)
+    if asked or not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
+    if asked and importlib.util.find_spec("triton"):
+        importlib.import_module("kit.interpreted").without_extensions()
+    elif not torch.cuda.is_available():
+        sys.modules.update(dict.fromkeys(("fla", "flash_attn", "mamba_ssm")))  # not to be found
+
+
+def _asks_for_kernels(config: pytest.Config) -> bool:
+    by_folder = any("kernels" in Path(arg.partition("::")[0]).parts for arg in config.args)
+    return by_folder or re.search(r"(?<!not )\bkernels\b", config.option.markexpr) is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that take minutes, unless `-m` or a node id names them; skip `gpu` tests without a GPU."""
     by_hand = tuple(arg.rpartition("/")[2] for arg in config.args if "::" in arg)
-    asked = set(re.findall(r"\w+", config.option.markexpr))
+    asked, without_kernels = set(re.findall(r"\w+", config.option.markexpr)), not _asks_for_kernels(config)
     left_out = []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         is_named = marks & asked or item.nodeid.rpartition("/")[2].startswith(by_hand)
-        if marks & {"slow", "families", "campaign"} and not is_named:
+        if ("kernels" in marks and without_kernels) or (marks & {"slow", "families", "campaign"} and not is_named):
             left_out.append(item)
         elif "gpu" in marks and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -28,13 +28,16 @@ _MODULES = {
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
+    "trainers.distillation": ["DistillationConfig", "DistillationTrainer"],
     "trainers.dpo": ["DPOTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
     "trainers.reward": ["RewardTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
+    "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
+    "integrations.callback": ["PaddingRemovalCallback"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
     from .core.parity import ParityError, ParityReport, check_parity
     from .core.remove import remove_padding
     from .core.splitting import split_rows
+    from .integrations.callback import PaddingRemovalCallback
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (
@@ -56,8 +60,10 @@ if TYPE_CHECKING:
         DataCollatorForPreference,
         DataCollatorForReward,
     )
+    from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+    from .trainers.distillation import DistillationConfig, DistillationTrainer
     from .trainers.dpo import DPOTrainer
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer

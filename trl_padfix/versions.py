@@ -7,16 +7,12 @@ fails somewhere deep inside.
 from __future__ import annotations
 
 from importlib import metadata
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
 
-if TYPE_CHECKING:
-    pass
-
-
-__all__ = ["BOUNDS", "NEWER", "TESTED", "Stack", "installed_version", "require"]
+__all__ = ["BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_version", "require", "require_stack"]
 
 
 class Stack(NamedTuple):
@@ -39,8 +35,15 @@ BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
 
-NEWER = {name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")}
-"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one."""
+NEWER = {
+    **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
+    **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
+}
+"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one; so was that of distillation."""
+
+
+OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}
+"""What the plug-ins are run with; other patch versions are taken, and no others."""
 
 
 def installed_version(package: str) -> str | None:
@@ -71,4 +74,19 @@ def require(package: str, name: str) -> None:
             hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
         raise ImportError(
             f"`trl_padfix.{name}` needs {package} {bounds}, and {installed} is installed.{hint} {remedy}"
+        )
+
+
+def require_stack(package: str) -> None:
+    """
+    Raises:
+        RuntimeError: If another stack is installed in a version that its plug-in was not run with. (axolotl prints an
+            `ImportError` of a plug-in, and trains without.)
+    """
+    run_with, installed = OTHER_STACKS[package], installed_version(package)
+    if installed is None or not SpecifierSet(f"~={run_with}").contains(installed, prereleases=True):
+        raise RuntimeError(
+            f"The plug-in of trl_padfix for {package} was run with {package} {run_with}, and "
+            f"{installed or 'none'} is installed. Run: pip install '{package}~={run_with}', or leave the plug-in out "
+            "and add `trl_padfix.PaddingRemovalCallback` to the trainer's callbacks where the stack takes callbacks."
         )

@@ -4,7 +4,7 @@ The speed-ups that `trl-padfix stats` would expect of the batches that were meas
     python docs/bench/verdicts.py --data test.jsonl.gz
 
 Reads the files of this folder: steps of TRL, padding-free and sharing, on HH-RLHF (`--data`, the file that they were
-measured on), trees, short prompts and equal lengths, of the default shape. `--fit` looks for the two constants anew.
+measured on), trees, short prompts and equal lengths. `--fit` looks for the three constants anew.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from typing import Any
 import numpy as np
 
 from trl_padfix.tools import bench, verdict
+from trl_padfix.tools.tiny import BENCH_SHAPES
 
 
 FILES = ["dpo-hh-rlhf-8-pairs-auto", "dpo-hh-rlhf-16-pairs", "sft-hh-rlhf-16-rows", "dpo-equal-lengths"]
 FILES += ["sft-tree-4x8-600-80", "dpo-tree-4x8-600-80", "sft-short-prompts", "dpo-short-prompts"]
+FILES += ["dpo-1024-256", "dpo-4096-512"]
+
+
+DATA = Path(__file__).parents[2] / "recipes/data"
+SHIPPED = {"rollouts.jsonl.gz": DATA / "airline/rollouts.jsonl.gz", "pairs.jsonl.gz": DATA / "gsm8k/pairs.jsonl.gz"}
 
 
 def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
@@ -30,6 +36,7 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
     known = {field.name for field in dataclasses.fields(bench.BenchSettings)}
     given = {k: tuple(v) if k == "variants" else v for k, v in report["settings"].items() if k in known}
     settings = bench.BenchSettings(**given | {"shape": "tiny"})  # the same rows, and a model that is made sooner
+    hidden_size = BENCH_SHAPES[report["settings"]["shape"]]["hidden_size"]
     count = settings.pairs * (settings.warmup + settings.steps)
     described, _, spread = report["data"].partition(", spread ")
     if described.startswith("tree:"):
@@ -39,20 +46,22 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
         rows = bench.pairs_of_lengths(count, *lengths, float(spread))
     elif described == "equal":
         rows = bench.equal_length_pairs(count * 2)
+    elif described in SHIPPED:
+        load = bench.load_dialogues if settings.expand_turns else bench.load_pairs
+        rows = load(str(SHIPPED[described]), **{"expand_turns": True} if settings.expand_turns else {})
     else:
         rows = bench.load_pairs(data)
     rows = verdict.tokenized(bench.prepare(rows, settings).rows)[settings.pairs * settings.warmup :]
+    if "group_by_prefix" in settings.variants:  # its batches are made of all rows
+        return [verdict.advise(rows, batch_size=settings.pairs, budget=0, hidden_size=hidden_size)]
     batches = [rows[i : i + settings.pairs] for i in range(0, settings.pairs * settings.steps, settings.pairs)]
-    return [verdict.advise(batch, batch_size=settings.pairs, budget=0) for batch in batches]
+    return [verdict.advise(b, batch_size=settings.pairs, budget=0, hidden_size=hidden_size) for b in batches]
 
 
 def expected(found: list[verdict.Verdict], tokens: str) -> float:
-    mean = {f: float(np.mean([getattr(v, f) for v in found])) for f in ("padded", "scored", "real", "auto")}
-    # `auto` and `grouped` alike: what is computed in these very batches.
-    only = dataclasses.replace(
-        found[0], padded=mean["padded"], scored=mean["scored"], auto=mean[tokens], grouped=mean[tokens]
-    )
-    return only.speed
+    names = ("padded", "scored", "real", "auto", "grouped", "squares")
+    mean = {f: float(np.mean([getattr(v, f) for v in found])) for f in names}
+    return dataclasses.replace(found[0], **mean).speed_of(tokens)
 
 
 def main() -> None:
@@ -64,7 +73,7 @@ def main() -> None:
     for name in FILES:
         report = json.loads((Path(__file__).parent / f"{name}-cpu.json").read_text())
         found = counted(report, options.data)
-        for variant, tokens in (("padding_free", "real"), ("prefix_sharing", "auto")):
+        for variant, tokens in (("padding_free", "real"), ("prefix_sharing", "auto"), ("group_by_prefix", "grouped")):
             speeds = [v["speedup"] for v in report["variants"] if v["name"] == variant]
             cases += [(f"{name}, {variant}", found, tokens, speed) for speed in speeds]
 
@@ -73,11 +82,11 @@ def main() -> None:
 
     if options.fit:
         errors = {}
-        for scoring, growth in itertools.product(np.arange(0.3, 1.2, 0.05), np.arange(0, 0.3, 0.01)):
-            verdict.SCORING, verdict.GROWTH = scoring, growth
-            errors[scoring, growth] = furthest()
-        verdict.SCORING, verdict.GROWTH = min(errors, key=errors.__getitem__)
-        print(f"SCORING = {verdict.SCORING:.2f}, GROWTH = {verdict.GROWTH:.2f}")
+        values = (np.arange(0.4, 1.0, 0.05), np.arange(0, 0.1, 0.01), np.arange(0, 0.13, 0.01))
+        for verdict.SCORING, verdict.MASKED, verdict.GROWTH in itertools.product(*values):
+            errors[verdict.SCORING, verdict.MASKED, verdict.GROWTH] = furthest()
+        verdict.SCORING, verdict.MASKED, verdict.GROWTH = min(errors, key=errors.__getitem__)
+        print(f"SCORING = {verdict.SCORING:.2f}, MASKED = {verdict.MASKED:.2f}, GROWTH = {verdict.GROWTH:.2f}")
     for name, found, tokens, speed in cases:
         formula = expected(found, tokens)
         print(f"{name:50} measured {speed:5.2f}, expected {formula:5.2f} ({formula / speed - 1:+.0%})")

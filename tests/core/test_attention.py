@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -171,6 +173,29 @@ def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
     assert call.segments == len(layout.query_lengths)
     assert call.causal
     assert call.window_size[0] == 3
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_flash_attention_is_given_states_token_by_token(sharing, flash_calls):
+    layout, _ = layout_of("mixed", sharing)
+    states = random_states(layout)
+    assert states[0].is_contiguous()  # head by head, as partial rotary embeddings leave them
+
+    flash_calls.clear()
+    attend(attention_module("qwen2", "flash_attention_2"), states, layout)
+
+    assert flash_calls[0].token_by_token  # flash-attn's Triton backend gets gradients wrong otherwise
+
+
+def test_a_flash_attention_that_ignores_windows_is_refused(flash_calls, monkeypatch):
+    layout, _ = layout_of("mixed", sharing=False)
+    module = attention_module("mistral", "flash_attention_2")
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface.flash_attn_gpu = ModuleType("flash_attn.flash_attn_triton_amd.interface_fa")
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    attend(module, random_states(layout), layout)
+    with pytest.raises(PaddingRemovalError, match=r"ignores windows.*`sliding_window=4`.*'sdpa'`"):
+        attend(module, random_states(layout), layout, sliding_window=4)
 
 
 # -- gradients of shared keys, and waiting for the device

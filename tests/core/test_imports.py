@@ -11,7 +11,7 @@ import pytest
 
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ("core", "trainers", "tools", "cli")
+LAYERS = ("core", "trainers", "integrations", "tools", "cli")
 FILES = {layer: sorted((ROOT / "trl_padfix" / layer).rglob("*.py")) for layer in LAYERS}
 TESTS = {  # files, and folders of a subject with many chapters
     layer: {
@@ -34,16 +34,17 @@ NO_SOURCE = {  # tests of what no single module does
         "edited_batches",
         "epochs",
         "every_method",
+        "experimental",
         "expert_losses",
         "import_alone",
         "liger",
         "mixers",
-        "new_trainer",
         "odd_rows",
         "overrides",
         "sharing",
     }
     | {"stacks_dpo", "trackers", "vision"},
+    "integrations": set(),
     "tools": {"entry", "gpu_report"},
     "cli": set(),
 }
@@ -89,7 +90,7 @@ def test_core_leaves_trl_out():
 @pytest.mark.parametrize("layer", LAYERS)
 def test_no_circle(layer):
     names = {module_name(file): file for file in FILES[layer]}
-    assert len(names) > 5
+    assert len(names) > 1
     # Raises `CycleError` with the circle. A package is imported along with its modules, which is no circle.
     graph = {name: imported_by(file) & names.keys() - {name} for name, file in names.items()}
     list(

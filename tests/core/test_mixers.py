@@ -10,10 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 import threading
-import types
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -33,12 +30,11 @@ from kit.family_outcomes import (
     padded,
     rows,
     stable_topk,
+    trees_without_parents,
     weighted,
 )
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
-from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from trl_padfix import (
@@ -243,19 +239,9 @@ def test_a_leak_would_be_seen(family, sharing):
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
-def test_a_state_that_does_not_fork_would_be_seen(family, monkeypatch):
-    build_tree = NodeTree.__init__
-
-    def without_parents(self, layout):
-        build_tree(self, layout)
-        self.levels = [
-            replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
-            for level in self.levels
-        ]
-
-    monkeypatch.setattr(NodeTree, "__init__", without_parents)
+def test_a_state_that_does_not_fork_would_be_seen(family):
     model = build(family)
-    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
+    with trees_without_parents(), torch.no_grad(), remove_padding(model, prefix_sharing=True):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
 
 
@@ -365,88 +351,6 @@ def test_generation_of_an_attached_model_is_that_of_the_model(family):
     expected = model.generate(ids, attention_mask=mask, **call)
     with remove_padding(model):
         assert torch.equal(model.generate(ids, attention_mask=mask, **call), expected)
-
-
-# Kernel packages: stand-ins of the same signatures, in plain torch
-
-
-def kernel(name: str, package: str, function: Any, torch_function: Any, monkeypatch) -> Any:
-    """A function of transformers that found `function` in an installed `package`."""
-    module = types.ModuleType(package)
-    setattr(module, name, function)
-    monkeypatch.setitem(sys.modules, package, module)
-    return use_kernel_func_from_hub_with_fallback(name, package, "")(torch_function)
-
-
-@SHARING
-def test_a_delta_rule_kernel_is_given_bounds_and_states(sharing, monkeypatch):
-    own, calls = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
-
-    def chunk_gated_delta_rule(
-        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False, cu_seqlens=None,
-    ):  # fmt: skip
-        """As fla's: `(1, T, ...)` with bounds, a state for each sequence, `(N, heads, k, v)`."""
-        assert q.shape[0] == 1
-        assert cu_seqlens.dtype == torch.int32
-        assert cu_seqlens[-1] == q.shape[1]
-        assert initial_state is None or len(initial_state) == len(cu_seqlens) - 1
-        calls.append((len(cu_seqlens) - 1, initial_state is not None, output_final_state))
-        outputs, states = [], []
-        parts = [x.split(cu_seqlens.diff().tolist(), 1) for x in (q, k, v, g, beta)]
-        for i, piece in enumerate(zip(*parts, strict=True)):
-            before = None if initial_state is None else initial_state[i : i + 1]
-            output, state = own(
-                *piece[:3], g=piece[3], beta=piece[4], initial_state=before, output_final_state=output_final_state,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            )  # fmt: skip
-            outputs.append(output)
-            states.append(state)
-        return torch.cat(outputs, 1), torch.cat(states) if output_final_state else None
-
-    expected = reference("qwen3_5_text")  # without the kernel
-    fast = kernel("chunk_gated_delta_rule", "fla_stand_in", chunk_gated_delta_rule, own.__wrapped__, monkeypatch)
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", fast)
-    model = build("qwen3_5_text")
-    with remove_padding(model, prefix_sharing=sharing):
-        logps = batched(model, "left")
-        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
-    # Shared: 3 tokens and a row of its own; 3 more and a rest; 1 more and a rest; the rest of the longest row.
-    tree = [(2, False, True), (2, True, True), (2, True, True), (1, True, False)]
-    assert calls == (tree if sharing else [(5, False, False)])
-
-
-@SHARING
-def test_a_state_space_kernel_is_given_places_or_states(sharing, monkeypatch):
-    own, calls = modeling_mamba2.mamba2_chunk_scan, []
-
-    def mamba_chunk_scan_combined(
-        x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
-        dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False,
-    ):  # fmt: skip
-        """As mamba-ssm's."""
-        calls.append((seq_idx is not None, initial_states is not None, return_final_states))
-        given = {"chunk_size": chunk_size, "D": D}
-        if seq_idx is None:
-            return own(x, dt, A, B, C, initial_states=initial_states, return_final_states=return_final_states, **given)
-        assert seq_idx.dtype == torch.int32
-        assert seq_idx.shape == x.shape[:2]
-        lengths = seq_idx[0].bincount().tolist()
-        pieces = zip(*(v.split(lengths, 1) for v in (x, dt, B, C)), strict=True)
-        return torch.cat([own(x, dt, A, b, c, **given) for x, dt, b, c in pieces], 1)
-
-    expected = reference("mamba2")
-    fast = kernel(
-        "mamba_chunk_scan_combined", "mamba_stand_in", mamba_chunk_scan_combined, own.__wrapped__, monkeypatch
-    )
-    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", fast)
-    model = build("mamba2")
-    with remove_padding(model, prefix_sharing=sharing):
-        calls.clear()  # attaching tries on four tokens whether the model is causal
-        logps = batched(model, "left")
-        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
-    assert all(places == (not sharing) for places, _, _ in calls)
-    assert any(initial for _, initial, _ in calls) == sharing
 
 
 def test_no_function_of_transformers_is_replaced_for_other_models():

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parents[2] / "trl_padfix"
 ONLINE = ("GRPO", "RLOO")
+GENERATING = (*ONLINE, "Distillation")
 
 
 class Upstream(NamedTuple):
@@ -71,7 +72,7 @@ def of_trainers(name: str, used_by: str, why: str, fits: Callable, *methods: str
     """The same name in the trainers of several methods."""
     found = []
     for method in methods:
-        versions = "trl>=1.9.2" if method == "KTO" else "trl>=1.0"
+        versions = {"KTO": "trl>=1.9.2", "Distillation": "trl>=1.16"}.get(method, "trl>=1.0")
         found.append(Upstream(name, f"trl.{method}Trainer", used_by, why, fits, needs or versions))
     return found
 
@@ -281,9 +282,13 @@ TRL = [
         takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
     ),
     *of_trainers(
-        "_buffered_inputs", "trainers.online", "the micro-batches of a generation", partial(is_set, "["), *ONLINE,
+        "_get_last_hidden_state", "trainers.distillation", "overridden: its forwards are split by tokens",
+        takes("unwrapped_model", "input_ids", "attention_mask"), "Distillation",
     ),
-    *of_trainers("_step", "trainers.online", "which micro-batch comes next", partial(is_set, "0"), *ONLINE),
+    *of_trainers(
+        "_buffered_inputs", "trainers.online", "the micro-batches of a generation", partial(is_set, "["), *GENERATING,
+    ),
+    *of_trainers("_step", "trainers.online", "which micro-batch comes next", partial(is_set, "0"), *GENERATING),
     *of_trainers(
         "_is_vision_dataset", "trainers.packing, trainers.steps.sampler, trainers.generation.evaluation",
         "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT",
@@ -312,18 +317,19 @@ TRL = [
     ),
     *of_trainers(
         "_tokenize_prompts", "trainers.online", "overridden: refuses prompts without a token",
-        takes("prompts"), *ONLINE,
+        takes("prompts"), *GENERATING,
     ),
     *of_trainers(
-        "_generate_single_turn", "trainers.online", "overridden: generates with padding removal off", has, *ONLINE,
+        "_generate_single_turn", "trainers.online", "overridden: generates with padding removal off", has,
+        *GENERATING,
     ),
     *of_trainers(
         "_prepare_inputs", "trainers.online", "overridden: groups the rows of a generation", takes("generation_batch"),
-        *ONLINE,
+        *GENERATING,
     ),
     *(
         Upstream(name, f"trl.scripts.{method}", "cli.launch", "is called, and finds our classes in `trl`", has, needs)
-        for method, needs in {"dpo": "trl>=1.0", "kto": "trl>=1.9.2", "grpo": "trl>=1.0"}.items()
+        for method, needs in {"dpo": "trl>=1.0", "kto": "trl>=1.9.2", "distillation": "trl>=1.16"}.items()
         for name in ("main", "make_parser")
     ),
     Upstream(
@@ -339,6 +345,11 @@ TRL = [
         "shift_labels", "trl.trainer.utils.add_fused_lm_head", "core.decoder",
         "labels that need no shift: those of the packed row",
         lambda owner, name: name in inspect.getsource(import_module(owner.__module__)), "trl>=1.10",
+    ),
+    Upstream(
+        "_use_triton", "trl.trainer.utils.add_fused_lm_head", "core.heads",
+        "whether the fused head selects the labelled positions, for which the host waits",
+        lambda owner, name: f"compact = {name}(" in inspect.getsource(owner), "trl>=1.16",
     ),
     Upstream(
         "load_balancing_loss_func", "transformers.models.mixtral.modeling_mixtral", "trainers.steps.split_forward",

@@ -186,10 +186,24 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
     assert report["metrics"]["loss"]["first"] > 0
 
 
+@SLOW
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_published_rollouts_are_trained_on(method, tmp_path):
+    few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
+    batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]
+    command = [sys.executable, "recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["metrics"]["padfix/shared_fraction"]["first"] > 0.1
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_every_recipe_is_run_by_one_of_our_commands():
     scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
     assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
-    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo"}
+    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation"}
 
 
 def test_the_index_names_every_recipe_and_every_way_to_launch():
@@ -220,11 +234,11 @@ def material(tmp_path_factory):
     tokenizer.save_pretrained(directory / "model")
     shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer), "intermediate_size": 384}  # blocks of 64, for 4 bits
     build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
-    for method in ("dpo", "reward", "sft", "grpo"):
+    for method in ("dpo", "reward", "sft", "grpo", "distillation"):
         rows = pairs.to_list()
         if method == "sft":
             rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
-        elif method == "grpo":
+        elif method in ("grpo", "distillation"):
             rows = [{"prompt": row["prompt"]} for row in rows]
         for split in ("train", "test"):
             Dataset.from_list(rows).to_json(directory / method / f"{split}.jsonl")
@@ -248,6 +262,8 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
     if method == "grpo":
         settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
         settings |= {"reward_funcs": "think_format_reward"}  # the recipe's needs `math-verify`
+    elif method == "distillation":
+        settings |= {"teacher_model_name_or_path": material / "model", "max_completion_length": 8}
     else:
         settings |= {"max_length": 256, "eval_strategy": "no"}
     return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]

@@ -22,12 +22,13 @@ from transformers import PreTrainedModel
 import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.errors import PaddingRemovalError
+from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.refusals import refusal
 
 
-__all__ = ["LEAK", "MODES", "TOLERANCE", "family_outcomes", "leaking_layouts"]
+__all__ = ["LEAK", "MODES", "TOLERANCE", "family_outcomes", "leaking_layouts", "trees_without_parents"]
 
 MODES = {"padding_free": False, "prefix_sharing": True}
 SIDES = ("left", "right")
@@ -160,6 +161,22 @@ def leaking_layouts() -> Iterator[None]:
     builders = {"padding_free_layout": padding_free_layout, "prefix_sharing_layout": prefix_sharing_layout}
     leaking = {name: lambda *args, build=build: leak(build(*args)) for name, build in builders.items()}
     with mock.patch.multiple(trl_padfix.core.call.layout_of, **leaking):
+        yield
+
+
+@contextmanager
+def trees_without_parents() -> Iterator[None]:
+    """Trees whose every node begins with no state: what a test of forked states must not let pass."""
+    build_tree = NodeTree.__init__
+
+    def without_parents(self: NodeTree, layout: Layout) -> None:
+        build_tree(self, layout)
+        self.levels = [
+            replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
+            for level in self.levels
+        ]
+
+    with mock.patch.object(NodeTree, "__init__", without_parents):
         yield
 
 

@@ -67,8 +67,10 @@ CLAIMS: dict[str, dict[int, str]] = {
             "assert apart < 1e-4\n"
             "assert shared['tokens'].sum() < 0.75 * plain['tokens'].sum()\n"
             "assert grouped['tokens'].sum() < 0.75 * shared['tokens'].sum()\n"
-            "assert all(run['loss'][-1] < 0.5 * run['loss'][0] for run in runs.values())\n"
+            "print([run['loss'] for run in runs.values()])\n"
+            "assert all(run['loss'][-1] < run['loss'][0] - 0.5 for run in runs.values())\n"
         ),
+        11: "assert len(pairs) == 3 and all(len(pair['prompt']) == 1 for pair in pairs)\n",
     },
 }
 """By the number of a notebook: what must hold after so many of its code cells."""

@@ -54,6 +54,11 @@ ONLINE_SETTINGS = SETTINGS | {
 }
 
 
+def without_groups(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as distillation takes them, which draws one completion of a prompt."""
+    return {name: value for name, value in settings.items() if name != "num_generations"} | {"beta": 0.5}
+
+
 def watch_forwards(completions: list[list[int]]):
     """Watch the forwards that take log-probabilities of the policy, and all completions that are generated."""
 
@@ -85,6 +90,7 @@ __all__ = [
     "reward_words",
     "save_policy",
     "watch_forwards",
+    "without_groups",
 ]
 
 

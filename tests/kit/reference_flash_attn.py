@@ -23,6 +23,8 @@ class VarlenCall:
     window_size: tuple[int, int]
     softcap: float
     causal: bool
+    token_by_token: bool
+    """Whether queries, keys and values lie in memory as their shapes say."""
 
 
 calls: list[VarlenCall] = []
@@ -80,7 +82,8 @@ def flash_attn_varlen_func(
     lengths_k = _segment_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     if len(lengths_q) != len(lengths_k):
         raise ValueError(f"cu_seqlens_q bounds {len(lengths_q)} segments but cu_seqlens_k bounds {len(lengths_k)}")
-    calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), softcap, causal))
+    lies_so = all(x.is_contiguous() for x in (q, k, v))
+    calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), softcap, causal, lies_so))
     segments = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
     return torch.cat([_attend(*segment, softmax_scale, causal, window_size, softcap) for segment in segments])
 

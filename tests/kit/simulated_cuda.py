@@ -7,6 +7,9 @@ not a view. A synchronisation is an operation for whose result the host waits: r
 output has a shape that depends on values, or a copy between host and device that may not overlap.
 
 Autograd and autocast are those of the CPU: `torch.autocast("cuda")` is led to the CPU's.
+
+With `shapes_only` numbers with a fraction are not computed: steps of large models are counted in seconds. What is read
+of them is zero, and what was compared is true; ids, masks and layouts are what they are.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -40,8 +44,8 @@ _VIEWS = frozenset(
     ]
 )  # fmt: skip
 _WAITING = frozenset(
-    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
-     "unique_consecutive", "unique_dim")
+    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_scatter_backward", "masked_select",
+     "nonzero", "unique_consecutive", "unique_dim")
 )  # fmt: skip
 
 
@@ -59,6 +63,7 @@ class Counts:
     kernels: Counter = field(default_factory=Counter)
     synchronisations: Counter = field(default_factory=Counter)
     varlen: list[tuple] = field(default_factory=list)
+    shapes_only: bool = False
 
     @property
     def launches(self) -> int:
@@ -115,11 +120,11 @@ class SimulatedTensor(torch.Tensor):
 
     def cpu(self, *args: Any) -> torch.Tensor:
         _counts[-1].wait("cpu()")
-        return self.detach().held.clone()
+        return _numbers(self.detach().held).clone()
 
     def tolist(self) -> Any:
         _counts[-1].wait("tolist()")
-        return self.held.tolist()
+        return _numbers(self.held).tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -150,6 +155,18 @@ class SimulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+def _numbers(held: torch.Tensor) -> torch.Tensor:
+    """What is read of a tensor: of one without numbers ones if it is of booleans, else zeros."""
+    if not held.is_meta:
+        return held
+    return torch.full(held.shape, held.dtype == torch.bool, dtype=held.dtype, device="cpu")
+
+
+def _shapes(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without its numbers, if these may have a fraction and only shapes count."""
+    return x.to("meta") if _counts and _counts[-1].shapes_only and x.is_floating_point() else x
 
 
 class _Device(TorchDispatchMode):
@@ -187,7 +204,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.name.endswith("_") and not name.startswith("_")
     if in_place and isinstance(args[0], SimulatedTensor):
         return args[0]
-    return _mapped(lambda x: SimulatedTensor(x) if type(x) is torch.Tensor else x, output)
+    return _mapped(lambda x: SimulatedTensor(_shapes(x)) if type(x) is torch.Tensor else x, output)
 
 
 def _mapped(function: Any, value: Any) -> Any:
@@ -197,9 +214,17 @@ def _mapped(function: Any, value: Any) -> Any:
     return {k: _mapped(function, v) for k, v in value.items()} if type(value) is dict else function(value)
 
 
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, value)
+    return found
+
+
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "is_pinned":
         return False
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in _leaves((args, kwargs))):
+        return _shapes_of(func, name, args, kwargs)
     if name == "_varlen_attn":
         query, key, value, cu_q, cu_k, max_q, max_k = args[:7]
         scale, window = (args[8] if len(args) > 8 else None), tuple(args[9])
@@ -223,9 +248,41 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def _shapes_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What an operation returns, without its numbers."""
+    if name == "_local_scalar_dense":
+        return _numbers(args[0]).item()
+    if name == "_varlen_attn":
+        query, key = args[:2]
+        _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), tuple(args[9])))
+        sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        return torch.empty_like(query), sums, torch.zeros(2, dtype=torch.uint64)
+    if name == "_varlen_attn_backward":
+        return tuple(torch.empty_like(x) for x in args[1:4])
+    if name == "masked_select":
+        return args[0].new_empty(int(args[1].sum()))
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # by a mask: as many as it has
+        places = [
+            part
+            for index in args[1]
+            for part in (index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index])
+        ]
+        args = (args[0], places, *args[2:])
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    on_meta = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
+    args, kwargs = _mapped(on_meta, args), _mapped(on_meta, kwargs)
+    if func._overloadname in ("dtype", "dtype_out") and name != "view":
+        *factors, dtype = args
+        result = func._overloadpacket(*(x.to(dtype) for x in factors))
+        return kwargs.get("out", result)
+    return func(*args, **kwargs)
+
+
 def _count(name: str, args: tuple, kwargs: dict[str, Any], *, uploaded: bool) -> None:
     counts = _counts[-1]
-    by_mask = name == "index" and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
+    indexes = name in ("index", "index_put", "index_put_", "_index_put_impl_")
+    by_mask = indexes and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
     unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
     if uploaded and name == "_to_copy" and not kwargs.get("non_blocking"):
         counts.wait("copy to the device")
@@ -243,14 +300,14 @@ def to_simulated(x: Any) -> Any:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, SimulatedTensor):
                     if id(parameter) not in moved:
-                        data = SimulatedTensor(parameter.detach())
+                        data = SimulatedTensor(_shapes(parameter.detach()))
                         moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                     module._parameters[name] = moved[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, SimulatedTensor):
-                    module._buffers[name] = SimulatedTensor(buffer.detach())
+                    module._buffers[name] = SimulatedTensor(_shapes(buffer.detach()))
         return x
-    return SimulatedTensor(x.detach()).requires_grad_(x.requires_grad)
+    return SimulatedTensor(_shapes(x.detach())).requires_grad_(x.requires_grad)
 
 
 class _Autocast(torch.autocast):
@@ -272,14 +329,44 @@ def _tensor(make: Any) -> Any:
     return made
 
 
+class _Kernel:
+    """A Triton kernel of TRL's: what TRL computes without Triton, counted as one launch."""
+
+    def __init__(self, name: str, tile: Any):
+        self.name, self.tile = name, tile
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            held = [x.held if isinstance(x, SimulatedTensor) else x for x in args]
+            _counts[-1].kernels[self.name] += 1
+            if _counts[-1].shapes_only:
+                return
+            with _disable_current_modes():
+                self.tile(*held, **kwargs)
+
+        return launch
+
+
+def _kernels_of_trl() -> Iterator[Any]:
+    """Patches with which TRL takes the path of a GPU, whether or not Triton is installed."""
+    for name in ("chunked_logprob", "chunked_divergence"):
+        module = sys.modules.get(f"trl.kernels.{name}")
+        for kernel in [k for k in vars(module or object) if k.endswith("_kernel")]:
+            tile = getattr(module, kernel.replace("_kernel", "_tile"))
+            yield mock.patch.object(module, kernel, _Kernel(kernel, tile))
+        if module is not None:
+            yield mock.patch.object(module, "_TRITON_AVAILABLE", True, create=True)
+            yield mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True)
+
+
 def _of_cpu(function: Any) -> Any:
     return lambda device_type="cuda": function("cpu")
 
 
 @contextmanager
-def simulated_cuda() -> Iterator[Counts]:
+def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
     """Simulate a GPU until the block ends."""
-    counts = Counts()
+    counts = Counts(shapes_only=shapes_only)
     _device_constructors()  # torch remembers the functions that it finds at first: not the stand-in for `torch.tensor`
     cuda = {
         "_lazy_init": lambda: None,
@@ -300,6 +387,8 @@ def simulated_cuda() -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
+        for patch in _kernels_of_trl():
+            stack.enter_context(patch)
         _counts.append(counts)
         stack.callback(_counts.remove, counts)
         stack.enter_context(_Device())

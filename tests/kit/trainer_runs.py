@@ -119,6 +119,10 @@ class Run:
         ends = [[log["eval_loss"], 0.0, *(log[f"eval_{n}"] for n in names)] for log in self.logs if "eval_loss" in log]
         return torch.tensor(steps + ends, dtype=torch.float64)
 
+    def weights(self) -> torch.Tensor:
+        """The trained weights, `(n,)`."""
+        return torch.cat([p.detach().flatten() for p in self.trainer.model.parameters() if p.requires_grad])
+
     def counts(self) -> dict[str, int]:
         """What each mode puts through the decoder, counted row by row and without the package."""
         counts = dict.fromkeys(MODES, 0)
@@ -214,6 +218,17 @@ def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step notice that a layout is wrong for its batch."""
     fits = torch.zeros(1, dtype=torch.bool)
     monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutKey.misfits", lambda key, layout: fits)
+
+
+def watch_decoder(trainer: Any, batches: list) -> None:
+    """Watch with which ids and masks the decoder of the policy is called, but for calls with a cache."""
+
+    def keep(module, args, kwargs):
+        if kwargs.get("past_key_values") is None and kwargs.get("attention_mask") is not None:
+            batches.append((kwargs["input_ids"], kwargs["attention_mask"]))
+
+    decoder = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2Model")
+    decoder.register_forward_pre_hook(keep, with_kwargs=True)
 
 
 def watch_inputs(*prefixes: str) -> Callable[[Any, list], None]:

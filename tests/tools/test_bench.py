@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.commands import build_pairs
+from kit.commands import build_pairs, write_rollouts
 from kit.trainer_runs import confusing_layout, leaking_layout
 from typer.testing import CliRunner
 
@@ -287,6 +287,23 @@ def test_turns_are_made_rows_of(tmp_path):
     assert bench.load_dialogues(str(tmp_path / "answers.jsonl")).column_names == ["prompt", "completion"]
     with pytest.raises(ValueError, match="no column `messages`"):
         bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
+
+
+def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
+    data = bench.load_dialogues(write_rollouts(tmp_path / "rollouts.jsonl"), expand_turns=True)
+    variants = ("trl", "padding_free", "auto", "group_by_prefix")
+    settings = dataclasses.replace(
+        TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,
+        variants=variants,
+    )  # fmt: skip
+    step = bench.prepare(data, settings)
+    tokenizer = step.trainer.processing_class
+    assert sum("look" in tokenizer.decode(row["input_ids"]) for row in step.rows) == len(step.rows) == 16
+    groups = [{tokenizer.decode(row["input_ids"]).split("find the ")[1].split("<")[0] for row in step.rows[:4]}]
+    assert len(groups[0]) == 1  # the step before the counted ones is the rows of one task, of an epoch of 24
+    found = {r.name: r for r in bench.measure(step, settings)}
+    assert found["group_by_prefix"].tokens < 0.8 * found["auto"].tokens < found["padding_free"].tokens
+    assert found["group_by_prefix"].loss == pytest.approx(found["trl"].loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("data", ["tree:", "tree:4/600/80", "tree:0x8/600/80", "tree:4x8/600/3"])

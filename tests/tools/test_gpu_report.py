@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_checks import Check, check_device
 from gpu_counts import launches_and_waits
+from gpu_expected import DEVICES, Counted, Device, Operation, expected_seconds, known_device, on_simulated_device
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
@@ -17,8 +18,10 @@ from kit.commands import build_pairs
 from kit.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
+from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
+from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 
 
 RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
@@ -159,7 +162,7 @@ def test_launches_and_waits_are_counted_and_ours_told_apart():
 def gpu_like(report: dict) -> dict:
     """A report as a GPU would give it, to see what is made of one; none of its figures were measured on a GPU."""
     machine = {"name": "GPU of a test", "memory_gib": 1.0, "cuda": "0"}
-    counted = {"launches": 1234, "synchronisations": 5, "own_synchronisations": 0}
+    counted = {"launches": 1234, "synchronisations": 5, "own_synchronisations": 0, "expected": 98765.4}
     cells = [
         {**c, "variants": [{**v, **counted, "peak_gib": 0.5} for v in c["variants"]]} if "variants" in c else c
         for c in report["cells"]
@@ -176,12 +179,70 @@ def test_a_report_becomes_a_table_and_that_of_a_cpu_never_does(tmp_path):
     lines = gpu_table(gpu_like(report)).splitlines()
     assert lines[0].startswith("| step | variant | tokens/s |")
     assert lines[2].startswith("| DPO 0.5B 8 pairs, autocast | TRL, padded |")
-    assert "| 1.00x | 1.00x | 1.00 |" in lines[2]
+    assert "| 98,765 | 1.00x | 1.00x | 1.00 |" in lines[2]
     assert lines[2].endswith("| 0.5 | 1,234 | 5 (0) |")
-    assert [line.count("|") for line in lines[:5]] == [11] * 5
+    assert [line.count("|") for line in lines[:5]] == [12] * 5
     assert "GPU of a test" in lines[6]
     assert "1 of 1 checks of correctness passed" in lines[6]
     assert lines[-1] == "Without figures: another (not measured: no_such_package is not installed)."
+
+
+# -- what counts allow
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_devices_are_known_by_the_names_that_torch_gives_them(name, device):
+    assert known_device(name) is DEVICES.get(device)
+    assert all(found.source.startswith("https://") for found in DEVICES.values())
+
+
+def test_the_slower_of_arithmetic_and_memory_counts_and_the_host_beside_them():
+    device = Device(half=2, single=1, bandwidth=1, launch=1e6, source="")
+    product, copy = Operation("mm", 6e12, int(1e12), True), Operation("add", 0, int(4e12), False)
+    assert expected_seconds([product], device) == 3  # arithmetic
+    assert expected_seconds([dataclasses.replace(product, half=False)], device) == 6
+    assert expected_seconds([product, copy], device) == 7
+    assert expected_seconds([dataclasses.replace(copy, bytes=1)] * 9, device) == 9  # launches
+    assert expected_seconds([product, copy], dataclasses.replace(device, overlaps=False)) == 9
+
+
+def test_arithmetic_bytes_and_launches_are_counted():
+    left, right = torch.ones(3, 5), torch.ones(5, 7, requires_grad=True)
+    with Counted() as counted:
+        (left @ right).t().sum().backward()
+    products = [(o.flops, o.bytes) for o in counted.operations if o.name == "mm"]
+    assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))] * 2  # a view is no launch, nor is a gradient nobody needs
+    assert not {"t", "detach", "expand"} & {o.name for o in counted.operations}
+
+
+@pytest.mark.slow
+def test_without_numbers_the_same_is_counted():
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
+    settings = bench.BenchSettings(pairs=2, shape="tiny", device="cuda", dtype="autocast")
+    shapes, numbers = (on_simulated_device(settings, (24, 9), shapes_only=only) for only in (True, False))
+    assert all(shapes[name] == numbers[name] for name in ("trl", "padding_free"))
+    flops, same = (
+        {name: sum(o.flops for o in operations) for name, (operations, _) in found.items()}
+        for found in (shapes, numbers)
+    )
+    assert flops == same
+    assert flops["prefix_sharing"] < flops["padding_free"] < flops["trl"]
+    pairs = bench.pairs_of_lengths(2, 24, 9, 0.75, 0)
+    step = bench.prepare(pairs, dataclasses.replace(settings, device="cpu", steps=1, warmup=0))
+    batch = decoder_inputs(step.batch([0, 1]))
+    layout = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"])
+    scored = int(step.batch([0, 1])["completion_mask"][:, 1:].sum())
+    assert flops["prefix_sharing"] == pytest.approx(step_flops(step, layout, scored), rel=0.1)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"report": "speed"}'])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from kit.commands import trl_padfix_command
+from kit.commands import trl_padfix_command, write_rollouts
 
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.bench import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
@@ -38,6 +38,15 @@ def test_the_advice_follows_the_data(kind):
         assert found.speed == pytest.approx(1, abs=0.02)
 
 
+def test_a_mask_costs_padded_rows_more_in_a_smaller_model():
+    how = {"batch_size": 8, "budget": 0}
+    large, small = (advise(tokenized(tree_rows(TREE, 64)), **how, hidden_size=size) for size in (512, 128))
+    assert large.squares > large.padded
+    assert small.speed > large.speed
+    assert small.by_tokens == large.by_tokens
+    assert advise(tokenized(equal_length_pairs(64)), **how).squares == 0
+
+
 def test_one_batch_costs_what_its_layout_has():
     rows = tokenized(tree_rows(TREE, 16))
     found = advise(rows, batch_size=16, budget=4096)
@@ -60,3 +69,18 @@ def test_the_command_judges_data_that_is_made_up(tmp_path):
     assert found["real"] > 2 * found["grouped"]
     assert "--data tree:2x2/60/8 --pairs 4" in result.output
     assert trl_padfix_command("stats", "tree:2x2").exit_code == 2
+
+
+def test_the_command_takes_rollouts_by_their_turns(tmp_path):
+    data, figures = write_rollouts(tmp_path / "rollouts.jsonl"), tmp_path / "figures.json"
+    command = ["stats", data, "--train-tokenizer", "320", "--batch-size", "4", "--json", str(figures)]
+    found = {}
+    for flags in ([], ["--expand-turns"]):
+        result = trl_padfix_command(*command, *flags)
+        assert result.exit_code == 0, result.output
+        found[len(flags)] = json.loads(figures.read_text())["verdict"]
+        measure = next(line for line in result.output.splitlines() if line.startswith("Measure it"))
+        assert ("--expand-turns" in measure) == bool(flags)
+    assert (found[0]["rows"], found[1]["rows"]) == (12, 24)
+    assert found[1]["groups"]
+    assert found[1]["grouped"] < 0.8 * found[1]["auto"]

@@ -13,6 +13,7 @@ from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
 from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, SFTConfig, SFTTrainer
+from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
@@ -65,6 +66,30 @@ def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
     assert sum(waits[1].values()) == 3
     assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero"]
     assert losses[0] == losses[1] == first
+
+
+@pytest.mark.parametrize(("make", "waits"), [(dpo, 18), (sft, 6)])
+def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    step(trainer, batch)  # with the comparison of the first batch
+    trainer.model.zero_grad()
+
+    def count() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        gpu.reset()
+        loss = step(trainer, batch)
+        gradients = [p.grad.held for p in trainer.model.parameters()]
+        trainer.model.zero_grad()
+        return gpu.synchronisations.total(), loss, gradients
+
+    found, loss, gradients = count()
+    monkeypatch.setattr(heads, "_without_selecting", lambda forward: forward)
+    selecting, same_loss, same_gradients = count()
+    forwards = 2 if make is dpo else 1
+    assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
+    assert loss == same_loss
+    assert all(map(torch.equal, gradients, same_gradients))
 
 
 def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):

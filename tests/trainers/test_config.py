@@ -95,6 +95,15 @@ def test_sharing_may_be_left_to_the_counts(tmp_path):
         DPOConfig(prefix_sharing="auto", **ON_CPU)
 
 
+def test_the_parity_check_may_leave_gradients_out(tmp_path):
+    assert DPOConfig(parity_check="forward", **ON_CPU).parity_check == "forward"
+    found = [parse("--parity_check", *value).parity_check for value in (["Forward"], ["true"], ["false"], [])]
+    assert found == ["forward", True, False, True]
+    for value in ("backward", "false", None, 1):
+        with pytest.raises(ValueError, match=f"`parity_check` is True, False or 'forward' .* got {value!r}"):
+            DPOConfig(parity_check=value, **ON_CPU)
+
+
 def test_trls_own_checks_still_run():
     with pytest.raises(ValueError, match="loss_weights"):
         DPOConfig(loss_weights=[1.0, 2.0], **ON_CPU)
@@ -192,8 +201,9 @@ def test_every_field_of_ours_has_a_help_text(capsys):
     assert "Compute no padding: batches are packed at the decoder's door" in text
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
-    assert "compare the packed forward with the padded one" in text
-    for method in ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"):
+    assert "compare packed with padded on a few rows" in text
+    methods = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
+    for method in [*methods, *(["Distillation"] if hasattr(trl, "DistillationConfig") else [])]:
         ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))
         added = {field.name: field.metadata.get("help") for field in ours}.items() - {
             field.name: field.metadata.get("help") for field in theirs
@@ -260,7 +270,9 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 NOT_NEEDED = {
-    "import trl_padfix": {"torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"},
+    "import trl_padfix, trl_padfix.experimental": {
+        *("torch", "transformers", "trl", "datasets", "accelerate", "rich", "typer"),
+    },
     "from trl_padfix import padding_free_layout": {"transformers", "trl", "datasets", "accelerate"},
     "from trl_padfix import remove_padding, check_parity, PaddingRemovalError": {"trl", "datasets"},
 }

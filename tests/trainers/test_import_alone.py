@@ -12,7 +12,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import once_each, slow_but
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy, without_groups
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from transformers import PrinterCallback, TrainerCallback
 
@@ -21,8 +21,8 @@ from trl_padfix.trainers.packing import Packing
 
 
 STEPS = 10
-KINDS = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
-ONLINE = ("GRPO", "RLOO")
+ONLINE = ["GRPO", "RLOO", *(["Distillation"] if hasattr(trl, "DistillationTrainer") else [])]
+KINDS = ["DPO", "SFT", "Reward", "KTO", *ONLINE]
 CLOCK = {"runtime", "samples_per_second", "steps_per_second", "step_time"}
 """Ends of the names of figures that depend on the clock."""
 
@@ -46,6 +46,9 @@ def logged(tmp_path_factory):
     def run(kind, trainers, configs, **config):
         if kind in ONLINE:
             settings, given = ONLINE_SETTINGS, {"reward_funcs": reward_words, "model": load_policy(policy)}
+            if kind == "Distillation":
+                settings = without_groups(settings)
+                given = {"model": given["model"], "teacher_model": build_model(seed=1)}
             given |= {"train_dataset": build_prompts(24), "eval_dataset": build_prompts(5, seed=1)}
         else:
             settings = SETTINGS | {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 4, "max_length": 26}

@@ -19,7 +19,6 @@ from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_mod
 from packaging.version import Version
 
 import trl_padfix
-from trl_padfix import remove_padding
 
 
 pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL also asks for Liger's losses")
@@ -82,38 +81,6 @@ def test_a_leaking_layout_bends_the_curve(kind, tmp_path, monkeypatch):
     theirs, _ = train(kind, trl, tmp_path)
     ours, _ = train(kind, trl_padfix, tmp_path, parity_check=False, **break_mode(monkeypatch, "prefix sharing"))
     assert not torch.allclose(ours, theirs, rtol=1e-3)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_ligers_fused_cross_entropy_on_a_model_of_your_own(side):
-    """`_apply_liger_kernel_to_instance(model)` replaces the forward of a model, before or after we are attached."""
-    ids = torch.randint(2, 38, (3, 12), generator=torch.Generator().manual_seed(0))
-    keep = torch.arange(12) < torch.tensor([[12], [7], [5]])
-    mask = keep.long() if side == "right" else keep.flip(1).long()
-    ids[:2, :3] = ids[0, :3]
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, 1:][mask[:, :-1] == 0] = -100  # nothing is predicted from padding
-    found = {}
-    for when in ("never", "before", "after"):
-        with liger_stand_in() as tokens:
-            from liger_kernel.transformers import _apply_liger_kernel_to_instance as apply
-
-            model = build_model()
-            if when != "after":
-                apply(model)
-            handle = None if when == "never" else remove_padding(model, prefix_sharing=True)
-            if when == "after":
-                apply(model)
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
-            loss.backward()
-            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-            found[when] = torch.cat([loss.detach()[None], gradient]), Counter(tokens)
-            if handle is not None:
-                handle.remove()
-    for when in ("before", "after"):
-        torch.testing.assert_close(found[when][0], found["never"][0], rtol=1e-4, atol=1e-6)
-        assert found[when][1]["rms_norm"] < found["never"][1]["rms_norm"]
-        assert found[when][1]["fused_linear_cross_entropy"] > 0
 
 
 @pytest.mark.slow

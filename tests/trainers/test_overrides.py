@@ -10,7 +10,8 @@ import trl_padfix
 from trl_padfix.trainers.generation.config import EvaluationConfig
 
 
-TRAINERS = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"]
+ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
+TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
 
 
 BUDGET = ["training_step", "get_train_dataloader", "_get_train_sampler", "_get_num_items_in_batch"]
@@ -43,8 +44,7 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
         "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps", *BUDGET],
         "RewardTrainer": ["_prepare_dataset", *BUDGET],
         "SFTTrainer": ["_prepare_dataset", "evaluation_loop", *BUDGET],
-        "GRPOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
-        "RLOOTrainer": ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"],
+        **{name: ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"] for name in ONLINE},
     }.items(),
 )
 def test_the_hooks_exist_in_trl(name, hooks):
@@ -57,8 +57,9 @@ def test_configurations_are_trls_with_our_fields(name):
     ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
     assert issubclass(ours, theirs)
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
-    sided = set() if name in ("GRPOTrainer", "RLOOTrainer") else {"padding_side"}
+    sided = set() if name in ONLINE else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
+    with_reference = {"teacher_attn_implementation"} if name == "DistillationTrainer" else with_reference
     both = {*EvaluationConfig.__dataclass_fields__}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
     both |= {"max_tokens_per_batch"}

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer, run, watch_inputs, words
 
@@ -131,3 +132,11 @@ def test_a_template_that_renders_another_prompt_is_refused(tmp_path):
 def test_settings_that_train_on_other_tokens_are_refused(other, tmp_path):
     with pytest.raises(ValueError, match="trains on that turn, and"):
         SFTConfig(output_dir=str(tmp_path), expand_turns=True, **other, **SETTINGS)
+
+
+def test_what_is_left_out_is_said_without_a_trainer_too(monkeypatch, caplog):
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process in which nobody has made one
+    expand_turns(
+        Dataset.from_list([{"messages": [say("assistant", "w3"), say("user", "w4"), say("assistant", "w5")]}])
+    )
+    assert "begin with the assistant" in caplog.text

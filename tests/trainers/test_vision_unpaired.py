@@ -1,4 +1,4 @@
-"""GRPO, RLOO and KTO on images: TRL's trajectory, generation included, whatever the mode."""
+"""GRPO, RLOO, distillation and KTO on images: TRL's trajectory, generation included, whatever the mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.online_runs import ONLINE_SETTINGS
+from kit.online_runs import ONLINE_SETTINGS, without_groups
 from kit.trainer_runs import SETTINGS, assert_same, break_mode
 from kit.vision_runs import build_captions, build_processor, build_vlm
 from transformers import PrinterCallback
@@ -30,7 +30,7 @@ MODES = {
     "padding-free": {"padding_free": True},
     "prefix sharing": {"padding_free": True, "prefix_sharing": True},
 }
-KINDS = ("GRPO", "RLOO", "KTO")
+KINDS = ("GRPO", "RLOO", "KTO", *(("Distillation",) if hasattr(trl, "DistillationTrainer") else ()))
 SCATTERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
@@ -40,7 +40,8 @@ def reward_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]
 
 
 def build_data(kind: str, count: int, seed: int = 0) -> Dataset:
-    data = build_captions(count, IMAGES, seed)
+    # TRL's distillation takes no row without images beside rows with some.
+    data = build_captions(count, IMAGES[:2] if kind == "Distillation" else IMAGES, seed)
     if kind != "KTO":
         return data.remove_columns("completion")
     return data.add_column("label", [i % 3 != 0 for i in range(count)])
@@ -56,7 +57,11 @@ def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **config:
         settings = ONLINE_SETTINGS | {"max_steps": 2, "beta": 0.0, "max_completion_length": 6}
         if family == "gemma3":
             settings |= {"temperature": 8.0}  # its tiny model is so sure that all completions of a prompt are one
-        given["reward_funcs"] = reward_tokens
+        if kind == "Distillation":
+            settings, given["teacher_model"] = without_groups(settings), build_vlm(family, processor)
+            given["teacher_model"].lm_head.weight.data.mul_(2)
+        else:
+            given["reward_funcs"] = reward_tokens
     torch.manual_seed(0)
     trainer = getattr(library, f"{kind}Trainer")(
         args=getattr(library, f"{kind}Config")(output_dir=str(tmp_path), **settings | config),
@@ -79,6 +84,7 @@ def trls(kind: str, family: str, scattered: bool) -> torch.Tensor:
 
 
 FAST = [("GRPO", "prefix sharing"), ("RLOO", "padding-free"), ("KTO", "prefix sharing")]
+FAST += [("Distillation", "padding-free")]
 
 
 @pytest.mark.parametrize(("kind", "mode"), slow_but(FAST, [(k, m) for k in KINDS for m in MODES]))

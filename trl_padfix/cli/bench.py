@@ -70,7 +70,9 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
     group_by_prefix: Annotated[
         bool,
-        typer.Option("--group-by-prefix", help="Shuffle rows, and also measure batches of rows that begin alike."),
+        typer.Option(
+            "--group-by-prefix", help="Also measure batches of rows that begin alike, as training draws them."
+        ),
     ] = False,
     expand_turns: Annotated[
         bool, typer.Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")

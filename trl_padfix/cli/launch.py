@@ -38,7 +38,9 @@ def make_parser(method: str) -> TrlParser:
         parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
-    mixins = [c for c in config.__mro__ if c.__module__ == config.__module__ and not issubclass(c, TrainingArguments)]
+    package = __name__.partition(".")[0]
+    ours = [c for c in config.__mro__ if c.__module__.partition(".")[0] == package]
+    mixins = [c for c in ours if not issubclass(c, TrainingArguments)]
     own = {field.name for mixin in mixins for field in fields(mixin)} | {"tiny_model"}
     rest, group = parser._optionals, parser.add_argument_group("padding removal")
     group._group_actions = [action for action in rest._group_actions if action.dest in own]

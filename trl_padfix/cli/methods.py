@@ -2,5 +2,13 @@
 
 __all__ = ["METHODS"]
 
-METHODS = {"dpo": "DPO", "sft": "SFT", "reward": "Reward", "kto": "KTO", "grpo": "GRPO", "rloo": "RLOO"}
+METHODS = {
+    "dpo": "DPO",
+    "sft": "SFT",
+    "reward": "Reward",
+    "kto": "KTO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "distillation": "Distillation",
+}
 """Commands, and what the names of their trainers and configurations begin with."""

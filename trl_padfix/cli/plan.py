@@ -9,6 +9,7 @@ import typer
 
 from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_text
 from .mistakes import mistakes_of
+from .recipe import folder
 
 
 __all__ = ["plan"]
@@ -64,7 +65,9 @@ def plan(
     path = accelerate or Path("accelerate.yaml")
     command = f"accelerate launch --config_file {path} -m trl_padfix {method} --model_name_or_path {model}"
     print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, tokens)]))
-    config = yaml.safe_dump(p.accelerate_config(how), sort_keys=False)
+    shipped = "fsdp2" if how.sharded else "multi_gpu" if gpus > 1 else "single_gpu"
+    config = yaml.safe_load((folder() / f"accelerate/{shipped}.yaml").read_text()) | {"num_processes": gpus}
+    config = yaml.safe_dump(config, sort_keys=False)
     if accelerate is None:
         print_as_is(f"\n{path}:\n{config}")
     else:

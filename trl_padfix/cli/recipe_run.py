@@ -22,7 +22,7 @@ from ..tools.report import plot_curves, summary_table, write_report
 from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
-__all__ = ["RecipeArguments", "ReportCallback", "model_to_train", "reporting", "to_dialogues"]
+__all__ = ["RecipeArguments", "ReportCallback", "build_tiny", "model_to_train", "reporting", "to_dialogues"]
 
 
 @dataclass
@@ -89,10 +89,10 @@ def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | N
     else:
         split, name = script.dataset_train_split, script.dataset_config
         rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
-    return _build_tiny(script.tiny_model, rows, Path(training.output_dir) / "initial_model")
+    return build_tiny(script.tiny_model, rows, Path(training.output_dir) / "initial_model")
 
 
-def _build_tiny(shape: str, rows: Any, directory: Path) -> str:
+def build_tiny(shape: str, rows: Any, directory: Path) -> str:
     """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
 
     def build(folder: Path) -> None:

@@ -31,6 +31,9 @@ def stats(
         str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    expand_turns: Annotated[
+        bool, typer.Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
+    ] = False,
     max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
     truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
@@ -41,6 +44,7 @@ def stats(
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
     trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
+    shape: Annotated[str, typer.Option(help="Model shape of `bench` whose speed the verdict estimates.")] = "small",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
     json: JsonOption = None,
@@ -50,13 +54,14 @@ def stats(
 
     if data == "equal" or data.startswith(("tree:", "lengths:")):
         outputs(json=json)
-        return _made_up(data, trainer, batch_size, max_tokens_per_batch, seed, json)
+        return _made_up(data, trainer, batch_size, max_tokens_per_batch, shape, seed, json)
     from ..tools import stats as s
     from ..tools import tiny
     from ..tools import verdict as v
     from ..tools.data import load_recipe, load_rows, rename_columns
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
+    from ..trainers.data.turns import expand_turns as expand
 
     sizes = [int(size) if size.strip().isdecimal() else 0 for size in world_size.split(",")]
     if min(sizes) < 1:
@@ -71,6 +76,7 @@ def stats(
     max_length = max_length or None
     truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
     one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
+    one_of("--shape", shape, tiny.BENCH_SHAPES)
     with mistakes_of("--world-size"):
         s.check_size(max(sizes), batch_size, accumulation)
     if tokenizer is None and train_tokenizer is None:
@@ -80,10 +86,14 @@ def stats(
         raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
     with mistakes_of("DATA"):
         rows = rename_columns(load_rows(data, split), columns)
+        texts = s.texts_of(rows)  # of rollouts, each once
+        measured = data + _shape_flag(shape)  # what `bench` is to be given
+        if expand_turns or recipe.get("expand_turns"):
+            rows, measured = expand(rows), f"{measured} --expand-turns"
 
     if train_tokenizer is not None:
         with console.status("Training a tokenizer"), mistakes_of("DATA"):
-            loaded, name = tiny.train_tokenizer(s.texts_of(rows), train_tokenizer), f"a BPE of {train_tokenizer}"
+            loaded, name = tiny.train_tokenizer(texts, train_tokenizer), f"a BPE of {train_tokenizer}"
     else:
         with mistakes_of("--tokenizer"):
             loaded, name = load_tokenizer(str(tokenizer)), tokenizer
@@ -127,10 +137,12 @@ def stats(
     table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in waits)
     console.print(figure_table(("processes", "fixed batches", f"max_tokens_per_batch={budget}"), table))
     seen = v.sample(rows, loaded, max_length)
-    verdict = v.advise(seen, batch_size=batch_size, budget=budget, seed=seed) if seen else None
+    hidden_size = tiny.BENCH_SHAPES[shape]["hidden_size"]
+    how_fast = {"batch_size": batch_size, "budget": budget, "seed": seed, "hidden_size": hidden_size}
+    verdict = v.advise(seen, **how_fast) if seen else None
     if verdict is not None:
         console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
-        print_as_is(*v.verdict_lines(verdict, data))
+        print_as_is(*v.verdict_lines(verdict, measured))
     write_json(
         json,
         {
@@ -138,7 +150,7 @@ def stats(
             "batches": [asdict(b) for b in batches],
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
-            "verdict": verdict and verdict.to_dict(data),
+            "verdict": verdict and verdict.to_dict(measured),
         },
     )  # fmt: skip
     if plot is not None:
@@ -148,24 +160,32 @@ def stats(
 
 
 def _made_up(
-    data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int, json: Path | None
+    data: str, trainer: str, batch_size: int | None, budget: int | None, shape: str, seed: int, json: Path | None
 ) -> None:
     """The verdict on data that `bench` makes up."""
     from dataclasses import replace
 
     from ..tools import bench as b
     from ..tools import verdict as v
+    from ..tools.tiny import BENCH_SHAPES
 
     one_of("--trainer", trainer, ["dpo", "sft"])
+    one_of("--shape", shape, BENCH_SHAPES)
     with mistakes_of("DATA"):
         tree = b.parse_tree(data)
         batch_size = batch_size or (8 if tree is None else tree.rows)
         count = 400 if tree is None else 12 * max(batch_size, tree.rows)
         rows = v.tokenized(b.made_up(data, trainer, count, seed=seed))
-    found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed)
+    hidden_size = BENCH_SHAPES[shape]["hidden_size"]
+    found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed, hidden_size=hidden_size)
     found = replace(found, budget=budget or round(found.tokens))
-    print_as_is(*v.verdict_lines(found, data))
-    write_json(json, {"data": data, "verdict": found.to_dict(data)})
+    measured = data + _shape_flag(shape)
+    print_as_is(*v.verdict_lines(found, measured))
+    write_json(json, {"data": data, "verdict": found.to_dict(measured)})
+
+
+def _shape_flag(shape: str) -> str:
+    return "" if shape == "small" else f" --shape {shape}"
 
 
 def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:

@@ -1,4 +1,4 @@
-"""`trl-padfix dpo`, `sft`, `reward`, `kto`, `grpo` and `rloo`."""
+"""`trl-padfix dpo`, `sft` and the other training methods."""
 
 from __future__ import annotations
 

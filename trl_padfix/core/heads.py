@@ -7,6 +7,7 @@ decoder is to return; [`HeadPatch`] stands at the projection onto the vocabulary
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class LMHeadPatch(ForwardPatch):
             own = OwnLabels(row * labels.shape[1] + column, labels[row, column + 1], self.attachment.slices_of(layout))
             more = {**kwargs, "labels": None, "shift_labels": own.labels.unsqueeze(0)}
             with within(model=ModelCall(decoder, scored=own.places, given=_row_arguments(call))):
-                output = self.wrapped(*args, **more)
+                output = _without_selecting(self.wrapped)(*args, **more)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(own.labels)):
                 values = own.told(value[0])
@@ -117,6 +118,22 @@ class LMHeadPatch(ForwardPatch):
             return {}
         follows = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
         return {"labels": labels.masked_fill(follows, -100)}
+
+
+def _without_selecting(forward: Any) -> Any:
+    """
+    TRL's fused head for labels that are all labels.
+
+    Where there is Triton it selects the labelled positions, and the host waits twice in the forward and twice in the
+    backward to learn how many they are. Its other way, without Triton, scores every position in the same kernels.
+    """
+    if not isinstance(forward, MethodType) or "_use_triton" not in forward.__func__.__code__.co_names:
+        return forward
+    function = forward.__func__
+    names = function.__globals__ | {"_use_triton": lambda device: False}
+    told = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    told.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(told, forward.__self__)
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 Packed against padded, on the user's own model and batch.
 
 The trainers run [`check_parity`] on the first batch of training and of evaluation: a few short slices of its rows go
-through the model twice, once packed and once padded, and the log-probabilities of their tokens must agree. It catches
-what no rule foresees: an unknown architecture, a patched layer, a kernel that aligns its mask otherwise.
+through the model twice, once packed and once padded, and the log-probabilities of their tokens must agree, in training
+also their gradient. It catches what no rule foresees: an unknown architecture, a patched layer, a kernel that aligns
+its mask otherwise, or is right forward and wrong backward.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .context import within
+from .embedding_gradients import differing, gradient_tolerance, obstacle_to_gradients, with_gradient
+from .errors import PaddingRemovalError
 from .generation import evaluating
 from .layout.build import packed_layout
 from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
@@ -80,6 +84,9 @@ class ParityReport:
         finite (`bool`): Whether the padded forward itself gives finite scores.
         rounding (`float`, *optional*):
             Mean difference of two padded forwards with different attention functions: the tolerance is a multiple.
+        gradient, gradient_tolerance (`float`, *optional*):
+            Relative difference of the gradient, and what it may be; `None` where gradients were not compared.
+        not_compared (`str`): Why gradients were not compared, although that was asked for.
         caveat (`str`): Why transformers itself gives other numbers in other batches; empty if it does not.
 
     Example:
@@ -105,20 +112,31 @@ class ParityReport:
     prefix_sharing: bool
     finite: bool = True
     rounding: float | None = None
+    gradient: float | None = None
+    gradient_tolerance: float | None = None
+    not_compared: str = ""
     caveat: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether both differences are within tolerance; a NaN never is."""
+        """Whether all differences are within tolerance; a NaN never is."""
+        within_tolerance = self.gradient is None or self.gradient <= (self.gradient_tolerance or 0)
+        return self._forward_is_right and within_tolerance
+
+    @property
+    def _forward_is_right(self) -> bool:
         return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
 
     def __str__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
         yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
+        gradient = f"; gradients not compared: {self.not_compared}" if self.not_compared else ""
+        if self.gradient is not None:
+            gradient = f"; gradient off by {self.gradient:.2e} of its norm (at most {self.gradient_tolerance:.0e})"
         return (
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
-            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){yardstick}; "
+            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){yardstick}{gradient}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens"
         )
 
@@ -137,8 +155,8 @@ class ParityReport:
             )
         if not self.ok:
             raise ParityError(
-                f"{self}. The packed forward of this model differs from the padded one, so training on it would not "
-                "be the training you asked for. "
+                f"{self}. The packed {'backward' if self._forward_is_right else 'forward'} of this model differs from "
+                "the padded one, so training on it would not be the training you asked for. "
                 + (f"{self.caveat}. " if self.caveat else "")
                 + "Use `padding_free=False`"
                 + (", or `prefix_sharing=False` if that alone passes" if self.prefix_sharing else "")
@@ -152,9 +170,10 @@ def check_parity(
     *,
     prefix_sharing: bool | None = None,
     dtype: torch.dtype | None = None,
+    gradients: bool = True,
 ) -> ParityReport:
     """
-    Compare the packed forward of a model with its padded forward on up to four short slices of a batch.
+    Compare the packed forward and backward of a model with the padded ones on up to four short slices of a batch.
 
     Where a decoder has scans that compute chunks of tokens at once, two of the slices are long enough to cross from
     chunk to chunk, if rows of the batch are.
@@ -167,7 +186,12 @@ def check_parity(
     padded may differ by 3 times what these two do. What a model makes of rounding depends on its depth and weights, so
     a fixed limit would pass a row that sees a token of another row in one model, and refuse another that is right.
 
-    Dropout is off and no gradient is taken. A model that is not attached yet is attached for the comparison.
+    Of the sum of the scores the gradient at the embeddings is compared, summed for each token id: it has come through
+    the backward of every layer. That costs a backward pass for each of these forwards, and the memory of their
+    activations; nothing is left in `.grad`. Gradients are left out, and the report says why, with images, under FSDP
+    and DeepSpeed, and where a layer has no backward.
+
+    Dropout is off. A model that is not attached yet is attached for the comparison.
 
     Args:
         model (`torch.nn.Module`):
@@ -179,6 +203,8 @@ def check_parity(
             Which mode to compare, for a model that is not attached; an attached one is compared as it is.
         dtype (`torch.dtype`, *optional*):
             Precision to take the tolerance of. By default the autocast dtype, else the decoder's.
+        gradients (`bool`, *optional*, defaults to `True`):
+            Compare the gradient too.
 
     Returns:
         [`ParityReport`]: call its `raise_if_failed()` to stop on a difference.
@@ -206,6 +232,7 @@ def check_parity(
     arrives_packed = "attention_mask" not in batch
     pretrained = find_pretrained(model)
     decoder = find_decoder(pretrained)
+    obstacle = obstacle_to_gradients(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
@@ -214,6 +241,7 @@ def check_parity(
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
             inputs, columns = _whole(batch, pretrained)
+            obstacle = "all rows of a batch with images would have to be kept for them"
         else:
             rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
             ids, mask = short_slices(*rows, chunk=handle.mixers.chunk)
@@ -236,17 +264,39 @@ def check_parity(
             logits = _logits_of_packed(model, ids, mask) if arrives_packed else _logits(model(**inputs))
             return _scores(logits, ids, mask, columns)
 
-        packed = scores(arrives_packed)
-        packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         dtype = dtype or _precision(decoder, ids.device)
         other = None if dtype in TOLERANCES else _other_attention(pretrained, decoder)
-        with handle.disabled():
-            padded = scores()
-            with within(attention=other):
-                again = padded if other is None else scores()
+
+        def compute(gradients: bool) -> list[tuple[torch.Tensor, Any]]:
+            """Scores and gradient of the packed forward, the padded one, and the one that rounding is measured by."""
+            run = partial(with_gradient, pretrained, ids) if gradients else lambda score: (score(), None)
+            found = [run(partial(scores, arrives_packed))]
+            with handle.disabled():
+                found.append(run(scores))
+                with within(attention=other):
+                    return [*found, found[1] if other is None else run(scores)]
+
+        computed, obstacle = None, obstacle if gradients else ""
+        if obstacle is None:
+            try:
+                computed = compute(gradients=True)
+            except PaddingRemovalError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:
+                obstacle = str(error).partition("\n")[0]
+        if computed is None:
+            vars(handle.stats).update(counted)
+            computed = compute(gradients=False)
+        packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
         forget_order_of_calls(pretrained, ids)
+        (packed, gradient), (padded, wanted), (again, rounded) = computed
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
+        off, tolerance = None, None
+        if gradient is not None:
+            off, tolerance = differing(gradient, wanted), gradient_tolerance(dtype, differing(rounded, wanted))
+            if not wanted.isfinite().all():
+                off, obstacle = None, "those of the padded forward are not finite"
         return ParityReport(
             mean=difference.mean().item(),
             maximum=difference.max().item(),
@@ -260,6 +310,9 @@ def check_parity(
             prefix_sharing=bool(handle.prefix_sharing),
             finite=bool(padded.isfinite().all()),
             rounding=None if other is None else rounding.mean().item(),
+            gradient=off,
+            gradient_tolerance=tolerance,
+            not_compared=obstacle or "",
             caveat=handle.mixers.caveat,
         )
 

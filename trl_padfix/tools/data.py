@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,5 +115,7 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
 def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
     """All text of a row, plain or conversational."""
     for value in (row[name] for name in TEXT_COLUMNS if name in row):
-        for content in [value] if isinstance(value, str) else [message["content"] or "" for message in value]:
+        for message in [{"content": value}] if isinstance(value, str) else value:
+            content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+            yield from (json.dumps(call) for call in message.get("tool_calls") or ())

@@ -11,12 +11,13 @@ import inspect
 import os
 import platform
 import shutil
-import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
+from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..core.attention.backends import (
@@ -215,8 +216,8 @@ def describe_system() -> dict[str, Any]:
         "os": platform.platform(),
         "processor": platform.machine(),
         "cores": os.cpu_count(),
-        "memory_gib": _memory_gib(),
-        "driver": _driver() if cuda else None,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) if cuda else None,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpus": [
@@ -230,22 +231,6 @@ def describe_system() -> dict[str, Any]:
             "triton": installed_version("triton"),
         },
     }
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, OSError, ValueError):  # not on Windows
-        return None
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.stdout else None
 
 
 def _dtypes(machine: Machine) -> dict[str, str]:

@@ -150,7 +150,7 @@ def _compare(
     with contextlib.ExitStack() as stack:
         if sharing is not None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=sharing))
-            parity = check_parity(model, batch)
+            parity = check_parity(model, batch, gradients=bool(yardstick.gradient))
         computed = _compute(model, batch, bool(yardstick.gradient))
         if sharing is not None:
             tokens = handle.stats.packed_tokens

@@ -23,7 +23,6 @@ __all__ = [
     "ModelSizes",
     "Plan",
     "Training",
-    "accelerate_config",
     "flags",
     "load_sizes",
     "memory",
@@ -205,27 +204,6 @@ def smallest_fit(
             "planned with. Take more GPUs, LoRA (`--lora 16`), or a smaller `--max-length`."
         )
     return plan
-
-
-def accelerate_config(how: Training) -> dict[str, Any]:
-    """The configuration of accelerate for a training on one machine."""
-    common = {
-        "compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16", "num_machines": 1,
-        "num_processes": how.gpus,
-    }  # fmt: skip
-    if not how.sharded:
-        return common | {"distributed_type": "MULTI_GPU" if how.gpus > 1 else "NO"}
-    return common | {
-        "distributed_type": "FSDP",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_state_dict_type": "FULL_STATE_DICT",
-            "fsdp_offload_params": False,
-        },
-    }
 
 
 def flags(plan: Plan, longest: int) -> list[str]:

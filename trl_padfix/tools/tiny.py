@@ -26,13 +26,14 @@ PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    f"{START}" + "{{ message['role'] }}\n{{ message['content'] }}" + f"{EOS}\n"
+    f"{START}" + "{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}" + f"{EOS}\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
 
 VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}",
+    "{{ message['content'] or '' }}",
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}",

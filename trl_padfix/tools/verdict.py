@@ -2,10 +2,10 @@
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
 Token counts are those of a sample: of random batches, of batches of rows that begin alike, and of what TRL's own
-settings would compute. The speed that they allow is estimated with two figures beside them, what scoring a token over
-the vocabulary costs, and how much dearer a token is in a larger batch; they were fitted to the measurements of
-`docs/bench` on CPU, and are within 11 percent of all of them. On a GPU with TRL's fused LM head both are less, and the
-counts alone are the estimate.
+settings would compute. The speed that they allow is estimated with three figures beside them: what scoring a token
+over the vocabulary costs, what attention under a mask costs padded rows, and how much dearer a token is in a larger
+batch. They were fitted to the measurements of `docs/bench` on CPU, and are within 16 percent of all of them. On a GPU
+with TRL's fused LM head all are less, and the counts alone are the estimate.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ SAMPLE = 4096
 BATCHES = 24
 """Batches that counts are averaged over."""
 
-SCORING = 0.6
+SCORING = 0.7
 """What scoring a token costs on CPU, in tokens of the decoder: fitted to the measured steps in docs/bench."""
 
-GROWTH = 0.11
+MASKED = 0.04
+"""What a pair of tokens in padded rows costs under a mask, in tokens of a decoder of hidden size 1; fitted."""
+
+GROWTH = 0.07
 """A token on CPU takes as long as the tokens of its batch to this power: attention, memory that is moved; fitted."""
 
 WORTH_GROUPING = 0.9
@@ -57,6 +60,8 @@ class Verdict:
     scored: float  # trained on
     rows: int  # of the sample
     budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
+    squares: float  # pairs of tokens that padded rows compare under a mask; none where rows are equally long
+    hidden_size: int  # of the model whose speed is estimated
 
     @property
     def shares(self) -> bool:
@@ -79,8 +84,13 @@ class Verdict:
     @property
     def speed(self) -> float:
         """The speed-up that `trl-padfix bench` is expected to measure on CPU."""
-        by_work = self.padded * (1 + SCORING) / (self.tokens + SCORING * self.scored)
-        return by_work * self.by_tokens**GROWTH
+        return self.speed_of("grouped" if self.groups else "auto")
+
+    def speed_of(self, how: str) -> float:
+        """The same of `"real"`, `"auto"` or `"grouped"` batches."""
+        tokens = getattr(self, how)
+        padded = self.padded * (1 + SCORING) + MASKED / self.hidden_size * self.squares
+        return padded / (tokens + SCORING * self.scored) * (self.padded / tokens) ** GROWTH
 
     def to_dict(self, data: str) -> dict[str, Any]:
         """For JSON, with what follows from the counts, and the verdict on `data` in words."""
@@ -129,7 +139,9 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0) -> Verdict:
+def advise(
+    rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0, hidden_size: int = 512
+) -> Verdict:
     """Count what the batches of a [`sample`] cost in every way; `budget` is the `max_tokens_per_batch` to name."""
     draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
     order = draw.permutation(len(rows))
@@ -148,6 +160,10 @@ def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed
     def padded(batch: np.ndarray) -> float:
         return float(longest[batch].max()) * len(batch) * len(_sequences(rows[0]))
 
+    def square(batch: np.ndarray) -> float:
+        equal = len({len(s) for i in batch for s in _sequences(rows[i])}) == 1
+        return 0.0 if equal else padded(batch) * float(longest[batch].max())
+
     def counts(batch: np.ndarray) -> tuple[int, int]:
         return _counts([s for i in batch for s in _sequences(rows[i])])
 
@@ -164,6 +180,8 @@ def advise(rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed
         scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
         rows=len(rows),
         budget=budget,
+        squares=float(np.mean([square(batch) for batch in random])),
+        hidden_size=hidden_size,
     )
 
 

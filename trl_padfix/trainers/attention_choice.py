@@ -1,9 +1,10 @@
 """
 Which attention the models of a trainer run with.
 
-`attn_implementation` of a configuration is for the policy, `ref_attn_implementation` for the reference. What cannot
-run is refused before weights are loaded. TRL loads the policy with the choice; a model that is loaded already, and the
-reference, which TRL loads as it loads the policy, are switched by transformers' `set_attn_implementation`.
+`attn_implementation` of a configuration is for the policy, `ref_attn_implementation` for the reference,
+`teacher_attn_implementation` for the teacher. What cannot run is refused before weights are loaded. TRL loads the
+policy with the choice; a model that is loaded already, the reference, which TRL loads as it loads the policy, and the
+teacher are switched by transformers' `set_attn_implementation`.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ _FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "su
 
 
 class AttentionChoice(Part):
-    """The attention of policy and reference."""
+    """The attention of policy, reference and teacher."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._policys: Implementation | None = None
         self._references: Implementation | None = None
+        self._teachers: Implementation | None = None
         self._loads_policy = False
         self._undo = contextlib.ExitStack()
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
+        self._check_teacher(config, given.get("teacher_model"))
         model, ref_model = given.get("model"), given.get("ref_model")
         asked = _requested_implementation(config, self.settings)
         ref_asked = parse_implementation(self.settings.ref_attn_implementation)
@@ -61,6 +64,18 @@ class AttentionChoice(Part):
         elif ref_model is None:
             self._references = self._policys
 
+    def _check_teacher(self, config: Any, teacher: Any) -> None:
+        asked = _requested_implementation(config, self.settings, "teacher_")
+        if asked is None:
+            return
+        if teacher is None:
+            raise ValueError(
+                f"`teacher_attn_implementation={asked!r}` is for a teacher model, and none is given. Leave it out, or "
+                "pass `teacher_model`."
+            )
+        workload = _workload(teacher, config, self.settings.padding_free, "teacher_")
+        self._teachers = _resolved(asked, workload, "teacher_attn_implementation")
+
     def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
         if not self._loads_policy or self._policys is None:
             return contextlib.nullcontext()
@@ -78,7 +93,9 @@ class AttentionChoice(Part):
     def attach(self) -> None:
         """Switch models that TRL did not load with the wanted attention, before anything is attached to them."""
         model, reference = self.trainer.model, getattr(self.trainer, "ref_model", None)
-        for one, implementation in ((model, self._policys), (reference, self._references)):
+        teacher = getattr(self.trainer, "teacher_model", None)
+        choices = ((model, self._policys), (reference, self._references), (teacher, self._teachers))
+        for one, implementation in choices:
             if one is not None and implementation is not None:
                 self._undo.callback(set_attention(one, implementation))
         if reference is None and self._references is not None:
@@ -120,22 +137,29 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
     return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())
 
 
-def _requested_implementation(config: Any, settings: Settings) -> Implementation | None:
-    """The implementation that a configuration asks for, in our field or in TRL's, which must not disagree."""
-    ours = parse_implementation(settings.attn_implementation)
-    theirs = parse_implementation((getattr(config, "model_init_kwargs", None) or {}).get("attn_implementation"))
+def _requested_implementation(config: Any, settings: Settings, of: str = "") -> Implementation | None:
+    """
+    The implementation that a configuration asks for, in our field or in TRL's, which must not disagree; `of` is how
+    the names of both begin.
+    """
+    ours = parse_implementation(getattr(settings, f"{of}attn_implementation"))
+    keywords = getattr(config, f"{of}model_init_kwargs", None) or {}
+    theirs = parse_implementation(keywords.get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
-            f"`attn_implementation={ours!r}` and `model_init_kwargs={{'attn_implementation': {theirs!r}}}` disagree. "
-            "Set one of them."
+            f"`{of}attn_implementation={ours!r}` and `{of}model_init_kwargs={{'attn_implementation': {theirs!r}}}` "
+            "disagree. Set one of them."
         )
     return ours if ours is not None else theirs
 
 
-def _workload(model: str | nn.Module, config: Any, packs: bool = False) -> Workload:
-    """Device, precision and model configuration of a run, known before weights are loaded."""
+def _workload(model: str | nn.Module, config: Any, packs: bool = False, of: str = "") -> Workload:
+    """
+    Device, precision and model configuration of a run, known before weights are loaded; `of` as in
+    [`_requested_implementation`].
+    """
     if isinstance(model, str):
-        given = config.model_init_kwargs or {}
+        given = getattr(config, f"{of}model_init_kwargs") or {}
         where = {name: given[name] for name in _FOR_CONFIG if name in given}
         where.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
         model_config = given.get("config") or AutoConfig.from_pretrained(model, **where)

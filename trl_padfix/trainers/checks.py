@@ -6,18 +6,15 @@ from collections.abc import Sized
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
 from transformers import ProcessorMixin
 
 from ..core.errors import PaddingRemovalError
-from ..core.handle import PaddingRemoval
-from ..core.mixers.mixers import WHOLE
 from ..core.model.positions import length_dependent_ropes
 from .data.collators import check_padding_side
 from .data.columns import image_counts, values
 from .data.vision_collators import misplaced, misplaced_images
-from .field_types import check_field_types, check_prefix_sharing
+from .field_types import check_field_types, check_packing
 from .parts import Settings
 
 
@@ -27,13 +24,11 @@ __all__ = [
     "check_vocabulary",
     "column_names",
     "image_columns",
-    "is_zero_3",
-    "refuse_whole_rows",
     "require_columns",
     "require_eos",
     "require_rows",
+    "require_teacher",
     "rope_kind_beyond",
-    "splitting_parallelism",
     "tokenizer_of",
 ]
 
@@ -48,7 +43,7 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
-    check_prefix_sharing(settings)
+    check_packing(settings)
     if settings.prefix_sharing is True and getattr(config, "neftune_noise_alpha", None):
         raise PaddingRemovalError(
             "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
@@ -60,7 +55,8 @@ def check_arguments(config: Any, settings: Settings, task: Any, given: dict[str,
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
-    _check_model(given.get("model"), settings.padding_free)
+    for name in ("model", "teacher_model"):
+        _check_model(given.get(name), settings.padding_free)
     _check_tokenizer(given.get("processing_class"))
     data = given.get("train_dataset")
     require_rows(data, "train")
@@ -181,25 +177,12 @@ def check_vision(dataset: Dataset, processor: Any, dataset_name: str) -> None:
             raise ValueError(misplaced((number, given, wanted), f"the {dataset_name} dataset"))
 
 
-def is_zero_3(accelerator: Any) -> bool:
-    """Whether DeepSpeed gathers parameters module by module, as they are called."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and plugin.zero_stage == 3
-
-
-def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
-    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
-    parallelism = accelerator.parallelism_config
-    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
-
-
-def refuse_whole_rows(handle: PaddingRemoval) -> None:
-    """Refuse a decoder that is called once for each length of a row, where parameters are sharded."""
-    for mixer in handle.mixers.that_are(WHOLE):
-        raise PaddingRemovalError(
-            f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
-            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another for ever "
-            "where their rows have other lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
+def require_teacher(given: dict[str, Any]) -> None:
+    """Refuse a student without a teacher."""
+    if given.get("teacher_model") is None:
+        raise ValueError(
+            "The student needs a teacher, and `teacher_model` is not given. Pass a model, or the id of one "
+            "(`--teacher_model_name_or_path` on the command line)."
         )
 
 

@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 from ..core.errors import PaddingRemovalError
-from .checks import is_zero_3
 from .field_types import temporarily_set
+from .launches import is_zero_3
 from .parts import Part, entered
 
 

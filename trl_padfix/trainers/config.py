@@ -16,9 +16,10 @@ from ..core.attention.backends import Implementation
 from .data.collators import check_padding_side
 from .data.turns import check_turn_settings
 from .field_types import (
+    ParityCheck,
     Sharing,
     check_field_types,
-    check_prefix_sharing,
+    check_packing,
     help_from_docstring,
     parse_implementation,
 )
@@ -60,18 +61,29 @@ class ReferenceAttentionConfig(AttentionConfig):
 
 
 @dataclass
+class TeacherAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
+
+    teacher_attn_implementation: dict[str, Any] | str | None = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.teacher_attn_implementation = parse_implementation(self.teacher_attn_implementation)
+        super().__post_init__(attn_implementation)
+
+
+@dataclass
 class PackingConfig:
     """Fields that every configuration of this package adds to TRL's; a mixin, in front of TRL's class."""
 
     padding_free: bool = False
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
-    parity_check: bool = True
+    parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     stop_on_nonfinite: bool = False
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        check_prefix_sharing(self)
+        check_packing(self)
         super().__post_init__()  # type: ignore[misc]
 
 
@@ -102,9 +114,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             possible and pays, and log how often that is. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. By default the tokenizer's `padding_side`.
-        parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare the packed forward with the padded one on a few rows of the first training and
-            the first evaluation batch, and stop if they differ.
+        parity_check (`bool` or `"forward"`, *optional*, defaults to `True`):
+            With `padding_free`: compare packed with padded on a few rows of the first training and the first
+            evaluation batch, and stop if they differ: log-probabilities, and in training their gradient. 'forward':
+            without the gradient, which costs backward passes on up to four rows of 192 tokens (more with scans).
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
             Stop the run at a loss or a gradient that is NaN or infinite. By default it is reported, with the step and
             the rows, and the run goes on, as in TRL.

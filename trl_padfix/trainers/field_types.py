@@ -18,19 +18,28 @@ if TYPE_CHECKING:
     from ..core.attention.backends import Implementation
 
     Sharing = bool | Literal["auto"]
+    ParityCheck = bool | Literal["forward"]
 else:
 
     class Sharing:
         """Type of `prefix_sharing`, called with its text on the command line or in YAML."""
 
+        word = "auto"
+
         def __new__(cls, value: str) -> bool | str:
-            return "auto" if value.strip().lower() == "auto" else string_to_bool(value)
+            return cls.word if value.strip().lower() == cls.word else string_to_bool(value)
+
+    class ParityCheck(Sharing):
+        """Type of `parity_check`."""
+
+        word = "forward"
 
 
 __all__ = [
+    "ParityCheck",
     "Sharing",
     "check_field_types",
-    "check_prefix_sharing",
+    "check_packing",
     "help_from_docstring",
     "parse_implementation",
     "temporarily_set",
@@ -40,7 +49,7 @@ Configuration = TypeVar("Configuration", bound=type)
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
-OURS = ("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "predict_with_generate",
+OURS = ("padding_free", "prefix_sharing", "stop_on_nonfinite", "predict_with_generate",
         "exact_eval_means", "pool_last_token")  # fmt: skip
 
 
@@ -113,8 +122,16 @@ def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-def check_prefix_sharing(config: Any) -> None:
-    """Raise a `ValueError` if `prefix_sharing` is set without `padding_free`, or is neither a flag nor `"auto"`."""
+def check_packing(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `prefix_sharing` is set without `padding_free`, or it or `parity_check` has an unknown value.
+    """
+    check = getattr(config, "parity_check", True)
+    if not isinstance(check, bool) and check != "forward":
+        raise ValueError(
+            f"`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got {check!r}."
+        )
     value = getattr(config, "prefix_sharing", False)
     if not isinstance(value, bool) and value != "auto":
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {value!r}.")

@@ -1,5 +1,5 @@
 """
-What GRPO and RLOO have in common: completions are generated in groups, and then scored together with their prompt.
+What trainers have in common that generate completions, and then score them together with their prompt.
 
 The forwards that score them are packed. Generation is not touched.
 """
@@ -47,13 +47,15 @@ class OnlineTask(Task):
 
     takes_layouts = False  # the data loader has prompts; see `OnlineLayouts`
 
+    scores = "_get_per_token_logps_and_entropies"
+    """TRL's method with the forwards that score completions."""
+
     def check(self, config: Any, given: dict[str, Any]) -> None:
-        scores = "_get_per_token_logps_and_entropies"
         splits = self.trainer.padding.settings.max_tokens_per_batch is not None
-        if splits and not hasattr(super(OnlineTrainer, self.trainer), scores):
+        if splits and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
             raise ValueError(
-                f"`max_tokens_per_batch` splits the forwards of `{scores}`, and TRL {trl.__version__} has no such "
-                "method. Update TRL, or leave the budget out."
+                f"`max_tokens_per_batch` splits the forwards of `{self.scores}`, and TRL {trl.__version__} has no "
+                "such method. Update TRL, or leave the budget out."
             )
         dataset = given.get("train_dataset")
         if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
@@ -110,7 +112,8 @@ class OnlineTask(Task):
         with weights that do not depend on their micro-batch, and the micro-batches of a generation fill whole steps.
         """
         trainer = self.trainer
-        steps, accumulated = trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps
+        accumulated = trainer.args.gradient_accumulation_steps
+        steps = getattr(trainer.args, "steps_per_generation", accumulated)
         whole = steps % accumulated == 0 or accumulated % steps == 0
         sharing = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
         balanced = getattr(trainer, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
@@ -181,13 +184,18 @@ class OnlineTrainer(PaddingFreeMixin):
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        splitting = self.padding.part(Splitting)
-        if splitting.budget is not None:
+        if self.padding.part(Splitting).budget is not None:
             batch_size = len(input_ids)  # the budget says how many rows are computed at once
-        with splitting.splitting(), self.padding.part(OnlineLayouts).rows(input_ids, attention_mask):
+        with self.scoring(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
+
+    @contextlib.contextmanager
+    def scoring(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """A block with a forward that scores completions: with the layout of the running step, split by the budget."""
+        with self.padding.part(Splitting).splitting(), self.padding.part(OnlineLayouts).rows(ids, mask):
+            yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()

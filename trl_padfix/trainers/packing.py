@@ -17,15 +17,16 @@ from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .checks import check_vision, image_columns, is_zero_3, refuse_whole_rows, splitting_parallelism, tokenizer_of
+from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
+from .launches import check_launch, is_zero_3, models_of, named_models_of, refuse_whole_rows
 from .parts import Part, Settings
 from .task import Task
 from .watch.finite import check_weights
 
 
-__all__ = ["Packing", "Padding", "datasets_of", "models_of"]
+__all__ = ["Packing", "Padding", "datasets_of"]
 
 logger = get_logger(__name__)
 
@@ -41,7 +42,8 @@ class Padding:
         settings ([`Settings`]):
             Our fields of its configuration.
         handles (`list[PaddingRemoval]`):
-            What is attached to the policy, and to the reference if there is one; empty without `padding_free`.
+            What is attached to the policy, and to the reference or teacher if there is one; empty without
+            `padding_free`.
         layouts (`dict[str, Layout]`):
             Layouts that came with the batch of the last step, by the prefix of the names of their ids and masks (`""`,
             and `"KL_"` in KTO); empty where they are built by the forwards.
@@ -79,7 +81,7 @@ class Padding:
 
     @property
     def ref_handle(self) -> PaddingRemoval | None:
-        """What is attached to the reference, if it is a model of its own."""
+        """What is attached to the reference or the teacher, if it is a model of its own."""
         return self.handles[1] if len(self.handles) > 1 else None
 
     @property
@@ -129,7 +131,7 @@ class Packing(Part):
         if sharing == "auto" and getattr(trainer.args, "neftune_noise_alpha", None):
             logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
             sharing = False
-        self._check_launch()
+        check_launch(self.trainer)
         for model in models_of(trainer):
             handle = self._kept(remove_padding(model, prefix_sharing=sharing, pool_last_token=pools))
             trainer.padding.handles.append(handle)
@@ -146,7 +148,7 @@ class Packing(Part):
         if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
-            self._check_launch()
+            check_launch(self.trainer)
             handle = self._kept(remove_padding(trainer.model))
         except PaddingRemovalError as error:
             logger.warning(f"Packed rows are left to the model's own attention. {error}")
@@ -189,25 +191,12 @@ class Packing(Part):
         trainer = self.trainer
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
         if not (trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index):  # weights come later
-            for which, model in zip(("model", "reference model"), models_of(trainer), strict=False):
+            for which, model in named_models_of(trainer).items():
                 check_weights(model, which)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size)
-
-    def _check_launch(self) -> None:
-        """Refuse a model that is copied, and rows that are split over processes."""
-        if self.trainer.args.n_gpu > 1:
-            raise PaddingRemovalError(
-                f"`nn.DataParallel` on {self.trainer.args.n_gpu} GPUs runs copies of the model that share one "
-                "decoder. Launch with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
-            )
-        if splitting_parallelism(self.trainer.accelerator, "sp_size"):
-            raise PaddingRemovalError(
-                "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
-                "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
-            )
 
     def ready(self) -> None:
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
@@ -246,11 +235,6 @@ class Packing(Part):
     def restore(self) -> None:
         self._undo.close()
         self.trainer.padding.handles = []
-
-
-def models_of(trainer: Any) -> list[Any]:
-    """The policy, and the reference if it is a model of its own."""
-    return [m for m in (trainer.model, getattr(trainer, "ref_model", None)) if m is not None]
 
 
 def datasets_of(trainer: Any) -> dict[str, Any]:

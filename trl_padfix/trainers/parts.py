@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -38,10 +38,11 @@ class Settings:
     prefix_sharing: PrefixSharing = False
     cp_attention: str = "heads"
     padding_side: str | None = None
-    parity_check: bool = True
+    parity_check: bool | Literal["forward"] = True
     stop_on_nonfinite: bool = False
     attn_implementation: Implementation | None = None
     ref_attn_implementation: Implementation | None = None
+    teacher_attn_implementation: Implementation | None = None
     max_tokens_per_batch: int | None = None
     group_by_prefix: bool = False
     group_by_prefix_buffer: int | None = None

@@ -18,7 +18,7 @@ from .checks import check_vocabulary, column_names, require_columns, require_eos
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
-from .data.turns import check_turn_settings, check_turns, expand_datasets
+from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
 from .parts import Settings
 from .steps.measures import TextMeasure
@@ -55,6 +55,9 @@ class SFTTask(Task):
             dataset = _checked_rows(dataset, given.processing_class, given.args, given.dataset_name)
         if self.trainer.padding.settings.expand_turns:
             check_turns(dataset, given.processing_class, given.dataset_name)
+        if given.formatting_func is None:  # else the chat template is not what writes the rows
+            columns = ("messages", "prompt", "completion")
+            check_tool_messages(dataset, given.processing_class, given.dataset_name, columns)
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:

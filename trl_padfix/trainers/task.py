@@ -11,6 +11,7 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
 from .data.row_checks import sound_rows
+from .data.turns import check_tool_messages
 
 
 __all__ = ["PairTask", "Task"]
@@ -103,6 +104,10 @@ class Task:
         """The batch whose images and token types the parity check gives the model with one of `padded_batches`."""
         return inputs
 
+    def scoring_module(self, model: Any) -> Any:
+        """What the loss calls of a model, where that is a part of it: its forwards are split by a budget."""
+        return model
+
     def model_for_loss(self, model: Any) -> Any:
         """The model that TRL's loss is given, where it would hand it something that it must not see."""
         return model
@@ -144,6 +149,11 @@ class PairTask(Task):
     """Rows are the chosen completions of a batch, and then its rejected ones."""
 
     rows_per_item = 2
+
+    def check_dataset(self, dataset: Any, given: Any) -> Any:
+        dataset = super().check_dataset(dataset, given)
+        check_tool_messages(dataset, given.processing_class, given.dataset_name, ("prompt", "chosen"))
+        return dataset
 
     def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

@@ -59,6 +59,17 @@ def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
     assert 5 <= len(built) <= 6  # with their batches, of which the data loader fetches one ahead
 
 
+@pytest.mark.parametrize("check", [True, "forward"])
+def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
+    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
+    trainer.train()
+    trainer.evaluate()
+    (policy, reference), *evaluation = trainer.padding.parity["train"], *trainer.padding.parity["eval"]
+    assert (policy.gradient is not None) is (check is True)
+    assert [report.gradient for report in (reference, *evaluation)] == [None] * 3
+    assert {report.not_compared for report in (policy, reference, *evaluation)} == {""}
+
+
 # -- what a script does with a trainer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -39,13 +40,25 @@ def attend_varlen(
     layout: Layout,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """One call of a FlashAttention function of transformers."""
+    """
+    One call of a FlashAttention function of transformers.
+
+    Raises:
+        PaddingRemovalError: If the kernel cannot compute what the module asks for, in this precision or at all.
+    """
+    window = kwargs.get("sliding_window")
+    if window is not None and _ignores_windows():
+        raise PaddingRemovalError(
+            f"flash-attn's Triton backend ignores windows, and {type(module).__name__} attends within one "
+            f"(`sliding_window={window}`). Load the model with `attn_implementation='sdpa'`."
+        )
+    # Partial rotary embeddings leave states head by head; flash-attn's Triton backend (2.8.3) takes them as they lie,
+    # and gets their gradients wrong.
+    states = query, _gather_keys(key, layout), _gather_keys(value, layout)
     try:
         output, _ = attend(
             module,
-            query,
-            _gather_keys(key, layout),
-            _gather_keys(value, layout),
+            *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states),
             None,
             cu_seq_lens_q=layout.cu_seqlens_q,
             cu_seq_lens_k=layout.cu_seqlens_k,
@@ -65,6 +78,12 @@ def attend_varlen(
             "`attn_implementation='sdpa'`."
         ) from error
     return output
+
+
+def _ignores_windows() -> bool:
+    """Whether flash-attn runs on its Triton backend for AMD GPUs, which takes a window and does nothing with it."""
+    interface = sys.modules.get("flash_attn.flash_attn_interface")
+    return getattr(getattr(interface, "flash_attn_gpu", None), "__name__", "").endswith(".interface_fa")
 
 
 def attend_torch_varlen(

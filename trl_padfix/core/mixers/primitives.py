@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import CellType, FunctionType
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
+from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
@@ -34,7 +35,7 @@ from .row_blocks import row_blocks
 from .split import in_slices
 
 
-__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "kernel_parameters", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
@@ -57,7 +58,7 @@ def chunk_of(module: nn.Module) -> int:
     known = getattr(module, "chunk_size", None)
     space = inspect.unwrap(type(module).forward).__globals__
     for name in primitives_of(module) & _BY_CHUNKS:
-        default = inspect.signature(inspect.unwrap(space[name])).parameters.get("chunk_size")
+        default = _parameters(space[name]).get("chunk_size")
         known = known or (default.default if default is not None else None)
         return known if isinstance(known, int) else CHUNK
     return 0
@@ -67,6 +68,11 @@ class PrimitivesPatch(ForwardPatch):
     """Runs a mixer whose functions keep the segments of the packed row apart."""
 
     serves_recomputation = runs_on_view = True
+
+    def __init__(self, module: nn.Module, attachment: Any):
+        super().__init__(module, attachment)
+        for name in primitives_of(module) & _BY_CHUNKS:  # before the first step, if one cannot be read
+            kernel_parameters(inspect.unwrap(type(module).forward).__globals__[name])
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
@@ -118,7 +124,7 @@ def _convolution(own: Callable, call: PackedCall) -> Callable:
 
 
 def _delta_rule(own: Callable, call: PackedCall) -> Callable:
-    tree, is_varlen = tree_of(call), "cu_seqlens" in _kernel_parameters(own)
+    tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(own)
 
     def chunk(query: Any, key: Any, value: Any, g: Any, beta: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         kept = {k: v for k, v in kwargs.items() if k in ("use_qk_l2norm_in_kernel", "chunk_size", "scale")}
@@ -139,8 +145,8 @@ def _delta_rule(own: Callable, call: PackedCall) -> Callable:
 
 
 def _state_space(own: Callable, call: PackedCall) -> Callable:
-    tree, is_kernel = tree_of(call), bool(_kernel_parameters(own))
-    separates = "seq_idx" in _kernel_parameters(own)
+    known = kernel_parameters(own)
+    tree, is_kernel, separates = tree_of(call), bool(known), "seq_idx" in known
 
     def scan(
         hidden_states: torch.Tensor,
@@ -179,7 +185,7 @@ def _state_space(own: Callable, call: PackedCall) -> Callable:
 
 def _scan_on_rows(own: Callable, call: PackedCall) -> Callable:
     """A scan on rows, where its arguments and its output hold tokens in their last dimension."""
-    rows, parameters = row_blocks(call), list(inspect.signature(own).parameters)
+    rows, parameters = row_blocks(call), list(_parameters(own))
 
     def of_rows(name: str, value: Any, block: int) -> Any:
         if name not in ("hidden_states", "dt", "B", "C", "z") or value is None:
@@ -202,14 +208,51 @@ def _left_out(own: Callable, call: PackedCall) -> Callable:
     return lambda *args, **kwargs: None
 
 
+def _parameters(own: Any) -> Mapping[str, inspect.Parameter]:
+    """Parameters with which a mixer calls a function of transformers: those of its version in torch."""
+    if isinstance(own, nn.Module):
+        return dict([*inspect.signature(type(own).forward).parameters.items()][1:])  # without `self`
+    return inspect.signature(own).parameters
+
+
+def kernel_parameters(own: Any) -> frozenset[str]:
+    """
+    Parameters of the kernel behind a function of transformers; none where the function is its own, in torch.
+
+    Where the package `kernels` is installed, such a function is a module whose forward calls it. `kernelize` puts a
+    kernel of the Hub into that module at any time, so only what is read from functions is kept.
+
+    Raises:
+        PaddingRemovalError: If they cannot be read: without them nobody knows whether the kernel keeps rows apart.
+    """
+    if not isinstance(own, nn.Module):
+        return _of_function(own)
+    forward = inspect.unwrap(getattr(own.forward, "__func__", own.forward))
+    behind = inspect.getclosurevars(forward).nonlocals.get("func") if inspect.isfunction(forward) else None
+    return _of_function(behind or own.forward)
+
+
 @cache
-def _kernel_parameters(own: Callable) -> frozenset[str]:
-    """Parameters of the kernel behind a function of transformers; none where the function is its own, in torch."""
-    try:
-        known = inspect.getclosurevars(own).nonlocals
-    except (TypeError, ValueError):
+def _of_function(function: Any) -> frozenset[str]:
+    inner = function
+    while inspect.isfunction(inner):
+        closure = inspect.getclosurevars(inner).nonlocals
+        if "is_new_implementation" in closure:
+            return frozenset(closure["applicable_params"] if closure["is_new_implementation"] else ())
+        following = getattr(inner, "__wrapped__", None)
+        if following is None:
+            break
+        inner = following
+    if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):
         return frozenset()
-    return frozenset(known.get("applicable_params", ()) if known.get("is_new_implementation") else ())
+    code = getattr(inspect.unwrap(function), "__code__", None)  # no signature: one may be claimed of what it calls
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if set(names) <= {"self"}:
+        raise PaddingRemovalError(
+            f"The arguments of {function!r} cannot be read, so nobody knows whether it keeps packed rows apart. Set "
+            "`use_kernels=False` (or the environment's USE_HUB_KERNELS=NO), or train with `padding_free=False`."
+        )
+    return frozenset(names)
 
 
 _KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {

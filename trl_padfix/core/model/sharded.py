@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-__all__ = ["forget_order_of_calls", "gathered_head", "gathers_in_parts"]
+__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gathered_head", "gathers_in_parts"]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -24,6 +24,12 @@ def gathers_in_parts(module: nn.Module) -> bool:
     if _is_of_zero_3(module):
         return True
     return any(_UNITS & {cls.__name__ for cls in type(m).__mro__} for m in module.modules() if m is not module)
+
+
+def differentiates_in_parts(module: nn.Module) -> bool:
+    """Whether somebody else's hooks take part in the backward pass of `module`: those of FSDP or DeepSpeed."""
+    names = {cls.__name__ for m in module.modules() for cls in type(m).__mro__}
+    return bool(names & (_UNITS | {"DeepSpeedEngine"})) or _is_of_zero_3(module)
 
 
 def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:

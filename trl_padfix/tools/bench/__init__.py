@@ -27,7 +27,6 @@ from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
 from ...trainers.steps.dealing import split
 from ...trainers.steps.grouping import group_rows
-from ...trainers.steps.measures import PairMeasure, TextMeasure
 from .building import build, computed_dtype
 from .data import equal_length_pairs, load_dialogues, load_pairs, made_up, pairs_of_lengths, parse_lengths
 from .peak import Peak
@@ -175,8 +174,7 @@ def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: B
     elif variant.batching == "grouped":
         batches = _in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
     else:
-        measure = TextMeasure if settings.trainer == "sft" else PairMeasure
-        costs = measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
+        costs = settings.measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
         if variant.batching == "prefix":
             parts = _in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
         else:

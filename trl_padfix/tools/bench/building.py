@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ import trl
 from datasets import Dataset
 
 from ...trainers.data.turns import expand_turns
+from ...trainers.steps.grouping import group_rows
+from ..data import TEXT_COLUMNS
 from ..stats import texts_of
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from .settings import BenchSettings
 
 __all__ = ["build", "computed_dtype", "weights_dtype"]
+
+EPOCH = 4096
+"""Most rows of the epoch from which `group_by_prefix` takes its steps, and most conversations that are expanded."""
 
 BETA = 0.04
 """Weight of GRPO's distance to the reference, where there is one."""
@@ -35,12 +41,15 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
     texts = [""] if is_tokenized else _texts(data, settings)
     tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+    grouped = settings.shuffle and "group_by_prefix" in settings.variants
+    # Twice as many as needed, since TRL leaves out pairs whose prompt fills `max_length`; what is grouped is an epoch.
+    needed = EPOCH if grouped else 2 * count
     if settings.shuffle:
         data = data.shuffle(seed=settings.seed)
-    # Twice as many as needed: TRL leaves out pairs whose prompt fills `max_length`.
-    data = data.select(range(min(len(data), 2 * count)))
-    if settings.expand_turns:
-        data = expand_turns(data)
+    if settings.expand_turns:  # turns are rows of their own: a training shuffles them too
+        data = expand_turns(data.select(range(min(len(data), EPOCH))))
+        data = data.shuffle(seed=settings.seed) if settings.shuffle else data
+    data = data.select(range(min(len(data), needed)))
     if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
         data = data.map(_dialogue, remove_columns=data.column_names)
     given = dict(
@@ -60,7 +69,20 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
     if len(rows) < count:
         raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
-    return Step(trainer, rows[:count], settings)
+    return Step(trainer, (_grouped(rows, count, settings) if grouped else rows)[:count], settings)
+
+
+def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) -> list[dict[str, Any]]:
+    """
+    The rows of the first steps of an epoch with `group_by_prefix`, shuffled: batches that are not grouped are random
+    ones of the same rows.
+    """
+    draw = random.Random(settings.seed)
+    order = draw.sample(range(len(rows)), len(rows))
+    found = group_rows(order, settings.measure(sharing=True).examples(rows), settings.pairs).tolist()
+    warmup, counted = found[: settings.warmup * settings.pairs], found[settings.warmup * settings.pairs : count]
+    draw.shuffle(counted)
+    return [rows[i] for i in [*warmup, *counted]]
 
 
 def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
@@ -182,5 +204,5 @@ def _lora(settings: BenchSettings) -> Any:
 def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
     if not {"chosen", "rejected"} <= set(data.column_names):
         return texts_of(data)
-    names = ("chosen",) if settings.trainer == "sft" else ("chosen", "rejected")
-    return (row[name] for row in data for name in names)
+    names = ["chosen"] if settings.trainer == "sft" else [n for n in TEXT_COLUMNS if n in data.column_names]
+    return texts_of(data.select_columns(names))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...core.call.layout_of import PrefixSharing
+from ...trainers.steps.measures import PairMeasure, RowMeasure, TextMeasure
 
 
 __all__ = [
@@ -103,6 +104,11 @@ class BenchSettings:
     def batch_rows(self) -> int:
         """Prepared rows of a batch; GRPO's batches are prepared whole."""
         return 1 if self.trainer == "grpo" else self.pairs
+
+    @property
+    def measure(self) -> type[RowMeasure]:
+        """What the rows of the trainer are measured by."""
+        return TextMeasure if self.trainer == "sft" else PairMeasure
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.variants if name not in VARIANTS]

@@ -10,22 +10,34 @@ another computation. With prefix sharing and rows that begin alike in one batch 
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, Features
 from trl.data_utils import maybe_convert_to_chatml
 
 
-__all__ = ["check_turn_settings", "check_turns", "expand_datasets", "expand_turns"]
+__all__ = [
+    "check_tool_messages",
+    "check_turn_settings",
+    "check_turns",
+    "expand_datasets",
+    "expand_turns",
+    "renderer",
+    "turns_of",
+]
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOKED_AT = 1000
 """Most rows of a dataset for which [`check_turns`] renders the chat template."""
+
+LOOKED_FOR_TOOLS = 20
+"""First rows of a dataset in which [`check_tool_messages`] looks for tool calls and answers."""
 
 
 def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
@@ -133,14 +145,11 @@ def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
     if getattr(processing_class, "chat_template", None) is None:
         return  # an error of its own
     chosen = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
-    render = partial(processing_class.apply_chat_template, tokenize=False)
     differing = []
     for row in dataset.select(chosen):
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        more = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
-        prompt = render(row["prompt"], add_generation_prompt=True, **more)
-        whole = render(row["prompt"] + row["completion"], **more)
+        render = renderer(row, processing_class)
+        prompt = render(row["prompt"], add_generation_prompt=True)
+        whole = render(row["prompt"] + row["completion"])
         if not whole.startswith(prompt):
             differing.append((prompt, whole))
     if differing:
@@ -156,7 +165,55 @@ def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
         )
 
 
-def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[int, int]]:
+def renderer(row: dict[str, Any], processing_class: Any) -> Callable[..., str]:
+    """What renders messages of a row as text, by the chat template and with what the row has for it."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    more = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    return partial(processing_class.apply_chat_template, tokenize=False, **more)
+
+
+def check_tool_messages(dataset: Any, processing_class: Any, name: str, columns: Sequence[str]) -> None:
+    """
+    Raise a `ValueError` if the chat template leaves out tool calls, or what tools answered, without a word.
+
+    The first rows are looked at that have any, in the messages of all `columns` in a row. Streams are not.
+    """
+    if not isinstance(dataset, Dataset) or getattr(processing_class, "chat_template", None) is None:
+        return
+    unseen = set(_WITHOUT)
+    there = [name for name in (*columns, "tools", "chat_template_kwargs") if name in dataset.column_names]
+    rows = dataset.select_columns(there).select(range(min(len(dataset), LOOKED_FOR_TOOLS)))
+    for number, row in enumerate(rows):
+        messages = [message for column in columns if isinstance(row.get(column), list) for message in row[column]]
+        render = renderer(row, processing_class)
+        for what in sorted(unseen):
+            emptied = [_WITHOUT[what](message) for message in messages]
+            if emptied == messages:
+                continue
+            unseen.remove(what)
+            if render(emptied) == render(messages):
+                raise ValueError(
+                    f"Row {number} (counted from 0) of the {name} dataset has {what}, and the chat template renders "
+                    "nothing of them: the model would be trained on answers to what it does not see. Take a template "
+                    "that renders tools (`chat_template_path` in the configuration), or write them as text."
+                )
+        if not unseen:
+            return
+
+
+def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "tool_calls": None} if message.get("tool_calls") else message
+
+
+def _without_answer(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": ""} if message["role"] == "tool" and message.get("content") else message
+
+
+_WITHOUT = {"tool calls": _without_calls, "messages of tools": _without_answer}
+
+
+def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Where the turns of the assistant begin and end in a conversation."""
     found, begin = [], 0
     for is_assistant, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
@@ -164,6 +221,12 @@ def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[i
         if is_assistant:
             found.append((begin, begin + length))
         begin += length
+    return found
+
+
+def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[int, int]]:
+    """[`turns_of`] a conversation that have messages before them."""
+    found = turns_of(messages)
     counts["joined"] += any(end - begin > 1 for begin, end in found)
     if found and found[0][0] == 0:
         found = found[1:]

@@ -31,10 +31,11 @@ from datasets import Dataset
 from ...core.layout.flat_maps import FlatMaps
 from ...core.layout.pieces import plan_pieces
 from ...core.model.patching import Attachment
-from ..checks import column_names, rope_kind_beyond, splitting_parallelism
+from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator, images_in, scored, without_layouts
 from ..field_types import temporarily_set
-from ..packing import datasets_of, models_of
+from ..launches import models_of, splitting_parallelism
+from ..packing import datasets_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
 from .config import check_token_budget
@@ -140,7 +141,8 @@ class Splitting(Part):
                 f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        self._attached = [attach_splitting(model) for model in models_of(self.trainer)]
+        modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
+        self._attached = [attach_splitting(module) for module in modules]
 
     def restore(self) -> None:
         for attachment in self._attached:

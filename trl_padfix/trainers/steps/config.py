@@ -41,7 +41,8 @@ class OnlineBudgetConfig:
         if self.max_tokens_per_batch is not None and whole:
             self.per_device_train_batch_size *= accumulated  # type: ignore[attr-defined]
             self.gradient_accumulation_steps = 1
-            self.steps_per_generation = None if steps is None else steps // accumulated
+            if steps is not None:
+                self.steps_per_generation = steps // accumulated
         super().__post_init__()  # type: ignore[misc]
 
 

@@ -11,18 +11,20 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
-from ...core.parity import check_parity
+from ...core.parity import ParityReport, check_parity
+from ..launches import models_of
 from ..parts import Part, Step
 
 
-__all__ = ["Parity"]
+__all__ = ["Parity", "compare", "tensors_of_call"]
 
 logger = get_logger(__name__)
 
 
 class Parity(Part):
     """
-    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded.
+    `parity_check`: before the first forwards of each mode, each model computes some of their rows packed and padded;
+    of the one that is trained the gradient is compared too.
 
     Where the names of a batch do not say what is computed, the check runs on what the model was first called with in
     the step, after its forwards and before the weights are changed.
@@ -52,19 +54,39 @@ class Parity(Part):
             ParityError: If packed and padded differ.
         """
         trainer = self.trainer
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
         reports = trainer.padding.parity.setdefault(step.mode, [])
-        for model in (step.model, getattr(trainer, "ref_model", None)):
-            if model is None:
-                continue
-            report = check_parity(model if sharded else trainer.accelerator.unwrap_model(model), inputs, dtype=dtype)
-            reports.append(report)
-            report.raise_if_failed()
-            if report.compared:
-                trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
-            else:
-                logger.warning(str(report))
+        trains = step.mode == "train" and self.settings.parity_check is True
+        compare(trainer, [step.model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
+
+
+def compare(
+    trainer: Any, models: list[Any], inputs: dict[str, Any], reports: list[ParityReport], *, gradients: bool
+) -> None:
+    """
+    Compare packed with padded, for each model of a trainer on the same inputs, and add what was found to `reports`.
+
+    With `gradients` those of the first model are compared, too.
+
+    Raises:
+        ParityError: If packed and padded differ.
+    """
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+    for model in models:
+        trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model
+        report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
+        reports.append(report)
+        report.raise_if_failed()
+        if report.compared:
+            trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
+        else:
+            logger.warning(str(report))
+
+
+def tensors_of_call(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors, beside labels, that a forward hook of `module` sees it called with, by name."""
+    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    return {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor) and k != "labels"}
 
 
 def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -82,10 +104,7 @@ def _first_call(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if not call:
-            names = inspect.signature(module.forward).parameters
-            given = dict(zip(names, args, strict=False)) | kwargs
-            tensors = {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor) and k != "labels"}
-            call.update(tensors)
+            call.update(tensors_of_call(module, args, kwargs))
 
     hook = find_pretrained(model).register_forward_pre_hook(keep, with_kwargs=True)
     try:

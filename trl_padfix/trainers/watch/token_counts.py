@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import ProgressCallback
 
-from ...core.handle import PaddingStats
+from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.flat_maps import on_device
 from ..parts import Evaluation, Part, Step
 
 
-__all__ = ["TokenCounter", "TokenCounts"]
+__all__ = ["TokenCounter", "TokenCounts", "forward_counts", "summed_over_processes"]
 
 
 class TokenCounter:
@@ -50,7 +50,7 @@ class TokenCounter:
         if not padded:
             return {}
         self.start()
-        metrics = {"perf/tokens_per_second": real / seconds}
+        metrics = {"perf/tokens_per_second": real / seconds} if seconds else {}
         if padding_free:
             metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
         if forwards:
@@ -69,28 +69,11 @@ class TokenCounts(Part):
     def step(self, step: Step) -> Iterator[None]:
         counter = self.counters[step.mode]
         counter.start()
-        before = self._forward_counts()
+        before = forward_counts(self.trainer.padding.handle)
         yield
-        counted = [after - b for after, b in zip(self._forward_counts(), before, strict=True)]
-        counter.add(self._summed_over_processes(_step_counts(step.batches, counted[:3], counted[3:])))
-
-    def _forward_counts(self) -> list[int]:
-        """
-        Padded, real and packed tokens of all packed forwards of the policy so far; with `prefix_sharing="auto"` also
-        how many of them shared prefixes, and how many there were.
-        """
-        handle = self.trainer.padding.handle
-        stats = handle.stats if handle is not None else PaddingStats()
-        chooses = handle is not None and handle.prefix_sharing == "auto"
-        choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
-        return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
-
-    def _summed_over_processes(self, counts: torch.Tensor) -> torch.Tensor:
-        accelerator = self.trainer.accelerator
-        if accelerator.num_processes == 1:
-            return counts
-        replicas = getattr(self.trainer, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-        return accelerator.reduce(on_device(counts, accelerator.device)) // replicas
+        counted = [after - b for after, b in zip(forward_counts(self.trainer.padding.handle), before, strict=True)]
+        counts = _step_counts(step.batches, counted[:3], counted[3:])
+        counter.add(summed_over_processes(counts, self.trainer))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -109,6 +92,26 @@ class TokenCounts(Part):
         if mode == "train" and metrics:
             _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update({prefix + name: value for name, value in metrics.items()})
+
+
+def forward_counts(handle: PaddingRemoval | None) -> list[int]:
+    """
+    Padded, real and packed tokens of all packed forwards so far; with `prefix_sharing="auto"` also how many of them
+    shared prefixes, and how many there were.
+    """
+    stats = handle.stats if handle is not None else PaddingStats()
+    chooses = handle is not None and handle.prefix_sharing == "auto"
+    choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
+    return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
+
+
+def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
+    """The counts of all processes that have rows of their own."""
+    accelerator = trainer.accelerator
+    if accelerator.num_processes == 1:
+        return counts
+    replicas = getattr(trainer, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
+    return accelerator.reduce(on_device(counts, accelerator.device)) // replicas
 
 
 def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""
+A step (forwards, backward, AdamW; without generation) of distillation and of TRL's experimental trainers, and of ours.
+
+    python docs/bench/experiments.py orpo --data test.jsonl.gz
+    python docs/bench/experiments.py cpo --data test.jsonl.gz
+    python docs/bench/experiments.py tpo --data test.jsonl.gz
+    python docs/bench/experiments.py sdpo --data test.jsonl.gz --rows 8
+    python docs/bench/experiments.py distillation --data test.jsonl.gz --rows 16
+
+The data are preference pairs as texts (HH-RLHF). `--rows` are the pairs of a step; for SDPO (of one prompt) and for
+distillation they are completions. Nothing is generated: answers of the data, for SDPO those of other prompts, are in
+their place. TRL's and our trainers take turns on the same rows; their losses must agree, or the command fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from importlib import import_module
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trl_padfix
+from trl_padfix.tools.bench.data import load_pairs
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+MODES = {
+    "TRL": {},
+    "padding-free": {"padding_free": True},
+    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
+}
+ANSWER = "\n\nAssistant:"
+
+
+def rows_of(name: str, pairs: Dataset) -> Dataset:
+    """Rows of the data as the trainer takes them."""
+    rows = []
+    for pair in pairs:
+        prompt, answer = (pair["chosen"] + ANSWER).split(ANSWER, 1)[0] + ANSWER, pair["chosen"].rsplit(ANSWER, 1)[-1]
+        if name in ("sdpo", "distillation"):
+            prompt = pair["chosen"].removesuffix(answer)
+        extra = {"tpo": {"reference": pair["chosen"]}, "sdpo": {"prompt": prompt}, "distillation": {"prompt": prompt}}
+        rows.append({"answer": answer, **({} if name in ("sdpo", "distillation") else pair), **extra.get(name, {})})
+    return Dataset.from_list(rows)
+
+
+def build(name: str, mode: str, folder: str, rows: Dataset, count: int) -> Any:
+    """A trainer whose generations are the answers of the data."""
+    library = trl if mode == "TRL" else trl_padfix
+    title = {"distillation": "Distillation"}.get(name, name.upper())
+    module = library if name == "distillation" else import_module(f"{library.__name__}.experimental.{name}")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    settings = {"per_device_train_batch_size": count, "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no"} | MODES[mode]
+    given: dict[str, Any] = {}
+    if name in ("sdpo", "distillation"):
+        settings |= {"max_completion_length": 512, "shuffle_dataset": False}
+    else:
+        settings |= {"max_length": 1024}
+        rows = rows.remove_columns("answer")
+    if name == "sdpo":
+        settings |= {"num_generations": count, "max_prompt_length": 1024, "distillation_mode": "full_logits"}
+        given["reward_funcs"] = lambda completions, **columns: [float(len(c) % 2) for c in completions]
+    if name == "distillation":
+        given["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trainer = getattr(module, f"{title}Trainer")(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=getattr(module, f"{title}Config")(f"{folder}/run", **settings),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        **given,
+    )
+    answers = tokenizer(list(rows["answer"]))["input_ids"] if "answer" in rows.column_names else []
+    served = [0]
+
+    def answered(prompts: list[Any]) -> list[list[int]]:
+        served[0] += len(prompts)
+        return [answers[i % len(answers)][:512] for i in range(served[0] - len(prompts), served[0])]
+
+    if name == "sdpo":
+        trainer._generate = lambda prompts: (prompts, answered(prompts))
+    elif name == "distillation":
+        trainer._generate_single_turn = lambda prompts, *args, **kwargs: answered(prompts)
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trainer", choices=["orpo", "cpo", "tpo", "sdpo", "distillation"])
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    options = parser.parse_args()
+    count = options.rows * (options.steps + options.warmup)
+    pairs = load_pairs(options.data)
+    pairs = pairs.select(range(min(count, len(pairs))))
+    with tempfile.TemporaryDirectory() as folder:
+        shape = SHAPES[options.shape]
+        tokenizer = train_tokenizer((text for row in pairs for text in row.values()), shape["vocab_size"])
+        tokenizer.save_pretrained(folder)
+        build_qwen2(tokenizer, **shape | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+        rows = rows_of(options.trainer, pairs)
+        trainers = {mode: build(options.trainer, mode, folder, rows, options.rows) for mode in MODES}
+        loaders = {mode: iter(trainer.get_train_dataloader()) for mode, trainer in trainers.items()}
+        optimizers = {mode: torch.optim.AdamW(t.model.parameters(), lr=1e-5) for mode, t in trainers.items()}
+        seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+        for step in range(options.warmup + options.steps):
+            losses = {}
+            for mode, trainer in trainers.items():
+                trainer.model.train()
+                trainer.current_gradient_accumulation_steps = 1
+                inputs = trainer._prepare_inputs(next(loaders[mode]))
+                trainer._step = getattr(trainer, "_step", 0) + 1
+                begin = time.perf_counter()
+                loss = trainer.compute_loss(trainer.model, inputs)
+                loss.backward()
+                optimizers[mode].step()
+                optimizers[mode].zero_grad()
+                seconds[mode].append(time.perf_counter() - begin)
+                losses[mode] = loss.item()
+            theirs = losses["TRL"]
+            if any(abs(loss - theirs) > 1e-4 * max(abs(theirs), 1) for loss in losses.values()):
+                raise SystemExit(f"step {step}: the losses differ: {losses}")
+        counted = trainers["prefix sharing"].padding.stats
+        real, packed = (n / counted.padded_tokens for n in (counted.real_tokens, counted.packed_tokens))
+        print(f"{options.trainer}: 1 / {real:.2f} / {packed:.2f} padded / real / distinct tokens")
+        timed = {mode: found[options.warmup :] for mode, found in seconds.items()}
+        for mode in list(MODES)[1:]:
+            ratio = statistics.median(a / b for a, b in zip(timed["TRL"], timed[mode], strict=True))
+            medians = [statistics.median(timed[m]) for m in ("TRL", mode)]
+            print(f"{mode}: {ratio:.2f}x (median of {options.steps} steps: {medians[0]:.2f} s and {medians[1]:.2f} s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""
+From published rollouts of an agent to a training: SFT on the good ones, DPO between trials of a task, GRPO's loss by
+reward.
+
+Rollouts are JSON lines with `messages` (tool calls and results among them), `task` and `reward`. With those that ship,
+of an airline's agent, a tiny model is built and trained offline, on CPU:
+
+    accelerate launch --cpu recipes/rollouts.py sft --use_cpu true --max_steps 10
+    accelerate launch --cpu recipes/rollouts.py dpo --use_cpu true --max_steps 10
+    accelerate launch --cpu recipes/rollouts.py grpo --use_cpu true --max_steps 10
+
+Yours, and a model whose chat template renders tools; any flag of the method's configuration:
+
+    accelerate launch recipes/rollouts.py dpo \
+        --rollouts rollouts.jsonl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 5e-7
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trl
+from datasets import load_dataset
+from transformers import AutoTokenizer, set_seed
+
+import trl_padfix
+from trl_padfix.cli.mistakes import explained
+from trl_padfix.cli.recipe_run import ReportCallback, build_tiny
+
+
+@dataclass
+class RolloutArguments:
+    """The data, and the model."""
+
+    rollouts: str = field(
+        default=str(Path(__file__).parent / "data/airline/rollouts.jsonl.gz"),
+        metadata={"help": "JSON lines with `messages`, `task` and `reward`."},
+    )
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The model to train; by default a tiny one that is built on the spot."}
+    )
+    tasks: int | None = field(default=None, metadata={"help": "Take the rollouts of so many tasks only."})
+    good: float = field(default=1.0, metadata={"help": "SFT: the least reward that is trained on."})
+
+
+COMMON = dict(padding_free=True, prefix_sharing="auto", logging_steps=1, save_strategy="no", report_to="none")
+OFTEN = dict(COMMON, max_length=16384, group_by_prefix=True, learning_rate=1e-4)
+DEFAULTS = {
+    "sft": dict(OFTEN, expand_turns=True, per_device_train_batch_size=8),
+    "dpo": dict(OFTEN, per_device_train_batch_size=2),
+    # A step takes all trials of a task; without a penalty a long training leaves the agent that was recorded.
+    "grpo": dict(COMMON, num_generations=4, per_device_train_batch_size=4, beta=0.04, learning_rate=1e-5),
+}
+
+
+def main(method, arguments):
+    parser = trl.TrlParser((RolloutArguments, getattr(trl_padfix, f"{method.upper()}Config")))
+    parser.set_defaults_with_config(output_dir=f"runs/rollouts_{method}", **DEFAULTS[method])
+    script, training = parser.parse_args_and_config(arguments)
+    set_seed(training.seed)
+    rollouts = load_dataset("json", data_files=script.rollouts, split="train")
+    if script.tasks is not None:
+        first = list(dict.fromkeys(rollouts["task"]))[: script.tasks]
+        rollouts = rollouts.filter(lambda row: row["task"] in first)
+    model = script.model_name_or_path or build_tiny("tiny", rollouts, Path(training.output_dir) / "initial_model")
+    given = {"processing_class": AutoTokenizer.from_pretrained(model)}
+
+    if method == "sft":
+        given["train_dataset"] = trl_padfix.good_rollouts(rollouts, at_least=script.good)
+    elif method == "dpo":
+        given["train_dataset"] = trl_padfix.rollout_pairs(rollouts)
+    else:
+        recorded = trl_padfix.RecordedRollouts(rollouts, **given)
+        given |= {"train_dataset": recorded.prompts, "rollout_func": recorded, "reward_funcs": recorded.rewards}
+    trainer = getattr(trl_padfix, f"{method.upper()}Trainer")(model, args=training, **given)
+    trainer.add_callback(ReportCallback())
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in DEFAULTS:
+        sys.exit(f"rollouts.py: name a method first, one of {', '.join(DEFAULTS)}")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` is what TRL warns about
+    with explained("rollouts.py"):
+        main(sys.argv[1], sys.argv[2:])

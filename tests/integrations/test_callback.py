@@ -1,0 +1,307 @@
+"""`PaddingRemovalCallback`: padding removed from trainers that know nothing of this package."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, lora, words
+from torch.nn import functional
+from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
+
+import trl_padfix
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding
+from trl_padfix.core.remove import attachment_of
+
+
+class Margins(Trainer):
+    """
+    A trainer of its own: rows of a batch are `[preferred, other]` pairs, scored by the mean log-probability of their
+    labels, and held together by the states after their last tokens; a reference may hold the scores back.
+    """
+
+    def __init__(self, *args, ref_model=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.ref_model = ref_model
+
+    def scores(self, model, inputs):
+        out = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], output_hidden_states=True)
+        labels, mask = inputs["labels"][:, 1:], inputs["labels"][:, 1:] != -100
+        logps = out.logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+        last = inputs["attention_mask"].cumsum(1).argmax(1)
+        return (logps * mask).sum(1) / mask.sum(1), out.hidden_states[-1][range(len(last)), last]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        scores, states = self.scores(model, inputs)
+        if self.ref_model is not None:
+            with torch.no_grad():
+                scores = scores - self.scores(self.ref_model, inputs)[0]
+        loss = -functional.logsigmoid(scores[::2] - scores[1::2]).mean() - scores[::2].mean()
+        loss = loss + 0.1 * (states[::2] - states[1::2]).square().mean()
+        return (loss, {"scores": scores}) if return_outputs else loss
+
+
+def build_rows(count: int, seed: int = 0) -> Dataset:
+    """Pairs of rows that begin alike."""
+    draw, tokenizer = random.Random(seed), build_tokenizer()
+    prompts = [words(draw, 4, 14) for _ in range(count // 2)]
+    ids = [tokenizer(prompt + words(draw, 1, 9))["input_ids"] for prompt in prompts for _ in range(2)]
+    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+
+
+def build_trainer(folder, trainer_class=Margins, callbacks=(), model=None, **given):
+    kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
+    settings = kept | {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "train_sampling_strategy": "sequential",
+    }
+    config = {k: given.pop(k) for k in [*given] if k in TrainingArguments.__dataclass_fields__}
+    trainer = trainer_class(
+        model or build_model(),
+        TrainingArguments(str(folder), **settings | {"max_steps": 5} | config),
+        data_collator=DataCollatorForSeq2Seq(build_tokenizer()),
+        train_dataset=build_rows(24),
+        eval_dataset=build_rows(12, seed=1),
+        callbacks=[*callbacks],
+        **given,
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(folder, trainer_class=Margins, callbacks=(), **given):
+    """The trainer after its training, with an evaluation in the middle, and the tokens that entered the policy."""
+    trainer = build_trainer(folder, trainer_class, callbacks, eval_strategy="steps", eval_steps=3, **given)
+    entered: list[int] = []
+    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[:2].numel()))
+    trainer.train()
+    return trainer, sum(entered)
+
+
+def trajectory(trainer) -> torch.Tensor:
+    logs = trainer.state.log_history
+    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
+    return torch.tensor(steps + [[log["eval_loss"], 0] for log in logs if "eval_loss" in log])
+
+
+HOLDERS = {
+    "plain": {},
+    "with a reference": {"ref_model": lambda: build_model(seed=1)},
+    "accumulating, checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+}
+
+
+SHARING = (False, True, "auto")
+FAST = [("callback", "with a reference", True), ("class", "plain", True)]
+CELLS = [(way, holder, sharing) for way in ("callback", "class") for holder in HOLDERS for sharing in SHARING]
+
+
+@pytest.mark.parametrize(
+    ("way", "holder", "sharing"), [pytest.param(*c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CELLS]
+)
+def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(way, holder, sharing, tmp_path):
+    def given():
+        return {name: value() if callable(value) else value for name, value in HOLDERS[holder].items()}
+
+    theirs, padded = train(tmp_path / "theirs", **given())
+    if way == "callback":
+        callback = PaddingRemovalCallback(sharing, parity_check=False)
+        ours, entered = train(tmp_path / "ours", callbacks=[callback], **given())
+        handles, stats = callback.handles, callback.stats
+        assert attachment_of(ours.model) is None
+        assert "forward" not in vars(ours.model)
+    else:
+        without_padding = padding_free_trainer(Margins, prefix_sharing=sharing, parity_check=False)
+        ours, entered = train(tmp_path / "ours", without_padding, **given())
+        handles, stats = ours.padding.handles, ours.padding.stats
+    assert_same(trajectory(ours), trajectory(theirs), atol=1e-5)
+    recomputes = "checkpointing" in holder
+    assert stats.packed_tokens < stats.padded_tokens
+    assert recomputes or (entered == stats.packed_tokens and padded == stats.padded_tokens)
+    assert (stats.packed_tokens < stats.real_tokens) is bool(sharing)
+    assert len(handles) == 1 + (holder == "with a reference")
+    steps = [log for log in ours.state.log_history if "loss" in log]
+    assert all(0 < log["padfix/pad_fraction"] < 1 and log["perf/tokens_per_second"] > 0 for log in steps)
+    assert all((log["padfix/shared_fraction"] > 0) is bool(sharing) for log in steps)
+    evaluations = [log for log in ours.state.log_history if "eval_loss" in log]
+    assert len(evaluations) == 2
+    assert all(0 < log["eval_padfix/pad_fraction"] < 1 for log in evaluations)
+
+
+def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
+    seen = []
+
+    class Reporter(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    train(tmp_path, callbacks=[Reporter(), PaddingRemovalCallback(prefix_sharing=True)])
+    assert sum("padfix/pad_fraction" in log for log in seen) == 5
+
+
+def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
+    callback = PaddingRemovalCallback(prefix_sharing=True)
+    train(tmp_path, callbacks=[callback], ref_model=build_model(seed=1))
+    assert [(report.ok, report.prefix_sharing) for report in callback.reports] == [(True, True)] * 2
+    assert all(report.compared and report.packed_tokens < report.padded_tokens for report in callback.reports)
+    for mode in ("padding-free", "prefix sharing"):
+        with monkeypatch.context() as patch:
+            config = break_mode(patch, mode)
+            callback = PaddingRemovalCallback(config.get("prefix_sharing", False))
+            trainer = build_trainer(tmp_path, callbacks=[callback])
+            before = [p.detach().clone() for p in trainer.model.parameters()]
+            with pytest.raises(ParityError):
+                trainer.train()
+            assert all(map(torch.equal, before, trainer.model.parameters()))
+            callback.remove()
+            assert attachment_of(trainer.model) is None
+            unchecked, _ = train(
+                tmp_path, callbacks=[PaddingRemovalCallback(callback.prefix_sharing, parity_check=False)]
+            )
+        theirs, _ = train(tmp_path)
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(trajectory(unchecked), trajectory(theirs))
+
+
+def test_trls_trainers_take_it(tmp_path):
+    pairs = Dataset.from_list(
+        [{"prompt": f"w3 w4 w{i} ", "chosen": "w5 w6 w7 " * (i % 3), "rejected": f"w{i} w9"} for i in range(5, 25)]
+    )
+    runs = {}
+    for name, callbacks in {"theirs": [], "ours": [PaddingRemovalCallback(prefix_sharing=True)]}.items():
+        config = trl.DPOConfig(str(tmp_path), **SETTINGS | {"max_steps": 4, "per_device_train_batch_size": 4})
+        given = {"train_dataset": pairs, "processing_class": build_tokenizer(), "callbacks": callbacks}
+        trainer = trl.DPOTrainer(build_model(), build_model(seed=1), config, **given)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        runs[name] = torch.tensor([[log["loss"], log["grad_norm"]] for log in logs])
+    assert_same(runs["ours"], runs["theirs"])
+    assert [handle.stats.packed_tokens < handle.stats.real_tokens for handle in callbacks[0].handles] == [True, True]
+    assert [report.ok for report in callbacks[0].reports] == [True, True]
+
+
+def test_mixed_precision_and_adapters(tmp_path):
+    callback = PaddingRemovalCallback(prefix_sharing=True)
+    trainer, entered = train(tmp_path, callbacks=[callback], model=adapted_model(), bf16=True, max_steps=2)
+    assert callback.reports[0].dtype == torch.bfloat16
+    assert 0 < callback.stats.packed_tokens < entered + 1
+    assert all(torch.isfinite(torch.tensor(log["loss"])) for log in trainer.state.log_history if "loss" in log)
+    assert attachment_of(trainer.model) is None
+
+
+def adapted_model():
+    import peft
+
+    return peft.get_peft_model(build_model(), lora(task_type="CAUSAL_LM"))
+
+
+def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
+    callback = PaddingRemovalCallback()
+    trainer = build_trainer(tmp_path, callbacks=[callback], max_steps=2)
+    fail = SimpleNamespace(n=0)
+
+    def raise_once(*args, **kwargs):
+        fail.n += 1
+        raise RuntimeError("once")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "compute_loss", raise_once)
+        with pytest.raises(RuntimeError, match="once"):
+            trainer.train()
+    assert attachment_of(trainer.model) is callback.handles[0]
+    trainer.train()
+    first = callback.stats.packed_tokens
+    trainer.train()
+    assert callback.stats.packed_tokens == first > 0
+    assert attachment_of(trainer.model) is None
+
+
+# -- what it does not take: each is said before the first step
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = build_model(), build_model()
+
+
+def compiled():
+    model = build_model()
+    model.compile(backend="eager")
+    return model
+
+
+class DeepSpeedEngine(torch.nn.Module):
+    """Stands for the engine, which needs a launch."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def attached():
+    model = build_model()
+    remove_padding(model)
+    return model
+
+
+BAD = {
+    "attached already": (attached, {}, ValueError, "attached to this Qwen2Model already"),
+    "two models": (Two, {}, TypeError, "contains Qwen2ForCausalLM, Qwen2ForCausalLM. Attach to each"),
+    "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
+    "compiled": (
+        compiled,
+        {},
+        PaddingRemovalError,
+        "`torch.compile` has taken over `Qwen2For.*torch_compile",
+    ),
+    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, r"DeepSpeed has.*callback\.att"),
+    "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "noise of its own"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_the_first_step(name, tmp_path):
+    build, config, error, said = BAD[name]
+    callback = PaddingRemovalCallback(prefix_sharing=True)
+    trainer = build_trainer(tmp_path, callbacks=[callback], model=build(), remove_unused_columns=False, **config)
+    trainer.compute_loss = lambda *args, **kwargs: pytest.fail("a step began")
+    with pytest.raises(error, match=f"(?s){said}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert callback.handles == []
+
+
+def test_one_of_our_trainers_has_attached_already(tmp_path):
+    trainer = build_trainer(tmp_path, padding_free_trainer(Margins), [PaddingRemovalCallback()])
+    with pytest.raises(ValueError, match=r"attached to this Qwen2Model already.*trainer\.restore_padding"):
+        trainer.train()
+
+
+def test_settings_that_are_none():
+    with pytest.raises(ValueError, match="`prefix_sharing` is True, False or 'auto', got 'yes'"):
+        PaddingRemovalCallback("yes")
+    with pytest.raises(TypeError, match="padding_side"):
+        PaddingRemovalCallback(padding_side="left")
+    with pytest.raises(PaddingRemovalError, match=r"called by no `transformers\.Trainer`"):
+        PaddingRemovalCallback().on_train_begin(None, None, None, model=build_model())
+
+
+def test_a_run_that_packs_nothing_is_told(tmp_path, caplog):
+    class Maskless(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(input_ids=inputs["input_ids"]).logits.logsumexp(-1).mean()
+
+    trainer = build_trainer(tmp_path, Maskless, [PaddingRemovalCallback()], max_steps=2)
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    assert caplog.text.count("Nothing was packed in the first step") == 1
+
+
+def test_it_is_public():
+    assert trl_padfix.PaddingRemovalCallback is PaddingRemovalCallback

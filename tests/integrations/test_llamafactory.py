@@ -1,0 +1,85 @@
+"""LLaMA-Factory from a YAML, with and without the callback; `nox -s plugins` has an environment with it."""
+
+import json
+import sys
+
+import pytest
+import yaml
+from kit.foreign_stacks import STEPS, assert_equal_steps_of_fewer_tokens, logged, preferences, run, save_model
+
+from trl_padfix.versions import OTHER_STACKS, installed_version
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(installed_version("llamafactory") is None, reason="no LLaMA-Factory here (`nox -s plugins`)"),
+]
+
+PAIRS = {
+    "file_name": "rows.json",
+    "ranking": True,
+    "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+}
+TEXTS = {"file_name": "rows.json", "columns": {"prompt": "prompt", "response": "chosen"}}
+METHODS = {"sft": TEXTS, "dpo": PAIRS, "rm": PAIRS}
+
+
+def config(folder, method: str, **more) -> str:
+    """A YAML as users of LLaMA-Factory write it."""
+    (folder / "dataset_info.json").write_text(json.dumps({"rows": METHODS[method]}))
+    settings = {
+        "model_name_or_path": str(folder / "model"),
+        "stage": method,
+        "do_train": True,
+        "finetuning_type": "full",
+        "dataset": "rows",
+        "dataset_dir": str(folder),
+        "template": "empty",
+        "cutoff_len": 256,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_steps": STEPS,
+        "output_dir": str(folder / "out"),
+        "overwrite_output_dir": True,
+        "disable_gradient_checkpointing": True,
+        "report_to": "none",
+        "use_cpu": True,
+        "flash_attn": "sdpa",
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | more))
+    return "config.yaml"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_model(tmp_path / "model")
+    (tmp_path / "rows.json").write_text(json.dumps(preferences()))
+    return tmp_path
+
+
+PLUGIN = ("python", "-m", "trl_padfix.integrations.llamafactory")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_our_module_starts_it_without_padding(method, folder):
+    run("llamafactory-cli", "train", config(folder, method), folder=folder)
+    theirs, shares = logged(folder / "out"), method != "sft"
+    said = run(*PLUGIN, config(folder, method, padfix_prefix_sharing=shares), folder=folder)
+    assert_equal_steps_of_fewer_tokens(logged(folder / "out"), theirs, shares=shares)
+    assert said.count("parity ok") == (2 if method == "dpo" else 1)  # policy and reference
+
+
+def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):
+    with pytest.raises(AssertionError, match=r"no keys \['padfix_sharing'\]; it has \['padfix_prefix_sharing'"):
+        run(*PLUGIN, config(folder, "sft", padfix_sharing=True), folder=folder)
+
+
+def test_another_version_is_refused_when_the_plug_in_is_loaded(monkeypatch):
+    monkeypatch.setitem(OTHER_STACKS, "llamafactory", "0.1.0")
+    monkeypatch.delitem(sys.modules, "trl_padfix.integrations.llamafactory", raising=False)
+    with pytest.raises(RuntimeError, match=r"run with llamafactory 0\.1\.0, and 0\.\d+\.\d+ is installed"):
+        __import__("trl_padfix.integrations.llamafactory")

@@ -1,0 +1,95 @@
+"""Steps of the trainers through TRL's fused head with its kernels, against TRL's padded step in torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.cells import slow_but
+from kit.dpo_runs import build_pairs
+from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
+from kit.sft_runs import build_rows
+from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_model, build_tokenizer, run
+
+import trl_padfix
+
+
+pytest.importorskip("triton")
+pytest.importorskip("trl.kernels", reason="this version of TRL has no kernels")
+
+from kit.interpreted import counted_kernels, trl_on_triton
+
+
+pytestmark = pytest.mark.kernels
+
+KINDS = ["DPO", "SFT", "SFT, packed", "KTO", "Reward", "GRPO", "RLOO"]
+
+
+def unpaired(pairs: Dataset) -> Dataset:
+    names = "rejected", "chosen"
+    rows = [{"prompt": r["prompt"], "completion": r[names[i % 2]], "label": bool(i % 2)} for i, r in enumerate(pairs)]
+    return Dataset.from_list(rows)
+
+
+def given(kind: str, folder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of a trainer and of its configuration."""
+    reference = {"ref_model": build_model(seed=1)}
+    match kind:
+        case "DPO":
+            return {"model": build_model(), "train_dataset": build_pairs(4), **reference}, {}
+        case "KTO":
+            return {"model": build_model(), "train_dataset": unpaired(build_pairs(4)), **reference}, {}
+        case "Reward":
+            return {"model": build_model("reward"), "train_dataset": build_pairs(4)}, {}
+        case "SFT" | "SFT, packed":
+            packing = {"packing": True, "max_length": 24} if kind.endswith("packed") else {}
+            return {"model": build_model(), "train_dataset": build_rows(4, kind="texts")}, packing
+    settings = {**ONLINE_SETTINGS, "num_generations": 2, "max_completion_length": 8}
+    policy = load_policy(save_policy(folder / "policy"))
+    return {"model": policy, "reward_funcs": reward_words, "train_dataset": build_prompts(4)}, settings
+
+
+def train(
+    kind: str, package: Any, kernels: bool, tmp_path: Any, **config: Any
+) -> tuple[torch.Tensor, Counter[str], int]:
+    """The trajectory of one step, the kernels it launched, and positions whose logits were built."""
+    torch.manual_seed(0)
+    arguments, settings = given(kind, tmp_path)
+    settings = SETTINGS | settings | {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "sgd"} | config
+    name, logits = kind.partition(",")[0], []
+    settings = getattr(package, f"{name}Config")(output_dir=str(tmp_path / "run"), **settings)
+    tokenizer = build_tokenizer()
+    trainer = getattr(package, f"{name}Trainer")(args=settings, processing_class=tokenizer, **arguments)
+    head = trainer.model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_hook(lambda m, i, out: logits.append(out.shape[:-1].numel() if m.training else 0))
+    with trl_on_triton() if kernels else nullcontext(), counted_kernels() as launches:
+        return run(trainer, lambda *_: None).trajectory(), launches, sum(logits)
+
+
+@pytest.mark.parametrize("kind", slow_but(["DPO", "SFT"], KINDS))
+def test_every_mode_gives_trls_step_through_its_kernels(kind, tmp_path):
+    theirs, none, _ = train(kind, trl, False, tmp_path)
+    padded, launches, built = train(kind, trl, True, tmp_path)
+    assert not none
+    assert_same(padded, theirs)
+    # A reward has no head over the vocabulary.
+    assert (set(launches) == {"_forward_kernel", "_backward_kernel"}) != (kind == "Reward")
+    for mode in ("padding-free", "prefix sharing"):
+        ours, ours_launched, ours_built = train(kind, trl_padfix, True, tmp_path, parity_check=False, **MODES[mode])
+        assert_same(ours, theirs)
+        assert set(ours_launched) == set(launches)
+        assert ours_built <= built
+
+
+@pytest.mark.parametrize("kind", slow_but(["DPO"], ["DPO", "SFT", "KTO"]))
+def test_a_leaking_layout_would_be_seen(kind, tmp_path, monkeypatch):
+    theirs, _, _ = train(kind, trl, False, tmp_path)
+    broken = break_mode(monkeypatch, "padding-free")
+    ours, _, _ = train(kind, trl_padfix, True, tmp_path, parity_check=False, **broken)
+    assert not torch.allclose(ours, theirs, rtol=1e-3)

@@ -1,0 +1,114 @@
+"""TRL's experimental trainers and ours: one trajectory, generation included, whatever the mode."""
+
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from kit.cells import slow_but
+from kit.trainer_runs import MODES, Run, assert_mode_ran, assert_same, break_mode
+from packaging.version import Version
+
+import trl_padfix.experimental
+from trl_padfix import ParityError
+
+
+if Version(trl.__version__) < Version("1.16"):
+    pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
+
+from kit.experimental_runs import EXPERIMENTS, MODULES, build, classes, train
+from kit.online_runs import save_policy
+
+
+PACKED = ["padding-free", "prefix sharing"]
+CELLS = [(name, mode) for name in EXPERIMENTS for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def trls(policy, tmp_path_factory):
+    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
+
+
+@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "prefix sharing"), ("TPO", "prefix sharing")], CELLS))
+def test_ten_steps_and_an_evaluation_are_trls(name, mode, trls, policy, tmp_path):
+    theirs = trls(name)
+    ours = train(name, "trl_padfix", tmp_path, policy, **MODES[mode])
+    assert len(ours.trajectory()) == 10 + EXPERIMENTS[name].evaluates
+    if mode == "padded" and name != "TPO":  # which is padded on the tokenizer's side, the left
+        assert ours.trajectory().tolist() == theirs.trajectory().tolist()
+        assert ours.weights().tolist() == theirs.weights().tolist()
+    assert_same(ours.trajectory(), theirs.trajectory())
+    assert_same(ours.weights(), theirs.weights(), atol=1e-5)
+    assert_mode_ran(Run(ours.trainer, [], ours.entered, theirs.batches), mode)
+    padding = ours.trainer.padding
+    if mode != "padded":
+        assert all(log["padfix/pad_fraction"] > 0 for log in ours.logs if "loss" in log)
+        assert padding.parity.keys() == ({"train", "eval"} if EXPERIMENTS[name].evaluates else {"train"})
+        assert {len(reports) for reports in padding.parity.values()} == {len(padding.handles)}
+        assert all(handle.stats.packed_tokens < handle.stats.padded_tokens for handle in padding.handles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_of_a_collator_is_honoured(side, trls, policy, tmp_path):
+    ours = train("TPO", "trl_padfix", tmp_path, policy, padding_side=side)
+    batch = next(iter(ours.trainer.get_train_dataloader()))
+    assert (batch["attention_mask"][:, -1].min() == 1) == (side == "left")
+    assert (ours.trajectory().tolist() == trls("TPO").trajectory().tolist()) == (side == "right")
+    assert_same(ours.trajectory(), trls("TPO").trajectory())
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), slow_but([("ORPO", "padding-free")], [(n, m) for n in EXPERIMENTS for m in PACKED])
+)
+def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy, tmp_path, monkeypatch):
+    theirs, config = trls(name), break_mode(monkeypatch, mode)
+    with pytest.raises(ParityError, match="parity FAILED"):
+        build(name, "trl_padfix", tmp_path, policy, **config).train()
+    ours = train(name, "trl_padfix", tmp_path, policy, parity_check=False, **config)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours.trajectory(), theirs.trajectory())
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_dataset_without_the_columns_is_refused(name, policy, tmp_path):
+    with pytest.raises(ValueError, match="has no column"):
+        build(name, "trl_padfix", tmp_path, policy, train_dataset=Dataset.from_list([{"question": "w3"}] * 8))
+
+
+@pytest.mark.parametrize("name", ["GKD", "GOLD", "IWOPD"])
+def test_a_student_without_a_teacher_is_refused(name, policy, tmp_path):
+    with pytest.raises(ValueError, match="The student needs a teacher"):
+        build(name, "trl_padfix", tmp_path, policy, teacher_model=None)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_names_and_fields_are_trls_and_ours(name):
+    for ours, theirs in zip(classes(name, "trl_padfix"), classes(name, "trl"), strict=True):
+        assert ours.__name__ == theirs.__name__
+        assert issubclass(ours, theirs)
+    added = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite"}
+    assert added <= set(classes(name, "trl_padfix")[1].__dataclass_fields__)
+
+
+def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl.experimental.orpo", None)
+    monkeypatch.delitem(sys.modules, "trl_padfix.experimental.orpo", raising=False)
+    with pytest.raises(ImportError, match=rf"TRL {trl.__version__} has no `trl.experimental.orpo`.*TRL 1\.16"):
+        import_module("trl_padfix.experimental.orpo")
+    monkeypatch.setattr("trl_padfix.versions.installed_version", lambda package: "1.15.0")
+    with pytest.raises(ImportError, match=r"`trl_padfix.experimental` needs trl .*1\.16.*, and 1\.15\.0 is installed"):
+        import_module("trl_padfix.experimental.orpo")
+
+
+def test_every_experiment_has_a_cell():
+    modules = {path.stem for path in Path(trl_padfix.experimental.__file__).parent.glob("*.py")}
+    assert modules - {"__init__", "tasks"} == {MODULES.get(name, name.lower()) for name in EXPERIMENTS}

@@ -1,0 +1,223 @@
+"""Published rollouts: pairs that part where trials part, groups with the recorded rewards, and errors beforehand."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, IterableDataset, load_dataset
+from kit.online_runs import watch_forwards
+from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer, run
+
+from trl_padfix import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RecordedRollouts,
+    SFTConfig,
+    SFTTrainer,
+    good_rollouts,
+    rollout_pairs,
+)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else 'w6 ' }}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ ' ' + call.function.name + ' ' }}{% endfor %}{{ ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
+)
+DATA = Path(__file__).parents[2] / "recipes/data"
+
+
+def say(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def called(name, number):
+    """What an agent calls, and the answer; the id is another one in each trial."""
+    calls = [{"id": str(number), "type": "function", "function": {"name": name, "arguments": {"x": 1}}}]
+    return [say("assistant", "", tool_calls=calls), say("tool", "w20", tool_call_id=str(number))]
+
+
+def rollout(task, trial, reward, *messages):
+    begin = [say("system", "w10 w11"), say("user", f"w{12 + task}"), *called("w4", f"{task}{trial}")]
+    return {"task": task, "trial": trial, "reward": reward, "messages": [*begin, *messages]}
+
+
+def answer(word, *more):
+    return [say("assistant", word), *more]
+
+
+ROWS = [
+    rollout(0, 0, 0.0, *answer("w21"), say("user", "w22"), *answer("w23"), say("user", "w24")),
+    rollout(0, 1, 1.0, *answer("w25")),
+    rollout(0, 2, 0.0, *answer("w21"), say("user", "w26"), *answer("w27")),
+    rollout(1, 0, 0.0, *answer("w28")),
+    rollout(1, 1, 0.0, *answer("w29")),
+    rollout(1, 2, 0.0, *answer("w30")),
+    rollout(2, 0, 1.0, *answer("w31"), say("user", "w32"), *answer("w33")),
+    rollout(2, 1, 0.5, *answer("w31"), say("user", "w34"), *answer("w35")),
+    rollout(2, 2, 0.5, *answer("w31"), say("user", "w32")),
+    rollout(3, 0, 1.0, *answer("w36")),
+]
+
+
+def rollouts(rows=ROWS, **columns):
+    return Dataset.from_list([row | columns for row in rows])
+
+
+def contents(messages):
+    return [m["content"] or m["tool_calls"][0]["function"]["name"] for m in messages]
+
+
+def test_pairs_part_where_the_trials_do(caplog):
+    with caplog.at_level(logging.WARNING):
+        pairs = rollout_pairs(rollouts())
+    found = [tuple(contents(pair[name]) for name in ("prompt", "chosen", "rejected")) for pair in pairs]
+    begin = ["w10 w11", "w12", "w4", "w20"]
+    assert found == [
+        (begin, ["w25"], ["w21", "w22", "w23"]),  # nothing behind the last turn
+        (begin, ["w25"], ["w21", "w26", "w27"]),
+        (["w10 w11", "w14", "w4", "w20", "w31"], ["w32", "w33"], ["w34", "w35"]),
+    ]
+    assert pairs["margin"][:] == [1.0, 1.0, 0.5]
+    assert pairs["task"][:] == [0, 0, 2]
+    assert "1 of 4 tasks have one trial" in caplog.text
+    assert "the trials of 1 tasks all have one reward" in caplog.text
+    assert "1 pairs of trials share no message, or one is the beginning of the other" in caplog.text
+    assert "1 of 3 pairs part at a message that is not the assistant's" in caplog.text
+
+
+def test_what_trials_say_otherwise_is_not_shared():
+    other = json.loads(json.dumps(ROWS[:2]))
+    other[0]["messages"][2]["tool_calls"][0]["function"]["arguments"]["x"] = 2  # the control: another call
+    (pair,) = rollout_pairs(rollouts(other))
+    assert len(pair["prompt"]) == 2
+
+
+def training(path, config, **more):
+    return config(output_dir=str(path), **SETTINGS | {"max_steps": 2} | more)
+
+
+def test_pairs_and_good_rollouts_train(tmp_path):
+    tokenizer, mode = build_tokenizer(chat_template=TEMPLATE), {"padding_free": True, "prefix_sharing": True}
+    trainer = dpo(tmp_path, tokenizer, **mode)
+    prompts = {tokenizer.decode(row["prompt_ids"]) for row in trainer.train_dataset}
+    assert "w6 w10 w11 <eos> w6 w12 <eos> w5 w4 <eos> w6 w20 <eos> w5" in prompts
+    trainer.train()
+    args = training(tmp_path, SFTConfig, expand_turns=True, **mode)
+    good = good_rollouts(rollouts())
+    trainer = SFTTrainer(build_model(), args=args, train_dataset=good, processing_class=tokenizer)
+    assert len(trainer.train_dataset) == 7
+    trainer.train()
+
+
+def recorded_run(path, **mode):
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
+    recorded = RecordedRollouts(rollouts(), tokenizer)
+    args = training(
+        path, GRPOConfig, num_generations=recorded.trials, per_device_train_batch_size=recorded.trials, **mode
+    )
+    trainer = GRPOTrainer(
+        build_model(), recorded.rewards, args, recorded.prompts, processing_class=tokenizer, rollout_func=recorded
+    )
+    return recorded, run(trainer, watch_forwards([]))
+
+
+def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    recorded, padded = recorded_run(tmp_path)
+    assert recorded.trials == 3
+    assert recorded.prompts["prompt"][:] == ["0", "2"]
+    _, shared = recorded_run(tmp_path, padding_free=True, prefix_sharing=True)
+    assert_same(shared.trajectory(), padded.trajectory())
+    assert shared.entered < padded.entered
+    history = padded.trainer.state.log_history
+    assert sorted(entry["reward"] for entry in history if "reward" in entry) == pytest.approx([1 / 3, 2 / 3])
+    output = recorded(["0"] * 3, None)
+    rows = zip(output["completion_ids"], output["env_mask"], strict=True)
+    decoded = [build_tokenizer().decode([i for i, said in zip(*row, strict=True) if said]) for row in rows]
+    assert decoded == ["w4 <eos> w21 <eos> w23 <eos>", "w4 <eos> w25 <eos>", "w4 <eos> w21 <eos> w27 <eos>"]
+    assert output["recorded"] == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "make", "message"),
+    [
+        ([{k: v for k, v in row.items() if k != "reward"} for row in ROWS], rollout_pairs, "no column `reward`"),
+        ([{k: v for k, v in row.items() if k != "task"} for row in ROWS], rollout_pairs, "no column `task`"),
+        ([{k: v for k, v in row.items() if k != "reward"} for row in ROWS], good_rollouts, "no column `reward`"),
+        ([{"task": 0, "reward": 1.0, "text": "w3"}], good_rollouts, "no column `messages`"),
+        ([*ROWS, ROWS[0] | {"reward": None}], rollout_pairs, r"1 of 11 rollouts have no number .* row 10"),
+        (ROWS[9:], rollout_pairs, "makes no pair of 1 rollouts: 1 of 1 tasks have one trial"),
+        (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),
+        (ROWS[3:6], good_rollouts, "None of the 3 rollouts has a `reward` of at least 1; the highest is 0"),
+        (ROWS[9:], "recorded", "nothing to compare: of 1 tasks most have 1 trial"),
+        (ROWS[3:6], "recorded", "the trials of 1 all have one reward"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_an_error(rows, make, message):
+    if make == "recorded":
+        make = lambda dataset: RecordedRollouts(dataset, build_tokenizer(chat_template=TEMPLATE))  # noqa: E731
+    with pytest.raises(ValueError, match=message):
+        make(Dataset.from_list(rows))
+
+
+def test_streams_and_groups_that_are_split_are_errors():
+    with pytest.raises(TypeError, match="IterableDataset"):
+        rollout_pairs(IterableDataset.from_generator(lambda: iter(ROWS)))
+    recorded = RecordedRollouts(rollouts(), build_tokenizer(chat_template=TEMPLATE))
+    with pytest.raises(ValueError, match="Set `num_generations=3`"):
+        recorded(["0", "0"], None)
+
+
+DROPPED = {
+    "tool calls": TEMPLATE.replace("m.tool_calls", "m.nothing"),
+    "messages of tools": TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content if m.role != 'tool' else '' }}"),
+}
+
+
+def sft(path, tokenizer):
+    return SFTTrainer(build_model(), training(path, SFTConfig), train_dataset=rollouts(), processing_class=tokenizer)
+
+
+def dpo(path, tokenizer, **more):
+    return DPOTrainer(
+        build_model(), build_model(seed=1), training(path, DPOConfig, **more), train_dataset=rollout_pairs(rollouts()),
+        processing_class=tokenizer,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DROPPED)
+@pytest.mark.parametrize("make", [sft, dpo, lambda _, tokenizer: RecordedRollouts(rollouts(), tokenizer)])
+def test_a_template_that_leaves_out_tools_is_an_error(what, make, tmp_path):
+    tokenizer = build_tokenizer(chat_template=DROPPED[what])
+    with pytest.raises(ValueError, match=f"has {what}, and the chat template renders nothing of them"):
+        make(tmp_path, tokenizer)
+
+
+def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():
+    forgetting = TEMPLATE.replace(
+        "{{ m.content or '' }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"
+    )
+    with pytest.raises(ValueError, match="it changes earlier turns"):
+        RecordedRollouts(rollouts(), build_tokenizer(chat_template=forgetting))
+
+
+def test_the_rollouts_that_ship_are_what_the_readme_says(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(DATA)
+    import make_rollouts
+
+    make_rollouts.check()
+    assert "120 rows, 30 tasks x {4} trials, 36 with reward 1, 1698 turns" in capsys.readouterr().out
+    rows = load_dataset("json", data_files=str(DATA / "airline/rollouts.jsonl.gz"), split="train")
+    pairs = rollout_pairs(rows)
+    assert len(pairs) == 46
+    assert pairs[0]["prompt"] == rows[0]["messages"][:1]
+    published = {"content": None, "role": "assistant", "tool_calls": [dict(CALL, id="7")]}
+    made = make_rollouts.message(published)
+    assert (made["content"], made["tool_calls"][0]["function"]["arguments"]) == ("", {"x": 1})
+
+
+CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function"}

@@ -1,0 +1,50 @@
+"""The tasks of the experimental trainers, as far as several have the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ..trainers.checks import require_columns, require_teacher
+from ..trainers.packing import datasets_of
+from ..trainers.task import Task
+
+
+__all__ = ["MessagesTask", "PairTask", "PromptTask"]
+
+
+class _OwnData(Task):
+    """Of a trainer that prepares its data within `__init__`, or in its steps; the columns are looked at before."""
+
+    takes_layouts = False  # a step joins, generates or shuffles what comes from the data loader
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        names = SimpleNamespace(**{name: given.get(name) for name in ("train_dataset", "eval_dataset")})
+        for name, dataset in datasets_of(names).items() if given.get("data_collator") is None else ():
+            require_columns(dataset, name, self.columns, self.needs)
+
+
+class PairTask(_OwnData):
+    """Pairs, whose halves a step joins."""
+
+    columns = [{"chosen", "rejected"}]
+    needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+
+
+class PromptTask(_OwnData):
+    """Prompts, to which a step generates completions."""
+
+    columns = [{"prompt"}]
+    needs = "Completions are generated from `prompt`"
+
+
+class MessagesTask(_OwnData):
+    """Conversations, whose last answer a student learns from a teacher, or another one that a step generates."""
+
+    columns = [{"messages"}, {"prompt", "completion"}]
+    needs = "A conversation is in `messages`"
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        super().check(config, given)
+        if not getattr(config, "use_teacher_server", False):
+            require_teacher(given)

@@ -1,0 +1,52 @@
+"""TPO without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import AttentionConfig, PaddingConfig
+from ..trainers.data.collators import EMPTY, SidedCollator, empty_completion
+from ..trainers.task import Task
+from . import of_trl
+
+
+with of_trl("tpo"):
+    import trl.experimental.tpo as trl_tpo
+    from trl.experimental.tpo import tpo_trainer as trl_tpo_trainer
+
+__all__ = ["DataCollatorForTriplePreference", "TPOConfig", "TPOTrainer"]
+
+
+@dataclass
+class TPOConfig(AttentionConfig, PaddingConfig, trl_tpo.TPOConfig):
+    """TRL's [`~trl.experimental.tpo.TPOConfig`] with padding removal."""
+
+
+@dataclass
+class DataCollatorForTriplePreference(SidedCollator, trl_tpo_trainer.DataCollatorForTriplePreference):
+    """TRL's collator for pairs with a reference answer, padding on the side you choose."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
+        self.refuse_empty(examples, empty_completion, EMPTY)
+        return self.on_side(self.without_empty_rows(super().torch_call(examples)))
+
+
+class TPOTask(Task):
+    """Rows are the chosen completions of a batch, then its rejected ones, then the answers to imitate."""
+
+    columns = [{"chosen", "rejected", "reference"}]
+    needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
+    texts = ("prompt", "chosen", "rejected", "reference")
+    takes_images = False
+    takes_layouts = True
+    rows_per_item = 3
+    collators = {trl_tpo_trainer.DataCollatorForTriplePreference: DataCollatorForTriplePreference}
+
+
+class TPOTrainer(PaddingFreeMixin, trl_tpo.TPOTrainer):
+    """TRL's [`~trl.experimental.tpo.TPOTrainer`] without padding: the prompt once for three completions."""
+
+    task_class = TPOTask

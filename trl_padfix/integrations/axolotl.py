@@ -1,0 +1,57 @@
+"""
+The plug-in of axolotl: padding removal by two lines of a YAML.
+
+    plugins: [trl_padfix.integrations.axolotl.PaddingRemovalPlugin]
+    padfix_prefix_sharing: true
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, model_validator
+
+from ..versions import require_stack
+from .callback import PaddingRemovalCallback, settings_in
+
+
+__all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
+
+
+class PaddingRemovalArgs(BaseModel):
+    """
+    Keys of the YAML.
+
+    Attributes:
+        padfix_prefix_sharing (`bool` or `"auto"`): As `prefix_sharing` of [`PaddingRemovalCallback`].
+        padfix_parity_check (`bool`): As `parity_check`.
+        padfix_pool_last_token (`bool`): As `pool_last_token`.
+    """
+
+    padfix_prefix_sharing: bool | Literal["auto"] = False
+    padfix_parity_check: bool = True
+    padfix_pool_last_token: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unknown(cls, data: Any) -> Any:
+        """axolotl drops keys that it does not know, without a word."""
+        settings_in(data)
+        return data
+
+
+class PaddingRemovalPlugin(BasePlugin):
+    """Attaches to the models of the trainer that axolotl makes, before they are wrapped for several GPUs."""
+
+    def __init__(self) -> None:
+        require_stack("axolotl")
+        super().__init__()
+
+    def get_input_args(self) -> str:
+        return f"{__name__}.{PaddingRemovalArgs.__name__}"
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        callback = PaddingRemovalCallback(**settings_in(cfg))
+        callback.attach(trainer)
+        trainer.add_callback(callback)

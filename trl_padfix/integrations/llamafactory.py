@@ -1,0 +1,45 @@
+"""
+LLaMA-Factory with the callback: started by this module in place of `llamafactory-cli train`.
+
+    python -m trl_padfix.integrations.llamafactory config.yaml            # with `padfix_prefix_sharing: true` in it
+    torchrun --nproc-per-node 2 -m trl_padfix.integrations.llamafactory config.yaml
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llamafactory.hparams import read_args
+from llamafactory.train.tuner import run_exp
+
+from ..versions import require_stack
+from .callback import PREFIX, PaddingRemovalCallback, settings_in
+
+
+__all__ = ["train"]
+
+require_stack("llamafactory")
+
+
+def train(config: dict[str, Any] | None = None) -> None:
+    """
+    Run LLaMA-Factory's `run_exp` with a [`PaddingRemovalCallback`].
+
+    Args:
+        config (`dict`, *optional*):
+            What LLaMA-Factory's YAML holds, and `padfix_prefix_sharing`, `padfix_parity_check` and
+            `padfix_pool_last_token`. By default it is read as `llamafactory-cli train` does: the file that the command
+            line names, and `key=value` after it.
+
+    Raises:
+        ValueError: For another key that begins with `padfix_`, and without a file.
+    """
+    given = read_args(config)
+    if not isinstance(given, dict):
+        raise ValueError(f"Name a YAML first (`config.yaml key=value ...`); the command line is {given}.")
+    callback = PaddingRemovalCallback(**settings_in(given))
+    run_exp({key: value for key, value in given.items() if not key.startswith(PREFIX)}, callbacks=[callback])
+
+
+if __name__ == "__main__":
+    train()

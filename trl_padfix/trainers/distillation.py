@@ -1,0 +1,105 @@
+"""Distillation without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import trl
+
+from ..core.model.find import find_pretrained
+from .checks import require_teacher
+from .config import PackingConfig, TeacherAttentionConfig
+from .field_types import help_from_docstring
+from .online import OnlineTask, OnlineTrainer
+from .steps.config import OnlineBudgetConfig
+
+
+__all__ = ["DistillationConfig", "DistillationTrainer"]
+
+
+@help_from_docstring
+@dataclass
+class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.DistillationConfig):
+    """
+    TRL's [`~trl.DistillationConfig`] with padding removal.
+
+    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
+
+    Args:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, max_tokens_per_batch:
+            As in [`GRPOConfig`], of the forwards of student and teacher.
+        teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Attention implementation of the teacher model: a name, 'auto', or for a vision model a name for each part.
+            By default that which it is loaded with.
+        **kwargs:
+            All fields of [`~trl.DistillationConfig`].
+
+    Raises:
+        ValueError: For `prefix_sharing` without `padding_free`.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix import DistillationConfig
+
+    >>> args = DistillationConfig("runs/distillation", padding_free=True, use_cpu=True, bf16=False)
+    >>> args.padding_free, args.beta  # ours, TRL's
+    (True, 1.0)
+
+    ```
+    """
+
+
+class DistillationTask(OnlineTask):
+    """Rows are prompts with a completion each, of which student and teacher compute hidden states."""
+
+    scores = "_get_last_hidden_state"
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        super().check(config, given)
+        require_teacher(given)
+
+    def scoring_module(self, model: Any) -> Any:
+        return find_pretrained(model).base_model  # TRL hands hidden states to its chunked divergence
+
+
+class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
+    """
+    TRL's [`~trl.DistillationTrainer`] without padding.
+
+    Takes what TRL's takes. With `padding_free=True` in its configuration the decoders of student and teacher compute
+    real tokens only; with `prefix_sharing=True` what prompts have in common at their beginning (a system prompt, the
+    same prompt drawn twice) once. Generation is TRL's, and so are the chunked divergence and the gradients.
+
+    Logs what [`GRPOTrainer`] logs.
+
+    Args:
+        *args, **kwargs:
+            As [`~trl.DistillationTrainer`]. `args` may be this package's [`DistillationConfig`] or TRL's.
+
+    Raises:
+        PaddingRemovalError: If padding cannot be removed from one of the models with exact results.
+        ParityError: On the first batch, if the packed and the padded forward of one of them differ.
+        ValueError: For no teacher, a missing `prompt` column, and for prompts without a token.
+
+    Example:
+
+    ```python
+    from trl_padfix import DistillationConfig, DistillationTrainer
+
+    args = DistillationConfig(output_dir="runs/distillation", padding_free=True)
+    student, teacher = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"
+    trainer = DistillationTrainer(student, teacher, args=args, train_dataset=prompts)
+    trainer.train()  # columns of the data: prompt
+    ```
+    """
+
+    task_class = DistillationTask
+
+    def _get_last_hidden_state(
+        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        with self.scoring(input_ids, attention_mask):
+            return super()._get_last_hidden_state(model, input_ids, attention_mask, *args, **kwargs)
