@@ -18,7 +18,8 @@ _MODULES = {
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
     "core.splitting": ["split_rows"],
-    "core.parity": ["ParityError", "ParityReport", "check_parity"],
+    "core.parity.check": ["check_parity"],
+    "core.parity.report": ["ParityError", "ParityReport"],
     "core.generation": ["generate", "left_align"],
     "trainers.data.collators": [
         "DataCollatorForLanguageModeling",
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     from .core.handle import PaddingRemoval, PaddingStats
     from .core.layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
     from .core.layout.layout import Layout, pack, unpack
-    from .core.parity import ParityError, ParityReport, check_parity
+    from .core.parity.check import check_parity
+    from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.splitting import split_rows
     from .integrations.callback import PaddingRemovalCallback

@@ -25,7 +25,7 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.parity import TOLERANCES
+from trl_padfix.core.parity.check import TOLERANCES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from kit.simulated_cuda import to_simulated
 
 import trl_padfix.core.call.layout_of
 import trl_padfix.core.call.layout_of as batches
-import trl_padfix.core.parity as parity
+import trl_padfix.core.parity.check as parity
 from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.context import within
 

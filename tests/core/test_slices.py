@@ -15,7 +15,7 @@ from trl_padfix import check_parity
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.core.slices import SLICE, short_slices
+from trl_padfix.core.parity.slices import SLICE, short_slices
 
 
 def test_slices_are_the_shortest_rows_and_those_they_share_most_with():

@@ -31,7 +31,7 @@ from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
 from trl_padfix.trainers.data.layouts import Layouts
 from trl_padfix.trainers.online import OnlineLayouts
-from trl_padfix.trainers.steps.budget import MICRO_BATCHES, _halved
+from trl_padfix.trainers.steps.micro_batches import MICRO_BATCHES, halved
 from trl_padfix.trainers.watch.exact_means import without_repeated_rows
 from trl_padfix.trainers.watch.token_counts import TokenCounts
 
@@ -296,7 +296,7 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     for micro_batch in batch[MICRO_BATCHES]:
         assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
     pieces = [(b, 1.0) for b in batch[MICRO_BATCHES]]
-    cut = [b for b, _ in _halved(pieces, len(pieces) + 1, 1)]
+    cut = [b for b, _ in halved(pieces, len(pieces) + 1, 1)]
     assert sum(BATCH_LAYOUT in b for b in cut) == len(pieces) - 1
     assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=2)
 

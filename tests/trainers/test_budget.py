@@ -26,6 +26,7 @@ from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.steps import budget as token_budget
+from trl_padfix.trainers.steps import micro_batches
 from trl_padfix.trainers.steps.measures import PairMeasure
 
 
@@ -363,8 +364,8 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
-    halved = token_budget._halved
-    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    halved = micro_batches.halved
+    monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
     steps = watched(trainer)
@@ -375,7 +376,7 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
 
 def test_a_process_with_too_few_rows_computes_one_without_a_weight():
     batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
-    pieces = token_budget._halved([(batch, 0.75)], 4, rows_per_item=2)
+    pieces = micro_batches.halved([(batch, 0.75)], 4, rows_per_item=2)
     assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
         ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
     ]  # fmt: skip
@@ -383,9 +384,9 @@ def test_a_process_with_too_few_rows_computes_one_without_a_weight():
 
 
 def test_an_empty_piece_changes_nothing(fixed, tmp_path, monkeypatch):
-    halved = token_budget._halved
+    halved = micro_batches.halved
     monkeypatch.setattr(
-        token_budget, "_halved", lambda pieces, count, rows: [*halved(pieces, count, rows), (pieces[0][0], 0.0)]
+        token_budget, "halved", lambda pieces, count, rows: [*halved(pieces, count, rows), (pieces[0][0], 0.0)]
     )
     for name in TRAINERS:
         trainer = make(name, tmp_path, ours=True, max_steps=3, parity_check=False)

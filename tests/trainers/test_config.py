@@ -328,7 +328,8 @@ def snapshot():
 
 
 before = snapshot()
-import trl_padfix.trainers, trl_padfix.trainers.config, trl_padfix.trainers.data.collators, trl_padfix.core.parity
+import trl_padfix.trainers, trl_padfix.trainers.config, trl_padfix.trainers.data.collators
+import trl_padfix.core.parity.check
 after = snapshot()
 print(*(i for i, (a, b) in enumerate(zip(before, after)) if a != b))
 """

@@ -28,6 +28,7 @@ from transformers import LlavaForConditionalGeneration
 
 import trl_padfix
 from trl_padfix.trainers.steps import budget as token_budget
+from trl_padfix.trainers.steps import micro_batches
 from trl_padfix.trainers.steps.image_measures import check_images_of_processes, measure_images
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
@@ -254,8 +255,8 @@ def test_two_processes_give_the_trajectory_of_one(kind, tmp_path):
 
 
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
-    halved = token_budget._halved
-    monkeypatch.setattr(token_budget, "_halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    halved = micro_batches.halved
+    monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
     data = build_pairs(ROWS, (2, 1, 1))
     runs = []
     for library, config in ((trl_padfix, {"padding_free": True, "max_tokens_per_batch": 10**6}), (trl, {})):
@@ -272,7 +273,7 @@ def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_witho
 def test_a_text_is_cut_before_images_are_repeated():
     text = {"input_ids": torch.arange(4).view(4, 1)}
     image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
-    pieces = token_budget._halved([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
+    pieces = micro_batches.halved([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
     assert [(len(batch["input_ids"]), weight) for batch, weight in pieces] == [
         (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
     ]  # fmt: skip

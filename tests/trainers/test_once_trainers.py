@@ -11,7 +11,9 @@ from torch.nn.functional import pad
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.steps import budget as token_budget
-from trl_padfix.trainers.steps.budget import MICRO_BATCHES, Budget
+from trl_padfix.trainers.steps import micro_batches
+from trl_padfix.trainers.steps.budget import Budget
+from trl_padfix.trainers.steps.micro_batches import MICRO_BATCHES
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +120,12 @@ def test_losses_that_compare_rows_compute_distinct_tokens_twice_at_most(name, co
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
     """As where another process has more of them: the largest is cut, and one comes again without a weight."""
-    halved = token_budget._halved
+    halved = micro_batches.halved
 
     def more(pieces, count, rows):
         return [*halved(pieces, count + 2, rows), (pieces[0][0], 0.0)]
 
-    monkeypatch.setattr(token_budget, "_halved", more)
+    monkeypatch.setattr(token_budget, "halved", more)
     ours, _, theirs = train_both(name, tmp_path)
     assert_same_trajectory(ours, theirs, ("num_tokens",))
 

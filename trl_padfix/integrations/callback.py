@@ -19,7 +19,7 @@ from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_pretrained
-from ..core.parity import ParityReport
+from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
 from ..trainers.watch.parity import compare, tensors_of_call

@@ -17,7 +17,8 @@ from datasets import Dataset
 from torch import nn
 
 from ..core.errors import PaddingRemovalError
-from ..core.parity import TOLERANCES, ParityReport, check_parity
+from ..core.parity.check import TOLERANCES, check_parity
+from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from .data import checked_rows
 

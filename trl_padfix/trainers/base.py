@@ -47,7 +47,8 @@ from .parts import Evaluation, Part, Settings, Step, entered
 from .saving.cards import card_tags, describe_in_card
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows
-from .steps.budget import Budget, pieces_of
+from .steps.budget import Budget
+from .steps.micro_batches import pieces_of
 from .steps.sampler import StepOrder, StepRows
 from .task import Task
 from .watch.exact_means import ExactMeans

@@ -15,7 +15,7 @@ from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.layout.layout import Layout
 from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
-from ..core.parity import ParityReport
+from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids

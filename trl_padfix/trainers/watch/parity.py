@@ -11,7 +11,8 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.model.find import find_pretrained
-from ...core.parity import ParityReport, check_parity
+from ...core.parity.check import check_parity
+from ...core.parity.report import ParityReport
 from ..launches import models_of
 from ..parts import Part, Step
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .model.sharded import differentiates_in_parts
+from ..model.sharded import differentiates_in_parts
 
 
 __all__ = ["differing", "gradient_tolerance", "obstacle_to_gradients", "with_gradient"]

@@ -1,0 +1,1 @@
+"""Packed against padded, on the model and the batch of a user."""
