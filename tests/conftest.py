@@ -69,7 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if asked and importlib.util.find_spec("triton"):
         importlib.import_module("kit.interpreted").without_extensions()
     elif not torch.cuda.is_available():
-        sys.modules.update(dict.fromkeys(("fla", "flash_attn", "mamba_ssm")))  # not to be found
+        found = [name for name in ("fla", "flash_attn", "mamba_ssm") if importlib.util.find_spec(name)]
+        sys.modules.update(dict.fromkeys(found))  # not to be found
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """The interpreter is looked at where there is one."""
+    return True if collection_path.name == "interpreted.py" and not importlib.util.find_spec("triton") else None
 
 
 def _asks_for_kernels(config: pytest.Config) -> bool:

@@ -372,6 +372,9 @@ TRL = [
 
 OTHERS = [
     Upstream(
+        "_compiled_call_impl", "torch.nn.Module", "integrations.callback", "whether a module is compiled", has,
+    ),
+    Upstream(
         "_prepare_cp", "accelerate.Accelerator", "trainers.split_rows",
         "puts its ring attention on a model, in whose place packed rows are split", has, "accelerate>=1.10",
     ),
@@ -409,7 +412,8 @@ OTHERS = [
 ]  # fmt: skip
 
 NAMES = [*TRANSFORMERS, *TRL, *OTHERS]
-OF_PYTHON = {"_actions", "_action_groups", "_asdict", "_group_actions", "_optionals", "_replace"}
+OF_PYTHON = {"_actions", "_action_groups", "_asdict", "_group_actions", "_optionals", "_replace"} | {"_getframe"}
+OF_STACKS = {"_build_fsdp_module"}  # verl's; `integrations/verl.py` asks for its version, and `nox -s plugins` runs it
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -479,4 +483,4 @@ def test_no_private_name_is_left_out():
                 used |= {a.value for a in node.args[1:2] if isinstance(a, ast.Constant)}
     private = {name for name in used - ours if re.fullmatch(r"_[A-Za-z]\w*[a-z]", name)}
     assert len(private) > 20
-    assert private - OF_PYTHON - {upstream.name for upstream in NAMES} == set()
+    assert private - OF_PYTHON - OF_STACKS - {upstream.name for upstream in NAMES} == set()

@@ -66,7 +66,14 @@ def test_configurations_are_trls_with_our_fields(name):
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     both |= {"expand_turns"} if name == "SFTTrainer" else set()
-    ours = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "attn_implementation"}
+    ours = {
+        "padding_free",
+        "prefix_sharing",
+        "parity_check",
+        "stop_on_nonfinite",
+        "attn_implementation",
+        "cp_attention",
+    }
     assert added == ours | sided | with_reference | both
 
 
