@@ -131,7 +131,7 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
     trainer = make(name, tmp_path, ours=True, max_steps=9)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
+    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
     monkeypatch.setattr(trainer.padding.task, "metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
@@ -279,12 +279,12 @@ def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
     config = {"per_device_train_batch_size": 4, "max_steps": 4, "data": data}
     theirs = make("dpo", tmp_path, ours=False, **config)
     theirs.train()
-    shares = token_budget.StepPlan.shares
+    shares = micro_batches.StepPlan.shares
 
     def sorted_shares(plan, order, costs, **how):
         return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
 
-    monkeypatch.setattr(token_budget.StepPlan, "shares", sorted_shares)
+    monkeypatch.setattr(micro_batches.StepPlan, "shares", sorted_shares)
     ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
     ours.train()
     with pytest.raises(AssertionError, match="not close"):

@@ -124,7 +124,7 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(kind, tmp_pat
     budget = longest(kind, "llava")
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(token_budget.StepPlan, "weights", rising)
+    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     trainer.evaluate()
