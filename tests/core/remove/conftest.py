@@ -6,7 +6,7 @@ import pytest
 from kit.flash_stand_in import flash_attention_stand_in
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _flash_attention():
     with flash_attention_stand_in():
         yield
