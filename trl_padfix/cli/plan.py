@@ -45,7 +45,7 @@ def plan(
     with mistakes_of("--memory"):
         found = p.smallest_fit(
             sizes, gpus=gpus, available=int(memory * 1e9), longest=tokens, lora=lora,
-            reference=method in ("dpo", "kto"), head_tokens=head_tokens,
+            reference=method in ("dpo", "kto"), head_tokens=head_tokens, may_split=method not in ("grpo", "rloo"),
         )  # fmt: skip
     what = f"LoRA of rank {lora}" if lora else "all weights"
     console.print(f"{model}: {sizes.parameters / 1e9:.2f}e9 parameters, {method}, {what}, {gpus} x {memory:g} GB")
@@ -56,6 +56,7 @@ def plan(
     console.print(figure_table(("item", "GB of each GPU"), ((name, f"{n / 1e9:.2f}") for name, n in items.items())))
     how = found.training
     sharding = f"sharded over {gpus} GPUs (FSDP2)" if how.sharded else "not sharded"
+    sharding += f", each row computed by {how.split} of them (cp_size)" if how.split > 1 else ""
     console.print(f"{sharding}, {'with' if how.checkpointing else 'without'} gradient checkpointing")
     if per_row:
         console.print(
@@ -63,7 +64,8 @@ def plan(
         )
     console.print("estimated by the formulas of docs/scaling.md, in bfloat16; nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
-    command = f"accelerate launch --config_file {path} -m trl_padfix {method} --model_name_or_path {model}"
+    launch = f"accelerate launch --config_file {path}{p.splitting_flags(how)}"
+    command = f"{launch} -m trl_padfix {method} --model_name_or_path {model}"
     print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, tokens)]))
     shipped = "fsdp2" if how.sharded else "multi_gpu" if gpus > 1 else "single_gpu"
     config = yaml.safe_load((folder() / f"accelerate/{shipped}.yaml").read_text()) | {"num_processes": gpus}

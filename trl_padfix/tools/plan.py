@@ -27,6 +27,7 @@ __all__ = [
     "load_sizes",
     "memory",
     "smallest_fit",
+    "splitting_flags",
 ]
 
 ROOM = 0.92
@@ -97,6 +98,7 @@ class Training:
     reference: bool = False  # a frozen model beside it; with adapters it is the policy without them
     half: bool = True  # forwards compute in bfloat16, trained weights being float32; else all is float32
     head_tokens: int = 1024  # tokens whose scores over the vocabulary are held at once; 0 for all of a forward
+    split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
 
 
 @dataclass(frozen=True)
@@ -174,28 +176,37 @@ def memory(sizes: ModelSizes, how: Training) -> Memory:
         }
     else:
         per_token = {"activations": layer * sizes.layers} | ({"LM head": scores} if scores else {})
-    return Memory(items, per_token)
+    return Memory(items, {name: -(-n // how.split) for name, n in per_token.items()})
 
 
 def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, lora: int = 0, reference: bool = False,
-    head_tokens: int = 1024,
+    head_tokens: int = 1024, may_split: bool = True,
 ) -> Plan:  # fmt: skip
     """
-    The simplest training that fits: without sharding before with it, without checkpointing before with it.
+    The simplest training that fits: without sharding before with it, without checkpointing before with it; rows split
+    over GPUs only where one GPU does not hold the longest.
 
     `available` are the bytes of each GPU, and `longest` the tokens of the longest row: a forward must hold it. That
     nothing fits is a `ValueError` that says what is missing.
     """
     room, found = int(ROOM * available), []
-    for sharded in (False, True)[: 1 if gpus == 1 else 2]:
-        for checkpointing in (False, True):
-            how = Training(gpus, sharded, checkpointing, lora, reference, head_tokens=head_tokens)
-            needed = memory(sizes, how)
-            tokens = (room - needed.fixed) // needed.token // 256 * 256
-            found.append(Plan(how, needed, max(tokens, 0), available))
+
+    def planned(*how: Any, split: int = 1) -> Plan:
+        training = Training(gpus, *how, lora, reference, head_tokens=head_tokens, split=split)
+        needed = memory(sizes, training)
+        tokens = (room - needed.fixed) // needed.token // 256 * 256
+        found.append(Plan(training, needed, max(tokens, 0), available))
+        return found[-1]
+
+    whole = [
+        planned(sharded, remade) for sharded in (False, True)[: 1 if gpus == 1 else 2] for remade in (False, True)
+    ]
     # The first one with room for enough tokens; else that with room for the most, if it holds a row.
-    plan = next((p for p in found if p.tokens >= max(longest, ENOUGH)), max(found, key=lambda p: p.tokens))
+    plan = next((p for p in whole if p.tokens >= max(longest, ENOUGH)), max(whole, key=lambda p: p.tokens))
+    for split in range(2, min(gpus, sizes.heads) + 1 if may_split else 0):
+        if gpus % split == 0 and plan.tokens < longest:
+            plan = planned(True, True, split=split)
     if plan.tokens < longest:
         least = min(found, key=lambda p: p.memory.total(longest))
         raise ValueError(
@@ -206,10 +217,19 @@ def smallest_fit(
     return plan
 
 
+def splitting_flags(how: Training) -> str:
+    """The flags of `accelerate launch` with which GPUs share packed rows; none if they do not."""
+    if how.split == 1:
+        return ""
+    sizes = f"--parallelism_config_cp_size {how.split} --parallelism_config_dp_shard_size {how.gpus // how.split}"
+    return f" --use_fsdp --fsdp_version 2 --use_parallelism_config {sizes}"
+
+
 def flags(plan: Plan, longest: int) -> list[str]:
     """The flags of `trl-padfix dpo` and its kin."""
     found = ["--padding_free", "--prefix_sharing auto", f"--max_length {longest}"]
-    found.append(f"--max_tokens_per_batch {plan.tokens}")
+    if plan.training.split == 1:
+        found.append(f"--max_tokens_per_batch {plan.tokens}")
     found.append(f"--gradient_checkpointing {str(plan.training.checkpointing).lower()}")
     if plan.training.lora:
         found.append(f"--use_peft --lora_r {plan.training.lora} --lora_target_modules all-linear")
