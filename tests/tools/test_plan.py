@@ -86,19 +86,18 @@ def test_the_simplest_training_that_fits_is_chosen():
 
 def test_rows_are_split_over_gpus_only_where_one_holds_none():
     sizes = ModelSizes.of(Qwen2Config(**SHAPES["wide"]))
-    whole = smallest_fit(sizes, available=10**8, longest=1024, gpus=8)
-    assert whole.training.split == 1
-    long = {"longest": 2 * whole.tokens + whole.tokens // 2, "gpus": 8}
-    most = smallest_fit(sizes, available=10**8, **long | {"longest": 1})
-    long["longest"] = most.tokens * 3 // 2
-    plan = smallest_fit(sizes, available=10**8, **long)
+    fits = {"available": 10**8, "gpus": 8}
+    most = smallest_fit(sizes, longest=1, **fits)
+    assert most.training.split == 1
+    longest = most.tokens * 3 // 2
+    plan = smallest_fit(sizes, longest=longest, **fits)
     assert (plan.training.sharded, plan.training.checkpointing, plan.training.split) == (True, True, 2)
-    assert plan.tokens >= long["longest"] > smallest_fit(sizes, available=10**8, **long | {"longest": 1}).tokens
+    assert plan.tokens >= longest
     assert plan.memory.token == pytest.approx(memory(sizes, replace(plan.training, split=1)).token / 2, rel=0.01)
     assert splitting_flags(plan.training).endswith("cp_size 2 --parallelism_config_dp_shard_size 4")
     assert not any("max_tokens_per_batch" in flag for flag in flags(plan, 1))
     with pytest.raises(ValueError, match="Nothing fits"):
-        smallest_fit(sizes, available=10**8, **long, may_split=False)
+        smallest_fit(sizes, longest=longest, may_split=False, **fits)
 
 
 @pytest.mark.parametrize("config", [GPT2Config(), MixtralConfig(num_hidden_layers=1)])
