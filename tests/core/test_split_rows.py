@@ -18,6 +18,7 @@ from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_paddin
 from trl_padfix.core.attention.segments import attend_by_segment
 from trl_padfix.core.layout.exchange import Group
 from trl_padfix.core.layout.slices import Slices
+from trl_padfix.core.mixers.split import in_slices
 
 
 TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
@@ -115,6 +116,13 @@ def test_gathered_keys_cost_every_process_the_same_attention():
 
     assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)  # tokens; what they are exchanged for is even
     assert largest_share("keys") == pytest.approx(1, rel=1e-3)
+
+
+def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
+    for slices in slices_of(LAYOUT, 5, "heads"):
+        convolution = in_slices("causal_conv1d_fn", torch.nn.functional.conv1d, slices)
+        with pytest.raises(PaddingRemovalError, match="4 heads .or channels. cannot be shared by 5 processes"):
+            convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import PaddingRemovalError
 from ..layout.exchange import even
 from ..layout.slices import Slices
 
@@ -28,7 +29,7 @@ def _convolution(run: Callable, slices: Slices) -> Callable:
     def causal_conv1d_fn(
         hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        channels = even(len(weight), slices.group.size)
+        channels = _dealt(len(weight), slices)
         x = slices.to_heads(hidden_states[0].transpose(0, 1), channels).transpose(0, 1).unsqueeze(0)
         own = (_own(weight, channels, slices), _own(bias, channels, slices))
         x = run(x, *own, activation=activation, **kwargs)
@@ -39,7 +40,7 @@ def _convolution(run: Callable, slices: Slices) -> Callable:
 
 def _delta_rule(run: Callable, slices: Slices) -> Callable:
     def chunk(query: Any, key: Any, value: Any, g: Any, beta: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        heads = even(value.shape[2], slices.group.size)
+        heads = _dealt(value.shape[2], slices)
         states = [_for_each_head(x, value.shape[2]) for x in (query, key, value, g, beta)]
         output = run(*(slices.to_heads(x[0], heads).unsqueeze(0) for x in states), **kwargs)[0]
         return slices.to_tokens(output[0], heads).unsqueeze(0), None
@@ -51,7 +52,7 @@ def _state_space(run: Callable, slices: Slices) -> Callable:
     def scan(
         x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any = None, dt_bias: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        heads = even(x.shape[2], slices.group.size)
+        heads = _dealt(x.shape[2], slices)
         states = [x, dt, *(_for_each_head(s, x.shape[2]) for s in (B, C))]
         x, dt, B, C = (slices.to_heads(s[0], heads).unsqueeze(0) for s in states)
         A, D, dt_bias = (_own(w, heads, slices) for w in (A, D, dt_bias))
@@ -59,6 +60,22 @@ def _state_space(run: Callable, slices: Slices) -> Callable:
         return slices.to_tokens(output[0], heads).unsqueeze(0)
 
     return scan
+
+
+def _dealt(channels: int, slices: Slices) -> list[int]:
+    """
+    How many heads or channels each process is given.
+
+    Raises:
+        PaddingRemovalError: If there is not one for each; on every process alike.
+    """
+    n = slices.group.size
+    if channels < n:
+        raise PaddingRemovalError(
+            f"A recurrence with {channels} heads (or channels) cannot be shared by {n} processes. Take fewer of them "
+            "(`cp_size`)."
+        )
+    return even(channels, n)
 
 
 def _for_each_head(x: torch.Tensor, heads: int) -> torch.Tensor:
