@@ -121,7 +121,7 @@ def test_gathered_keys_cost_every_process_the_same_attention():
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
     for slices in slices_of(LAYOUT, 5, "heads"):
         convolution = in_slices("causal_conv1d_fn", torch.nn.functional.conv1d, slices)
-        with pytest.raises(PaddingRemovalError, match="4 heads .or channels. cannot be shared by 5 processes"):
+        with pytest.raises(PaddingRemovalError, match=r"4 heads .or channels. cannot be shared by 5 processes"):
             convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 
 
