@@ -26,7 +26,7 @@ TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
 
 
 def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     script = str(ROOT / "tests/kit/split_runs.py")
     done = run_processes([*command, script, *models], {"BROKEN": broken, "PYTHONPATH": str(ROOT)}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]

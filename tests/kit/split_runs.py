@@ -174,10 +174,13 @@ def cases(names: list[str]) -> Iterator[dict[str, Any]]:
 
 def break_it(how: str) -> None:
     if how == "exit":
-        exchange.Group.told = exchange.Group.gathered  # type: ignore[method-assign]
+        backward = exchange._Told.backward
+        exchange._Told.backward = staticmethod(  # type: ignore[method-assign]
+            lambda ctx, grad: (backward(ctx, grad)[0] / ctx.group.size, None, None)
+        )
     if how == "slices":
         cut = slices.Slices.cut
-        slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim), dim)  # type: ignore[method-assign]
+        slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
