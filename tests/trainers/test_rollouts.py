@@ -197,6 +197,13 @@ def test_a_template_that_leaves_out_tools_is_an_error(what, make, tmp_path):
         make(tmp_path, tokenizer)
 
 
+def test_rows_without_messages_are_not_asked_for_tools(tmp_path):
+    texts = Dataset.from_dict({"text": ["w5 w6 w7", "w5 w8"]})
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
+    trainer = SFTTrainer(build_model(), training(tmp_path, SFTConfig), train_dataset=texts, processing_class=tokenizer)
+    assert len(trainer.train_dataset) == 2
+
+
 def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():
     forgetting = TEMPLATE.replace(
         "{{ m.content or '' }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"

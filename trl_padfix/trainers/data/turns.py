@@ -182,7 +182,10 @@ def check_tool_messages(dataset: Any, processing_class: Any, name: str, columns:
     if not isinstance(dataset, Dataset) or getattr(processing_class, "chat_template", None) is None:
         return
     unseen = set(_WITHOUT)
-    there = [name for name in (*columns, "tools", "chat_template_kwargs") if name in dataset.column_names]
+    there = [column for column in columns if column in dataset.column_names]
+    if not there:  # rows of text, or of tokens
+        return
+    there += [column for column in ("tools", "chat_template_kwargs") if column in dataset.column_names]
     rows = dataset.select_columns(there).select(range(min(len(dataset), LOOKED_FOR_TOOLS)))
     for number, row in enumerate(rows):
         messages = [message for column in columns if isinstance(row.get(column), list) for message in row[column]]
