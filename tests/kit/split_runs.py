@@ -143,16 +143,18 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     next(
         m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
     ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    packed = 0
     if sharing is not None:
-        split_rows(remove_padding(model, prefix_sharing=sharing), attention=attention)
+        split_rows(handle := remove_padding(model, prefix_sharing=sharing), attention=attention)
     loss, values = values_of(model, kind)
     loss.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     if sharing is not None:
+        packed = handle.stats.packed_tokens
         for grad in grads.values():
             dist.all_reduce(grad)
             grad /= dist.get_world_size()
-    return loss.detach(), values.detach(), grads, seen[0]
+    return loss.detach(), values.detach(), grads, (seen[0], packed)
 
 
 def cases(names: list[str]) -> Iterator[dict[str, Any]]:
@@ -168,7 +170,8 @@ def cases(names: list[str]) -> Iterator[dict[str, Any]]:
                 "loss": (own[0] - loss).abs().item(),
                 "values": (own[1] - values).abs().max().item(),
                 "gradients": max(float((own[2][n] - g).norm() / max(g.norm(), floor)) for n, g in grads.items()),
-                "tokens": own[3],
+                "tokens": own[3][0],
+                "packed": own[3][1],
             }
 
 

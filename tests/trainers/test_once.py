@@ -210,19 +210,22 @@ def test_a_micro_batch_without_its_forward_is_an_error():
             once.check()
 
 
-def test_a_prefix_that_was_written_to_without_a_trace_is_found():
+@pytest.mark.parametrize("write", ["ids, without a trace", "mask, in place", "mask, without a trace"])
+def test_micro_batches_that_were_written_to_are_found(write):
     ids, mask = batch("right")
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model):
         once = MicroBatches(planning.plan_pieces(batches, ENOUGH), batches)
-        batches[1][0].data[:, 1] = 30  # alike in all rows of this micro-batch
+        written = batches[1][write.startswith("mask")]
+        written = written.data if write.endswith("trace") else written
+        written[:, 1] = 0 if write.startswith("mask") else 30  # alike in all rows of this micro-batch
         doubts = []
         with splitting(once), step_layouts(doubts=doubts):
             for i in range(2):
                 once.begin(i)
                 score(model, *batches[i]).sum().backward()
-        with pytest.raises(PaddingRemovalError, match="begin alike where they did"):
+        with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
             check_doubts(doubts)
 
 

@@ -185,7 +185,11 @@ class PaddingRemovalCallback(TrainerCallback):
             return
         trainer = self._trainer
         models = [trainer.model_wrapped, *models_of(trainer)[1:]]
-        compare(trainer, models, call, self.reports, gradients=True)
+        try:
+            compare(trainer, models, call, self.reports, gradients=True)
+        except BaseException:
+            self.remove()  # of a training that ends here no other event comes
+            raise
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._count("train")

@@ -110,19 +110,22 @@ class SplitRows(Part):
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
         if self.group is not None:
-            self._check_batches(step.batches)
+            self._check_batch(step.inputs)
         yield
 
-    def _check_batches(self, batches: list[dict[str, torch.Tensor]]) -> None:
+    def _check_batch(self, batch: dict[str, Any]) -> None:
         """
         One small reduction for each step, and the host waits for it: of batches that differ no exchange would end.
 
         Raises:
-            ValueError: If the processes of the group have different batches; on each of them.
+            ValueError: If the processes of the group have different ids, masks or labels; on each of them.
         """
         assert self.group is not None
-        tensors = [x for batch in batches for x in batch.values()]
-        numbers = [sum(i * n for i, x in enumerate(tensors, 1) for n in (x.shape[0], 65_537 * x.shape[1])), 0]
+        tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+        numbers = [
+            sum(i * n for i, x in enumerate(tensors, 1) for n in (len(x) if x.dim() else 1, 65_537 * x.numel())),
+            0,
+        ]
         for x in tensors:
             numbers[1] = numbers[1] * 3 + (x.flatten().long() * (torch.arange(x.numel(), device=x.device) + 1)).sum()
         if not self.group.agree(numbers, self.trainer.accelerator.device):

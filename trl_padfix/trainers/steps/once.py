@@ -181,8 +181,10 @@ class MicroBatches:
         layout = walk.enter(lambda trunk: run_trunk(decoder, call, trunk))
         own = [] if layout.own is None else [ids.flatten()[layout.own.packed_index]]
         computed = torch.cat([*(states.ids for states in layout.sight.outer), *own])
-        wrong = ids.flatten()[layout.real_index] != computed[layout.source]
-        rely_on("Rows of micro-batches begin alike where they did when their step was planned", wrong.any())
+        wrong = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
+        real = torch.zeros_like(mask.flatten(), dtype=torch.bool).index_fill(0, layout.real_index, True)
+        wrong = wrong | ((mask.flatten() != 0) != real).any()
+        rely_on("Micro-batches have the rows that they had when their step was planned", wrong)
         with seeing(call, layout):
             yield
 
@@ -198,7 +200,8 @@ class MicroBatches:
 def _left_out() -> PaddingRemovalError:
     return PaddingRemovalError(
         "With `max_tokens_per_batch` and `prefix_sharing` the micro-batches of a step share the prefixes that they "
-        "have in common, and the loss called the model in some of them and not in others, so gradients are missing. "
+        "have in common, and the loss called the model in some of them and not in others, or with tensors that are "
+        "not the batch's, so gradients are missing. "
         "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
