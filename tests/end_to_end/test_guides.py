@@ -65,9 +65,9 @@ def test_a_script_runs_on_two_processes_as_it_is(tmp_path):
 def test_a_guide_is_short_and_its_speed_ups_are_measured_ones():
     measured = set(re.findall(r"\b[\d.]+x", (DOCS / "speed.md").read_text()))
     claimed = set()
-    for page in GUIDES:
+    for page in [*GUIDES, DOCS / "experimental.md"]:
         text = page.read_text()
-        assert len(text.split()) <= 500, page.name
+        assert len(text.split()) <= 500 or page not in GUIDES, page.name
         claimed |= set(re.findall(r"\b\d[\d.]*x", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
     assert len(claimed) > 10
     assert claimed <= measured
