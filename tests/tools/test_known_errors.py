@@ -95,7 +95,10 @@ RAISED: dict[str, list[Callable]] = {
     "weights on the meta device": [lambda: torch.nn.Linear(1, 1, device="meta").to("cpu")],
     "rows that do not fit one table": [lambda: Dataset.from_list([{"content": "a"}, {"content": ["a"]}])],
     "a column that the trainer looks for": [lambda: trl.apply_chat_template({"question": []}, tokenizer())],
-    "an argument that moved to the configuration": [lambda: trl.DPOTrainer("model", beta=0.1)],
+    "an argument that moved to the configuration": [
+        lambda: trl.DPOTrainer("model", beta=0.1),
+        lambda: trl_padfix.DPOTrainer("model", beta=0.1),
+    ],
     "a field that TRL does not have any more": [lambda: trl.DPOConfig(beat=0.1)],
     "a model that transformers does not know": [read_a_model_of_tomorrow],
     "adapters of a newer PEFT": [lambda: import_module("peft").LoraConfig(field_of_tomorrow=None)],
