@@ -90,15 +90,18 @@ def _place_of_argument(line: str) -> str:
 
 
 def _place_in_trl(line: str) -> str:
-    """The module of `trl.experimental` that has the name; nothing is imported for it."""
+    """Where the installed TRL has a name, by its files: nothing is imported for it."""
     found, trl = re.search(r"cannot import name '(\w+)' from 'trl\b", line), find_spec("trl")
-    if found is None or trl is None:
+    if found is None or trl is None or trl.origin is None:
         return ""
-    for folder in trl.submodule_search_locations or ():
-        for path in Path(folder, "experimental").glob("*/__init__.py"):
-            if re.search(rf'"{found[1]}"', path.read_text("utf-8")):
-                return f"Here it is `from trl.experimental.{path.parent.name} import {found[1]}`. "
-    return "The TRL that is installed here has it nowhere. "
+    root = Path(trl.origin).parent
+    inits = [root / "__init__.py", *root.glob("experimental/*/__init__.py")]
+    places = [path for path in inits if f'"{found[1]}"' in path.read_text("utf-8")]
+    if not places:
+        return "The TRL that is installed here has it nowhere. "
+    if places[0].parent == root:
+        return "The TRL that is installed here has it: is there a folder or file `trl` beside the script? "
+    return f"Here it is `from trl.experimental.{places[0].parent.name} import {found[1]}`. "
 
 
 def _listed(names: list[str]) -> str:
