@@ -64,10 +64,10 @@ class Parity(Part):
         compare(trainer, [step.model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
 
     def say(self, step: Step) -> None:
-        """Print what was found, in the mode that was compared first."""
-        parity = self.trainer.padding.parity
-        if step.mode == next(iter(parity), None):
-            say(self.trainer, parity[step.mode])
+        """Print what was found in training, gradients included; what was found in evaluation only without training."""
+        trainer, parity = self.trainer, self.trainer.padding.parity
+        if step.mode in parity and (step.mode == "train" or not (trainer.is_in_train or "train" in parity)):
+            say(trainer, parity[step.mode])
 
 
 def compare(
