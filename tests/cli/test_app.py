@@ -163,8 +163,6 @@ def test_json_has_standard_output_to_itself(command):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)
     assert result.stderr.strip()  # what is printed without `--json`
-    again = trl_padfix_command(*command)
-    assert again.stdout.strip()
 
 
 def test_summaries_are_listed_whole():
