@@ -163,6 +163,27 @@ def check(kind: str, hook: str, edit: str, mode: str, path: Any, trls: Any) -> N
         assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
 
 
+BUDGETED = [(kind, edit) for kind in KINDS for edit in EDITS]
+FAST = [("DPO", "in_place"), ("SFT", "through_data"), ("SFT", "with_new_tensors"), ("KTO", "permuted")]
+
+
+@pytest.mark.parametrize(("kind", "edit"), slow_but(FAST, BUDGETED))
+def test_so_do_edited_micro_batches_that_share_prefixes(kind, edit, tmp_path, trls, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.pieces.FORWARD", 1)
+    config = {"padding_free": True, "prefix_sharing": True, "parity_check": False, "max_tokens_per_batch": 60}
+    config |= {} if kind in ("GRPO", "RLOO") else {"max_length": 30}
+    if edit in UNSEEN and kind in ("SFT", "DPO", "Reward"):
+        with pytest.raises(PaddingRemovalError, match="leaves no trace"):
+            figures(trl_padfix, kind, tmp_path, "compute_loss", edit, **config)
+        return
+    ours, theirs = (
+        figures(trl_padfix, kind, tmp_path, "compute_loss", edit, **config),
+        trls(kind, "compute_loss", edit),
+    )
+    for own, reference in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
+
+
 def test_the_layout_of_the_collator_would_give_other_figures(tmp_path, trls, monkeypatch):
     """The negative control: a step that takes what came with the batch for whatever it holds."""
     monkeypatch.setattr("trl_padfix.core.call.step.Seen.is_still", lambda self, other: True)
