@@ -147,9 +147,10 @@ class KTOTask(Task):
         return items
 
     def joined_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        rewards = [means.get(f"rewards/{name}") for name in ("chosen", "rejected")]
-        margin = {} if None in rewards else {"rewards/margins": rewards[0] - rewards[1]}
-        return {name: mean for name, mean in means.items() if name != "rewards/margins"} | margin
+        chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
+        if chosen is not None and rejected is not None:  # a piece with one kind of rows has no margins
+            means["rewards/margins"] = chosen - rejected
+        return means
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if batch["input_ids"] is not inputs.get("KL_input_ids"):

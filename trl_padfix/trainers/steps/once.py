@@ -53,6 +53,10 @@ def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor,
     return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
+Run = Callable[[PieceLayout, int, torch.Tensor | None], None]
+"""Computes a trunk in the batch of a piece; the ids of its tokens, if it was computed before."""
+
+
 class Walk:
     """
     One pass of a model over the pieces of a step, in their order.
@@ -71,9 +75,9 @@ class Walk:
         self.leaves: dict[int, States] = {}
         self._random: dict[int, Any] = {}
 
-    def enter(self, run: Callable[[PieceLayout, int], None]) -> PieceLayout:
+    def enter(self, run: Run) -> PieceLayout:
         """
-        The layout of the next piece with what it sees; `run` computes a trunk in the batch of a piece.
+        The layout of the next piece with what it sees; `run` computes the trunks that it needs.
 
         Trunks whose last piece was before have had their backward, and are let go.
         """
@@ -93,7 +97,7 @@ class Walk:
         seen = [self._seen(n, self.at) for n in layout.outer]
         return replace(layout, sight=Sight(seen, None, self._closes(ending)))
 
-    def abandon(self, run: Callable[[PieceLayout, int], None]) -> None:
+    def abandon(self, run: Run) -> None:
         """End before the next piece, and give the trunks that later ones would have seen their backward now."""
         self.is_over = True
         ends = {n: trunk.last for n, trunk in self.pieces.trunks.items() if n in self.leaves and trunk.last > self.at}
@@ -118,7 +122,7 @@ class Walk:
             if made.requires_grad
         ]
 
-    def _compute(self, n: int, at: int, run: Callable[[PieceLayout, int], None], with_graph: bool) -> None:
+    def _compute(self, n: int, at: int, run: Run, with_graph: bool) -> None:
         trunk, notes = self.pieces.trunks[n], States()
         layout = trunk.layouts[at]
         sight = Sight([self._seen(m, trunk.last) for m in layout.outer], notes)
@@ -127,7 +131,7 @@ class Walk:
             self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         drawn = contextlib.nullcontext() if is_first else _random_numbers(*self._random.pop(n))
         with drawn, torch.set_grad_enabled(with_graph):
-            run(replace(layout, sight=sight), at)
+            run(replace(layout, sight=sight), at, None if is_first else self.leaves[n].ids)
         if with_graph:
             self.made[n] = notes
         if is_first:
@@ -209,9 +213,11 @@ class MicroBatches:
         if walk.at != self.at - 1:
             raise _left_out()
 
-        def run(trunk: PieceLayout, at: int) -> None:
+        def run(trunk: PieceLayout, at: int, tokens: torch.Tensor | None) -> None:
             own, of = (x.tensor for x in self.batches[at])
-            run_trunk(decoder, call if at == self.at else call | {"input_ids": own, "attention_mask": of}, trunk)
+            if not unwritten and tokens is not None and own is not None:
+                own = own.flatten().index_copy(0, trunk.own.packed_index, tokens).view_as(own)
+            run_trunk(decoder, call if unwritten else call | {"input_ids": own, "attention_mask": of}, trunk)
 
         if not unwritten:
             walk.abandon(run)
