@@ -213,6 +213,24 @@ def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, toget
     assert_same(resumed, alone(method), *METRICS[method])
 
 
+BUDGETED = [("multi_gpu", True), ("fsdp2", False), ("zero2", True), ("zero3", False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "once"), [pytest.param(*c, marks=needs_deepspeed if "zero" in c[0] else ()) for c in BUDGETED]
+)
+def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_of_one(
+    strategy, once, together, alone, tmp_path
+):
+    """Where parameters are sharded processes have to run equally many forwards, and compute prefixes anew."""
+    budget = ("--max_tokens_per_batch", "128", "--max_length", "128")
+    ours = together("dpo", strategy, *PACKED, *budget, env={"TRUNKS": str(tmp_path)})
+    assert_same(ours, alone("dpo"), *METRICS["dpo"])
+    counts = [json.loads((tmp_path / f"trunks-{rank}.json").read_text()) for rank in range(2)]
+    assert all((count > 0) == once for count in counts)
+
+
 SET_UPS = {
     "gradient checkpointing": CHECKPOINTS,
     "LoRA": LORA,

@@ -27,7 +27,19 @@ if __name__ == "__main__":  # a script sees its own folder only
 
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-from trl_padfix import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl_padfix import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RecordedRollouts,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl_padfix.core.layout import pieces
 
 
@@ -94,6 +106,34 @@ def make(
     return trainer
 
 
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else '' }}{{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
+)
+
+
+def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
+    """GRPO on two recorded tasks of three trials, both of them in each step of six rows."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    trials = [
+        {"task": task, "reward": float(i == task), "messages": [
+            {"role": "user", "content": f"w{3 + task} " * 6},
+            {"role": "assistant", "content": f"w{10 + 3 * task + i} " * (i + 1)},
+        ]}
+        for task in range(2) for i in range(3)
+    ]  # fmt: skip
+    tokenizer = build_tokenizer(chat_template=TEMPLATE)
+    recorded = RecordedRollouts(Dataset.from_list(trials), tokenizer)
+    settings = SETTINGS | {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2}
+    settings |= {"max_steps": 4, "num_iterations": 2, "epsilon": 0.01, "max_completion_length": 14}
+    trainer_class, config_class = (GRPOTrainer, GRPOConfig) if ours else (trl.GRPOTrainer, trl.GRPOConfig)
+    settings |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
+    return trainer_class(
+        build_model(), recorded.rewards, config_class(output_dir=str(folder), **settings), recorded.prompts,
+        processing_class=tokenizer, rollout_func=recorded,
+    )  # fmt: skip
+
+
 def make_grouped(folder: Any, **config: Any) -> Any:
     """Four steps of DPO on pairs of which four begin alike."""
     given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching("dpo"), "max_steps": 4}
@@ -122,6 +162,10 @@ def main(folder: Path) -> None:
         )
         trainer.train()
         logged.setdefault("grouped", []).append(trainer.state.log_history)
+    if not os.environ.get("ACCELERATE_USE_FSDP"):
+        recorded = make_recorded(folder / "recorded", 3)
+        recorded.train()
+        logged["recorded"] = recorded.state.log_history
     if trainer.accelerator.is_main_process:
         found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
         (folder / "logged.json").write_text(json.dumps(found))

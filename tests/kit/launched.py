@@ -6,7 +6,8 @@ DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass 
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
 script instead. `GRAPHS=FOLDER` writes there what each process has compiled. `ODD_BATCH=1` gives processes that share
-batches different ones.
+batches different ones. `TRUNKS=FOLDER` computes prefixes of any length once in a step, and writes there how many
+of them each process has.
 """
 
 import importlib
@@ -52,6 +53,17 @@ def count_calls() -> list[int]:
     return calls
 
 
+def count_trunks() -> list[int]:
+    """A list that grows with every step of micro-batches that share prefixes, by their number."""
+    from trl_padfix.core.layout import pieces
+    from trl_padfix.trainers.steps.once import MicroBatches
+
+    pieces.FORWARD = 1
+    counts, check = [], MicroBatches.check
+    MicroBatches.check = lambda once: (counts.append(len(once.pieces.trunks)), check(once))[1]
+    return counts
+
+
 def count_from_another_id() -> None:
     """Give one process of two another first token in all of its batches."""
     from trl_padfix.trainers.base import PaddingFreeMixin
@@ -84,6 +96,10 @@ if __name__ == "__main__":
         calls = count_calls()
         main(method, args)
         write_graphs(Path(os.environ["GRAPHS"]), calls)
+    elif os.environ.get("TRUNKS"):
+        counts = count_trunks()
+        main(method, args)
+        (Path(os.environ["TRUNKS"]) / f"trunks-{os.environ['RANK']}.json").write_text(json.dumps(sum(counts)))
     else:
         main(method, args)
     leave()

@@ -360,6 +360,16 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
     steps = [[log for log in history if "loss" in log] for history in (one.state.log_history, *logged["grouped"])]
     losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
     assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
+    if kind == "MULTI_CPU":
+        one = budget_runs.make_recorded(tmp_path / "one", 6, ours=False)
+        one.train()
+        names = ["loss", "grad_norm", "entropy", *(f"clip_ratio/{n}" for n in ("region_mean", "low_min", "high_max"))]
+        ours, theirs = (
+            torch.tensor([[log[n] for n in names] for log in history if "loss" in log])
+            for history in (logged["recorded"], one.state.log_history)
+        )
+        assert theirs[:, 3].any()
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -36,11 +36,13 @@ def noised(ids: torch.Tensor, mask: torch.Tensor, salt: torch.Tensor) -> torch.T
 
 
 def with_new_tensors(batch: Batch, write: Callable[[Batch, str, torch.Tensor], None] = dict.__setitem__) -> None:
-    completions = batch.get("completion_ids", batch.get("input_ids"))
-    salt = completions.sum(1, keepdim=True) % 31 + 1
+    def mask_of(name: str) -> torch.Tensor:
+        return batch[name.replace("input_ids", "attention_mask").replace("_ids", "_mask")]
+
+    completions = "completion_ids" if "completion_ids" in batch else "input_ids"
+    salt = (batch[completions] * mask_of(completions)).sum(1, keepdim=True) % 31 + 1
     for name in [n for n in batch if n.endswith(("input_ids", "prompt_ids"))]:
-        mask = batch[name.replace("input_ids", "attention_mask").replace("_ids", "_mask")]
-        write(batch, name, noised(batch[name], mask, salt))
+        write(batch, name, noised(batch[name], mask_of(name), salt))
 
 
 def in_place(batch: Batch) -> None:
@@ -160,6 +162,25 @@ def check(kind: str, hook: str, edit: str, mode: str, path: Any, trls: Any) -> N
     ours, theirs = figures(trl_padfix, kind, path, hook, edit, **config), trls(kind, hook, edit)
     assert len(ours) == len(theirs) > 2
     for own, reference in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
+
+
+BUDGETED = [(kind, edit) for kind in KINDS for edit in EDITS]
+FAST = [("DPO", "in_place"), ("SFT", "through_data"), ("SFT", "with_new_tensors"), ("KTO", "permuted")]
+
+
+@pytest.mark.parametrize(("kind", "edit"), slow_but(FAST, BUDGETED))
+def test_so_do_edited_micro_batches_that_share_prefixes(kind, edit, tmp_path, trls, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.pieces.FORWARD", 1)
+    config = {"padding_free": True, "prefix_sharing": True, "parity_check": False, "max_tokens_per_batch": 40}
+    config |= {} if kind in ("GRPO", "RLOO") else {"max_length": 30}
+    try:
+        ours = figures(trl_padfix, kind, tmp_path, "compute_loss", edit, **config)
+    except PaddingRemovalError:
+        assert edit in UNSEEN
+        return
+    assert edit != "through_data" or kind in ("KTO", "GRPO", "RLOO")  # which are split when their loss is computed
+    for own, reference in zip(ours, trls(kind, "compute_loss", edit), strict=True):
         assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
 
 

@@ -17,7 +17,7 @@ from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.trainers.steps.once import MicroBatches, reason_to_compute_again
+from trl_padfix.trainers.steps.once import MicroBatches, Walk, reason_to_compute_again
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
@@ -210,16 +210,48 @@ def test_a_micro_batch_without_its_forward_is_an_error():
             once.check()
 
 
-@pytest.mark.parametrize("write", ["ids, without a trace", "mask, in place", "mask, without a trace"])
-def test_micro_batches_that_were_written_to_are_found(write):
+WRITTEN_AT = [(which, at, budget) for which in ("ids", "mask") for at in (0, 1, 2) for budget in (ENOUGH, 12)]
+
+
+@pytest.mark.parametrize(("which", "at", "budget"), slow_but([("ids", 2, ENOUGH), ("mask", 1, 12)], WRITTEN_AT))
+def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budget, monkeypatch):
+    """What was seen of trunks before has its gradient, and all from there on is computed anew."""
+    ids, mask = batch("right")
+    model, parts = build("qwen2").train(), PARTS["nested"]
+
+    def step(planned):
+        batches = [(ids[part], mask[part]) for part in parts]
+        with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+            once = MicroBatches(planning.plan_pieces(batches, budget), batches) if planned else None
+            with splitting(once):
+                for i, given in enumerate(batches):
+                    if once is not None:
+                        once.begin(i)
+                    if i == at:
+                        given[which == "mask"][:, 1] = 0 if which == "mask" else 30
+                    score(model, *given).sum().backward()
+                if once is not None:
+                    once.check()
+                    assert any(trunk.first < at <= trunk.last for trunk in once.pieces.trunks.values()) == (at > 0)
+        return gradients(model)
+
+    expected = step(planned=False)
+    assert_same(step(planned=True), expected)
+    monkeypatch.setattr(Walk, "abandon", lambda walk, run: setattr(walk, "is_over", True))
+    if at > 0:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(step(planned=True), expected)
+
+
+@pytest.mark.parametrize("which", ["ids", "mask"])
+def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
     ids, mask = batch("right")
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model):
         once = MicroBatches(planning.plan_pieces(batches, ENOUGH), batches)
-        written = batches[1][write.startswith("mask")]
-        written = written.data if write.endswith("trace") else written
-        written[:, 1] = 0 if write.startswith("mask") else 30  # alike in all rows of this micro-batch
+        # Alike in all rows of this micro-batch.
+        batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
         doubts = []
         with splitting(once), step_layouts(doubts=doubts):
             for i in range(2):

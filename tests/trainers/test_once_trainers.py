@@ -1,6 +1,7 @@
 """Trainers under a token budget compute each distinct token of a step once, and keep their trajectory."""
 
 import logging
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from kit.budget_runs import build_branching, make
 from kit.cells import slow_but
 from torch.nn.functional import pad
 
+from trl_padfix import KTOTrainer
 from trl_padfix.core.layout import pieces as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.steps import budget as token_budget
 from trl_padfix.trainers.steps import micro_batches
-from trl_padfix.trainers.steps.budget import Budget
 from trl_padfix.trainers.steps.micro_batches import MICRO_BATCHES
+from trl_padfix.trainers.steps.once import MicroBatches
+from trl_padfix.trainers.task import Task
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +35,12 @@ def watched(trainer):
     Those of prefixes that are computed again by intention are not counted.
     """
     entered, steps, training_step, again = [], [], trainer.training_step, []
-    budget = trainer.padding.part(Budget)
-    micro_batches = budget._once
+    check = MicroBatches.check
 
-    def once(*given):
-        found = micro_batches(*given)
-        again.append(sum(trunk.tokens for trunk in found.pieces.trunks.values() if trunk.again) if found else 0)
-        return found
+    def checked(once):
+        again.append(sum(trunk.tokens for trunk in once.pieces.trunks.values() if trunk.again))
+        check(once)
 
-    budget._once = once
     layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
     layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
 
@@ -50,12 +50,16 @@ def watched(trainer):
         ids, mask = (torch.cat([pad(x, (0, width - x.shape[1])) for x in xs]) for xs in given)
         entered.clear()
         loss = training_step(model, inputs, *args, **kwargs)
-        steps.append((len(given[0]), sum(entered) - sum(again), prefix_sharing_layout(ids, mask).packed_tokens))
+        distinct = prefix_sharing_layout(ids, mask).packed_tokens
+        for batch in inputs[MICRO_BATCHES] if "KL_input_ids" in inputs[MICRO_BATCHES][0] else ():
+            distinct += prefix_sharing_layout(batch["KL_input_ids"], batch["KL_attention_mask"]).packed_tokens
+        steps.append((len(given[0]), sum(entered) - sum(again), distinct))
         again.clear()
         return loss
 
     trainer.training_step = step
-    trainer.train()
+    with patch.object(MicroBatches, "check", checked):
+        trainer.train()
     return steps
 
 
@@ -104,16 +108,42 @@ def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path)
         assert [computed for _, computed, _ in steps] == [distinct for *_, distinct in steps]
 
 
-SFT_TOO = {"loss_type": ["sigmoid", "sft"]}
-
-
-@pytest.mark.parametrize(("name", "config"), [("kto", {}), pytest.param("dpo", SFT_TOO, marks=pytest.mark.slow)])
-def test_losses_that_compare_rows_compute_distinct_tokens_twice_at_most(name, config, tmp_path):
-    ours, steps, theirs = train_both(name, tmp_path, **config)
+@pytest.mark.parametrize(
+    "config", slow_but([{}], [{}, {"precompute_ref_log_probs": True}, {"loss_type": "apo_zero_unpaired"}])
+)
+def test_kto_computes_the_distinct_tokens_of_both_its_forwards(config, tmp_path):
+    ours, steps, theirs = train_both("kto", tmp_path, **config)
     assert_same_trajectory(ours, theirs)
-    for pieces, computed, distinct in steps:
-        assert pieces == 1
-        assert distinct < computed <= 2 * distinct + (2 * ours.args.max_length * 8 if name == "kto" else 0)
+    assert all(pieces == 1 and computed == distinct for pieces, computed, distinct in steps)
+
+
+def test_a_kl_term_of_each_piece_is_another_loss(tmp_path, monkeypatch):
+    monkeypatch.setattr(KTOTrainer.task_class, "in_pieces", Task.in_pieces)
+    ours, _, theirs = train_both("kto", tmp_path)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_trajectory(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_loss_that_compares_rows_computes_distinct_tokens_twice_at_most(tmp_path):
+    ours, steps, theirs = train_both("dpo", tmp_path, loss_type=["sigmoid", "sft"])
+    assert_same_trajectory(ours, theirs)
+    assert all(pieces == 1 and distinct < computed <= 2 * distinct for pieces, computed, distinct in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+def test_a_run_that_is_resumed_with_another_budget_keeps_its_trajectory(name, tmp_path):
+    given = {"data": build_branching(name, prompts=3), "prefix_sharing": True, "parity_check": False}
+    logs = {}
+    for budget, checkpoint in ((BUDGET[name], None), (BUDGET[name] + 24, tmp_path / "checkpoint-3")):
+        saving = {"save_strategy": "steps", "save_steps": 3, "max_tokens_per_batch": budget, "max_steps": 6}
+        trainer = make(name, tmp_path, ours=True, **given | saving)
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+        logs[budget] = figures(trainer, ("num_tokens", "tokens_per_second", "shared_fraction"))
+    (names, first), (_, second) = logs.values()
+    assert len(names) > 2
+    torch.testing.assert_close(second[3:], first[3:], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -140,6 +140,19 @@ def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
     decoded = [build_tokenizer().decode([i for i, said in zip(*row, strict=True) if said]) for row in rows]
     assert decoded == ["w4 <eos> w21 <eos> w23 <eos>", "w4 <eos> w25 <eos>", "w4 <eos> w21 <eos> w27 <eos>"]
     assert output["recorded"] == [0.0, 1.0, 0.0]
+    recall = RecordedRollouts.__call__
+    for name, wrong in CONTROLS.items():
+        changed = lambda self, *args, name=name, wrong=wrong: {**(of := recall(self, *args)), name: wrong(of[name])}  # noqa: E731
+        monkeypatch.setattr(RecordedRollouts, "__call__", changed)
+        _, other = recorded_run(tmp_path, padding_free=True, prefix_sharing=True)
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(other.trajectory(), padded.trajectory())
+
+
+CONTROLS = {
+    "recorded": lambda rewards: rewards[1:] + rewards[:1],  # those of other trials
+    "env_mask": lambda masks: [[1] * len(mask) for mask in masks],  # trains on what users and tools said
+}
 
 
 @pytest.mark.parametrize(

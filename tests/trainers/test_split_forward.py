@@ -3,11 +3,24 @@
 import pytest
 import torch
 import trl
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy, watch_forwards
+from kit.cells import slow_but
+from kit.online_runs import (
+    ONLINE_SETTINGS,
+    admitted,
+    build_prompts,
+    load_policy,
+    reward_words,
+    save_policy,
+    watch_forwards,
+)
 from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
 from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+from trl_padfix.core.call.step import check_doubts, step_layouts
+from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
+from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.trainers.steps.budget import Splitting
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
 
@@ -60,6 +73,24 @@ def test_pieces_have_the_outputs_and_gradients_of_the_whole_forward(checkpointin
     assert len(whole[2]) == 1
     # Rows of a prompt are in one piece: 14 + 9 + 8 tokens and what their companions have of their own.
     assert sum(gradients(model, 24)[2][:3]) == whole[2][0]
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
+    (ids, mask), model = batch(), build_model()
+    doubts = []
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
+        with step_layouts(doubts=doubts), splitting(Splits(24, True, once=once)):
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            ids[:, 5] = 3
+            found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            ids.data[:, 5] = 4
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        ids[:, 5] = 3
+        expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(PaddingRemovalError, match="leaves no trace"):
+        check_doubts(doubts)
 
 
 def test_pieces_in_a_wrong_order_are_another_gradient(monkeypatch):
@@ -123,31 +154,88 @@ def train(name, policy, folder, forwards, ours, **config):
     layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
     forwards.append(0)
     layer.register_forward_pre_hook(lambda m, args: forwards.append(args[0].shape[:2].numel()))
+    with_graph = trainer.with_graph = []
+    layer.register_forward_pre_hook(lambda m, args: with_graph.append(args[0].shape[1] * torch.is_grad_enabled()))
     return run(trainer, watch_forwards([]))
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("grpo", {"loss_type": "grpo", "num_iterations": 2}),
-        pytest.param("grpo", {"steps_per_generation": 4}, marks=pytest.mark.slow),
-        ("rloo", {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
-    ],
-)
-def test_online_trainers_split_whole_steps_and_keep_their_trajectory(name, config, policy, tmp_path):
-    forwards, whole = [], []
+def watch_losses(monkeypatch):
+    """The batches whose loss the trainers of this package compute in training."""
+    batches, compute = [], Splitting.compute_loss
+
+    def computed(part, of_trl, model, inputs, *args, **kwargs):
+        if part.trainer.model.training:
+            batches.append(tuple(part.trainer.padding.task.padded_batches(inputs)[0].values()))
+        return compute(part, of_trl, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(Splitting, "compute_loss", computed)
+    return batches
+
+
+WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+"""Without accumulation TRL's metrics are means over whole steps."""
+
+CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "learning_rate": 1e-2, **WHOLE}
+BY_SEQUENCE = {"importance_sampling_level": "sequence", **CLIPPED}
+CASES = {
+    "grpo": ("grpo", {"loss_type": "grpo", "num_iterations": 2}),
+    "grpo, longer generations": ("grpo", {"steps_per_generation": 4}),
+    "grpo, clipped": ("grpo", {"loss_type": "bnpo", **CLIPPED}),
+    "grpo, by sequence": ("grpo", {"loss_type": "luspo", **BY_SEQUENCE}),
+    **{f"grpo, {loss}": ("grpo", {"loss_type": loss, **CLIPPED}) for loss in ("dapo", "dr_grpo", "cispo", "sapo")},
+    "rloo": ("rloo", CLIPPED),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["grpo", "grpo, clipped", "rloo"], CASES))
+def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory(case, policy, tmp_path, monkeypatch):
+    name, config = CASES[case]
+    steps, forwards, whole = watch_losses(monkeypatch), [], []
     ours = train(name, policy, tmp_path, forwards, ours=True, parity_check=False, **config)
     theirs = train(name, policy, tmp_path, whole, ours=False, **config)
-    # The mean entropy is over the tokens of a forward, of which TRL has several in a step with accumulation.
-    metrics = METRICS + (("entropy",) if "gradient_accumulation_steps" in config else ())
+    logged = [n for n in theirs.trainer.state.log_history[0] if n in ("kl", "entropy") or "clip_ratio" in n]
+    metrics = METRICS + (tuple(logged) if WHOLE.items() <= config.items() else ())
     assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics))
+    if "epsilon" in config and "sapo" not in case:
+        assert any(log.get(n) for log in ours.trainer.state.log_history for n in logged if "ratio" in n)
     assert ours.trainer.args.gradient_accumulation_steps == 1
-    # Each step is one batch of two groups, computed in pieces; generation is not (8 or 16 prompts of up to 18 tokens).
-    assert {len(ids) for ids, _ in ours.batches} == {8}
-    assert ours.entered > 1.2 * ours.counts()["prefix sharing"]  # some pieces are computed twice
+    # Each step is one batch of two groups, computed in pieces, and each of its tokens once.
+    assert {len(ids) for ids, _ in steps} == {8}
+    assert sum(ours.trainer.with_graph) == sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
+    # Generation is not split (8 or 16 prompts of up to 18 tokens).
     assert max(forwards) <= (16 if "steps_per_generation" in config else 8) * 18
     assert max(whole) > 8 * 18
     assert sum(8 * 18 >= count > 48 for count in forwards) < len(forwards) / 8
+
+
+def test_other_weights_of_pieces_are_another_trajectory(policy, tmp_path, monkeypatch):
+    right = train("rloo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    monkeypatch.setattr(RLOOTrainer.task_class, "loss_weight", lambda task, piece, whole: 0.5)
+    wrong = train("rloo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(wrong.trajectory(*METRICS), right.trajectory(*METRICS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}])
+def test_losses_that_compare_tokens_of_all_rows_take_two_passes(config, policy, tmp_path, monkeypatch):
+    steps, config = watch_losses(monkeypatch), admitted(GRPOConfig, WHOLE | config)
+    runs = [train("grpo", policy, tmp_path, [], ours, **config) for ours in (True, False)]
+    assert_same(*(run.trajectory(*METRICS, "entropy") for run in runs))
+    assert sum(runs[0].trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
+
+
+def test_a_loss_of_the_users_own_takes_two_passes(policy, tmp_path, monkeypatch):
+    """Nobody knows whether it is a sum over rows."""
+
+    class Own(GRPOTrainer):
+        def _compute_loss(self, *args):
+            return super()._compute_loss(*args)
+
+    steps = watch_losses(monkeypatch)
+    monkeypatch.setitem(TRAINERS, "grpo", (Own, *TRAINERS["grpo"][1:]))
+    ours = train("grpo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    assert sum(ours.trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
 
 
 def test_completions_longer_than_the_budget_are_an_error():

@@ -47,7 +47,7 @@ from .parts import Evaluation, Part, Settings, Step, entered
 from .saving.cards import card_tags, describe_in_card
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows
-from .steps.budget import Budget
+from .steps.budget import Budget, Splitting
 from .steps.micro_batches import pieces_of
 from .steps.sampler import StepOrder, StepRows
 from .task import Task
@@ -206,8 +206,8 @@ class PaddingFreeMixin:
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
         with self.observe_step(model, inputs, returns_outputs) as step:
-            task = self.padding.task
-            step.result = super().compute_loss(task.model_for_loss(model), step.inputs, *args, **kwargs)
+            given, splitting = self.padding.task.model_for_loss(model), self.padding.part(Splitting)
+            step.result = splitting.compute_loss(super().compute_loss, given, step.inputs, *args, **kwargs)
         return step.result
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from ..core.model.find import find_pretrained
 from .checks import require_teacher
 from .config import PackingConfig, TeacherAttentionConfig
 from .field_types import help_from_docstring
-from .online import OnlineTask, OnlineTrainer
+from .online import OnlineTask, OnlineTrainer, trained_tokens
 from .steps.config import OnlineBudgetConfig
 
 
@@ -60,6 +60,11 @@ class DistillationTask(OnlineTask):
     def check(self, config: Any, given: dict[str, Any]) -> None:
         super().check(config, given)
         require_teacher(given)
+
+    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
+        if whole.get("num_items_in_batch") is not None:  # what the divergence of each piece is divided by
+            return 1.0
+        return trained_tokens(piece) / trained_tokens(whole).clamp(min=1)
 
     def scoring_module(self, model: Any) -> Any:
         return find_pretrained(model).base_model  # TRL hands hidden states to its chunked divergence

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import trl
 
-from .online import OnlineTask, OnlineTrainer
+from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
 __all__ = ["GRPOTrainer"]
@@ -12,6 +15,25 @@ __all__ = ["GRPOTrainer"]
 
 class GRPOTask(OnlineTask):
     """Groups of completions."""
+
+    extremes = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
+
+    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
+        trainer, of_rows = self.trainer, super().loss_weight(piece, whole)
+        by_entropy = getattr(trainer, "_entropy_bonus_enabled", False) or trainer.top_entropy_quantile < 1
+        if of_rows is None or by_entropy or getattr(trainer, "use_liger_kernel", False):
+            return None
+        if trainer.loss_type in ("cispo", "dapo", "vespo"):  # divided by the tokens of a generation
+            return 1.0
+        if trainer.loss_type == "bnpo":
+            return trained_tokens(piece) / trained_tokens(whole).clamp(min=1)
+        return of_rows if trainer.loss_type in ("grpo", "dr_grpo", "luspo", "sapo") else None
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        by_row = ["vespo/phi_seq_mean"]
+        if self.trainer.importance_sampling_level == "sequence":
+            by_row += ["cispo_clip_ratio", *(f"clip_ratio/{name}_mean" for name in ("low", "high", "region"))]
+        return super().metric_items(batch) | dict.fromkeys(by_row, torch.tensor(len(batch["prompt_ids"])))
 
     def sums_over_rows(self) -> bool:
         trainer = self.trainer

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
+from accelerate.utils import reduce
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
 from .data.collators import EMPTY, SidedCollator
 from .data.columns import empty_lists
 from .data.vision_collators import on_side_with_kl
+from .field_types import temporarily_set
 from .steps.measures import UnpairedMeasure
+from .steps.split_forward import splitting
 from .task import Task
 
 
@@ -103,7 +108,49 @@ class KTOTask(Task):
         return batches
 
     def compares_rows(self) -> bool:
-        return True  # with the KL term, a mean over all of them
+        return True  # by the KL term, a mean over all of them
+
+    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
+        if self.trainer.aux_loss_enabled or not hasattr(self.trainer, "_compute_kl_logps"):
+            return None
+        return len(piece["input_ids"]) / len(whole["input_ids"])
+
+    @contextlib.contextmanager
+    def in_pieces(self, inputs: dict[str, Any], splits: Any) -> Iterator[dict[str, Any]]:
+        """The KL term is that of all rows, of all processes: its log-probabilities are taken with the first piece."""
+        trainer, compute = self.trainer, self.trainer._compute_kl_logps
+        found: dict[bool, torch.Tensor] = {}
+
+        def mean(logps: torch.Tensor) -> torch.Tensor:
+            return reduce(logps.mean(), "mean")[None]
+
+        def of_all_rows(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+            of_policy = torch.is_grad_enabled()  # TRL asks for those of the reference without
+            if of_policy not in found:
+                with splitting(splits):
+                    found[of_policy] = mean(compute(model, inputs))
+            return found[of_policy]
+
+        if not trainer.calculate_KL:
+            yield inputs
+            return
+        known = inputs.get("ref_KL_logps")
+        with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
+            yield inputs if known is None else {**inputs, "ref_KL_logps": mean(known).expand(len(known))}
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        tokens = batch["completion_mask"][:, 1:].sum(1)
+        chosen = torch.as_tensor(batch["label"], dtype=torch.bool, device=tokens.device)
+        items = {"": torch.tensor(len(chosen)), "entropy": tokens.sum()}
+        for name, rows in (("chosen", chosen), ("rejected", ~chosen)):
+            items |= {f"rewards/{name}": rows.sum(), f"logps/{name}": rows.sum(), f"logits/{name}": tokens[rows].sum()}
+        return items
+
+    def joined_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
+        if chosen is not None and rejected is not None:  # a piece with one kind of rows has no margins
+            means["rewards/margins"] = chosen - rejected
+        return means
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         if batch["input_ids"] is not inputs.get("KL_input_ids"):

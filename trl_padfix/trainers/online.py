@@ -37,9 +37,15 @@ from .watch.parity import Parity
 from .watch.token_counts import TokenCounts
 
 
-__all__ = ["OnlineTask", "OnlineTrainer"]
+__all__ = ["OnlineTask", "OnlineTrainer", "trained_tokens"]
 
 logger = get_logger(__name__)
+
+
+def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
+    """How many tokens of completions are trained on; what tools answered is not."""
+    mask = batch["completion_mask"]
+    return (mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]).sum()
 
 
 class OnlineTask(Task):
@@ -98,6 +104,13 @@ class OnlineTask(Task):
 
     def compares_rows(self) -> bool:
         return True  # by the advantages of a generation; a step is one batch, whose forwards are split
+
+    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
+        balanced = getattr(self.trainer, "aux_loss_enabled", False)
+        return None if balanced else len(piece["prompt_ids"]) / len(whole["prompt_ids"])
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {"": trained_tokens(batch)}
 
     def sums_over_rows(self) -> bool:
         """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
@@ -194,7 +207,7 @@ class OnlineTrainer(PaddingFreeMixin):
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
         """A block with a forward that scores completions: with the layout of the running step, split by the budget."""
-        with self.padding.part(Splitting).splitting(), self.padding.part(OnlineLayouts).rows(ids, mask):
+        with self.padding.part(Splitting).splitting(ids, mask), self.padding.part(OnlineLayouts).rows(ids, mask):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import trl
 
-from .online import OnlineTrainer
+from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
 __all__ = ["RLOOTrainer"]
+
+
+class RLOOTask(OnlineTask):
+    """Groups of completions, each of which is one action."""
+
+    extremes = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
+
+    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        return {"": torch.tensor(len(batch["prompt_ids"])), "entropy": trained_tokens(batch)}
 
 
 class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
@@ -45,3 +57,5 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     trainer.train()  # columns of the data: prompt
     ```
     """
+
+    task_class = RLOOTask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -135,6 +136,21 @@ class Task:
     def compares_rows(self) -> bool:
         """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
         return getattr(self.trainer, "aux_loss_enabled", False)
+
+    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
+        """
+        Of a loss that compares rows: the factor by which that of a `piece`, some rows of a batch, goes into the loss
+        of the `whole` batch, where that is the sum over its pieces; `None` where it is not.
+        """
+        return None
+
+    def in_pieces(self, inputs: dict[str, Any], splits: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """Around the losses of the pieces of a batch; gives the batch that they are rows of."""
+        return contextlib.nullcontext(inputs)
+
+    def joined_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step, of their means over its pieces."""
+        return means
 
     def averages_tokens(self) -> bool:
         """Whether the loss of a forward is a mean over its tokens, whatever else is in the step."""

@@ -8,14 +8,15 @@ weighs in the loss what it weighs in TRL's mean over micro-batches, however the 
 
 A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
 once, and its forwards are split (`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
+Where rows are compared without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is a
+sum over rows, and computed in pieces of them that need no second pass either.
 Images go with their rows as long as their collator makes the batches, so forwards with images are never split.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -30,16 +31,16 @@ from ...core.model.patching import Attachment
 from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator
 from ..field_types import temporarily_set
-from ..launches import models_of, splitting_parallelism
+from ..launches import is_zero_3, models_of, splitting_parallelism
 from ..packing import datasets_of
 from ..parts import Part, Step
-from ..watch.exact_means import without_gathering
 from .config import check_token_budget
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .micro_batches import MICRO_BATCHES, ONCE, WEIGHTS, BudgetCollator, Piece, halved
 from .once import REPLAN, MicroBatches, computes_once
 from .sampler import StepOrder, StepRows
 from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
+from .step_metrics import StepMetrics
 
 
 __all__ = ["Budget", "Splitting"]
@@ -53,6 +54,7 @@ class Splitting(Part):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
+        self._in_pieces, self._pieces = False, None
 
     @property
     def budget(self) -> int | None:
@@ -107,14 +109,80 @@ class Splitting(Part):
     def has_images(self) -> bool:
         return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(self.trainer).values())
 
-    def splitting(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose forwards are split by the budget, if there is one; those of rows with images are not."""
-        if self.budget is None or self.has_images():
+    def splitting(self, *joined: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """
+        A block whose forwards are split by the budget, if there is one; those of rows with images are not.
+
+        Where the loss is computed in pieces of rows, each of them is one forward: of the ids and the mask that it has
+        `joined`, if they are not those of its batch.
+        """
+        if self._in_pieces and self._pieces is not None and joined:
+            self._pieces.joined(*joined)
+        if self.budget is None or self.has_images() or self._in_pieces:
             return contextlib.nullcontext()
+        return splitting(self._splits(self.budget))
+
+    def _splits(self, budget: int) -> Splits:
         handle = self.trainer.padding.handle
-        sharing = bool(handle and handle.prefix_sharing)
         agree = self.most_over_processes if self._is_sharded else None
-        return splitting(Splits(self.budget, sharing, agree, self.once))
+        return Splits(budget, bool(handle and handle.prefix_sharing), agree, self.once)
+
+    def compute_loss(self, compute: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """
+        TRL's `compute_loss`, `compute`.
+
+        A loss that is a sum over rows, once what it compares of them is known, is computed in pieces of rows: each has
+        its forward and its backward, but for the last one, whose backward is Trainer's.
+        """
+        trainer, task, budget = self.trainer, self.trainer.padding.task, self.budget
+        if budget is None or not self._is_sum_over_rows(inputs):
+            return compute(model, inputs, *args, **kwargs)
+        splits, metrics = self._splits(budget), StepMetrics(trainer)
+        known = splits.of(*task.padded_batches(inputs)[0].values())
+        if len(known.rows) == 1 and trainer.accelerator.num_processes == 1:
+            return compute(model, inputs, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            inputs = stack.enter_context(task.in_pieces(inputs, splits))
+            pieces = [_rows_of(inputs, rows, sum(map(len, known.rows))) for rows in known.rows]
+            batches = [tuple(task.padded_batches(piece)[0].values()) for piece in pieces]
+            once = None if known.once is None else MicroBatches(known.once, batches)
+            stack.enter_context(temporarily_set(self, "_in_pieces", True))
+            stack.enter_context(temporarily_set(self, "_pieces", once))
+            loss = done = torch.zeros((), device=trainer.args.device)
+            for i, piece in enumerate(pieces):
+                is_last = i == len(pieces) - 1
+                if once is not None:
+                    once.begin(i)
+                sizes, weight = task.metric_items(piece), task.loss_weight(piece, inputs)
+                with (
+                    metrics.piece(sizes, reduces=False),
+                    splitting(once),
+                    self._gradients_synchronised(model, is_last),
+                ):
+                    loss = compute(model, piece, *args, **kwargs) * weight
+                    if not is_last:
+                        with torch.autocast(loss.device.type, enabled=False):
+                            trainer.accelerator.backward(loss)
+                        done = done + loss.detach()
+        if once is not None:
+            once.check()
+            if trainer.state.global_step == 0:
+                logger.info(once.pieces.summary)
+        metrics.join()
+        return loss + done
+
+    def _is_sum_over_rows(self, inputs: dict[str, Any]) -> bool:
+        """Whether the loss of a batch is the sum of those of its rows, with weights that are known."""
+        trainer, task = self.trainer, self.trainer.padding.task
+        if not (torch.is_grad_enabled() and trainer.model.training and task.compares_rows()) or self.has_images():
+            return False
+        # What somebody has made of TRL's loss is not known here, nor what its experiments have.
+        known = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
+        losses = {"compute_loss", "_compute_loss"}
+        owners = [c for c in type(trainer).__mro__ if losses & vars(c).keys()]
+        is_trls = all(c.__module__.startswith(known) for c in owners) and not losses & vars(trainer).keys()
+        whole_step = trainer.args.gradient_accumulation_steps == 1 and not trainer.is_deepspeed_enabled
+        return is_trls and whole_step and task.loss_weight(inputs, inputs) is not None
 
     @cached_property
     def once(self) -> bool:
@@ -126,7 +194,7 @@ class Splitting(Part):
     @property
     def _is_sharded(self) -> bool:
         """Whether processes meet in every forward, and not only at the end of the step."""
-        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+        return self.trainer.is_fsdp_enabled or is_zero_3(self.trainer.accelerator)
 
     def most_over_processes(self, count: int) -> int:
         if self.trainer.accelerator.num_processes == 1:
@@ -136,6 +204,23 @@ class Splitting(Part):
 
     def precomputing(self) -> contextlib.AbstractContextManager[None]:
         return self.splitting()
+
+    @contextlib.contextmanager
+    def _gradients_synchronised(self, model: Any, last: bool) -> Iterator[None]:
+        """Whether the backward in this block ends the step, for those that reduce gradients over processes."""
+        accelerator = self.trainer.accelerator
+        state = accelerator.gradient_state
+        saved = state.sync_gradients
+        state._set_sync_gradients(saved and last)
+        try:
+            each = state.plugin_kwargs.get("sync_each_batch", False)
+            if last or each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+                yield
+            else:
+                with accelerator.no_sync(model):
+                    yield
+        finally:
+            state._set_sync_gradients(saved)
 
 
 class Budget(Splitting):
@@ -216,19 +301,34 @@ class Budget(Splitting):
             return train(model, pieces[0][0], *args, **kwargs)
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         pieces = halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
-        loss = torch.zeros((), device=self.trainer.args.device)
+        loss, metrics = torch.zeros((), device=self.trainer.args.device), StepMetrics(self.trainer)
         once = self._once(pieces, inputs)
-        with self._metrics_of_step(pieces, counts_tokens), splitting(once):
+        with splitting(once), temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(pieces):
                 if once is not None:
                     once.begin(i)
                 # A piece without a weight only keeps step with the other processes.
                 self.weight = None if counts_tokens and weight else weight
-                with self._gradients_synchronised(model, i == len(pieces) - 1):
+                with (
+                    metrics.piece(self._sizes(batch, weight, counts_tokens)),
+                    self._gradients_synchronised(model, i == len(pieces) - 1),
+                ):
                     loss = loss + train(model, batch, *args, **kwargs)
         if once is not None:
             once.check()
+            if once.are_written:
+                logger.warning_once(
+                    "Somebody wrote to a micro-batch after its step was planned: from there on each micro-batch of "
+                    "such a step computes the prefixes that it shares with others anew."
+                )
+        metrics.join(sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight))
         return loss
+
+    def _sizes(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
+        """Of how many items the metrics of a micro-batch are means."""
+        task = self.trainer.padding.task
+        rest = task.loss_items(batch) if counts_tokens else weight
+        return {"": rest, **task.metric_items(batch)} if weight else {"": 0}
 
     def _once(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches | None:
         """The micro-batches of a step that see each other's prefixes, if they have any in common."""
@@ -248,63 +348,13 @@ class Budget(Splitting):
         if self.weight is not None:
             step.result = step.result * self.weight
 
-    @contextlib.contextmanager
-    def _gradients_synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Whether the backward in this block ends the step, for those that reduce gradients over processes."""
-        accelerator = self.trainer.accelerator
-        state = accelerator.gradient_state
-        saved = state.sync_gradients
-        state._set_sync_gradients(saved and last)
-        try:
-            each = state.plugin_kwargs.get("sync_each_batch", False)
-            if last or each or accelerator.distributed_type == DistributedType.DEEPSPEED:
-                yield
-            else:
-                with accelerator.no_sync(model):
-                    yield
-        finally:
-            state._set_sync_gradients(saved)
 
-    @contextlib.contextmanager
-    def _metrics_of_step(self, pieces: Sequence[Piece], counts_tokens: bool) -> Iterator[None]:
-        """
-        Let TRL log the means over all micro-batches of a step and all processes.
-
-        It gathers its metrics forward by forward, equally many rows from every process; here each process keeps its
-        own, and one reduction at the end of the step adds them up: means over rows by the weights of the rows, means
-        over tokens by the numbers of tokens.
-        """
-        trainer, task = self.trainer, self.trainer.padding.task
-        accelerator = trainer.accelerator
-        metrics, tokens = trainer._metrics["train"], trainer._total_train_tokens
-        try:
-            trainer._metrics["train"] = collected = defaultdict(list)
-            with without_gathering(accelerator):
-                yield
-        finally:
-            trainer._metrics["train"], self.weight = metrics, None
-        sizes: dict[str, list[Any]] = defaultdict(list)
-        for batch, weight in pieces:
-            rest = task.loss_items(batch) if counts_tokens else weight
-            for name, size in {"": rest, **task.metric_items(batch)}.items():
-                sizes[name].append(size if weight else 0)
-        collected.pop("num_tokens", None)
-        names = sorted(name for name, values in collected.items() if len(values) == len(pieces))
-        device = trainer.args.device
-        items = [[float(size) for size in sizes[n if n in sizes else ""]] for n in names]
-        shape = len(names), len(pieces)  # also where a loss of the user's own logs nothing
-        weighted_by = torch.tensor(items, dtype=torch.float64, device=device).view(shape)
-        values = torch.tensor([collected[n] for n in names], dtype=torch.float64, device=device).view(shape)
-        extremes = {n: take(values[names.index(n)]) for n, take in task.extremes.items() if n in names}
-        again = sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight)
-        seen = values.new_tensor([trainer._total_train_tokens - tokens - again])
-        totals = torch.cat([(values * weighted_by).sum(1), weighted_by.sum(1), seen])
-        if accelerator.num_processes > 1:
-            totals = accelerator.reduce(totals)
-        *totals, seen = totals.tolist()
-        for name, total, weight in zip(names, totals, totals[len(names) :], strict=False):
-            metrics[name].append(total / weight if weight else 0.0)
-        for name, extreme in extremes.items():
-            metrics[name][-1] = float(task.extremes[name](accelerator.gather(extreme)))
-        trainer._total_train_tokens = tokens + int(seen)
-        metrics["num_tokens"] = [trainer._total_train_tokens]
+def _rows_of(inputs: dict[str, Any], rows: torch.Tensor, count: int) -> dict[str, Any]:
+    """Some rows of a batch of `count`; what has no entry for each row stays whole."""
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == count:
+            found[name] = value[rows]
+        elif isinstance(value, list) and len(value) == count:
+            found[name] = [value[i] for i in rows.tolist()]
+    return found

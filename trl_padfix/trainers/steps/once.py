@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,12 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...core.call.layout_of import LayoutKey
 from ...core.call.sight import Sight, States, leaf_of
-from ...core.call.step import BatchFacts, Known, Step, rely_on
+from ...core.call.step import BatchFacts, Known, Seen, Step, rely_on
 from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatMaps
-from ...core.layout.pieces import PieceLayout, Pieces, Trunk, plan_pieces
+from ...core.layout.pieces import PieceLayout, Pieces, plan_pieces
 from ...core.mixers.mixers import PACKED
 from ..data.batch_layouts import without_layouts
 
@@ -53,6 +53,10 @@ def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor,
     return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
+Run = Callable[[PieceLayout, int, torch.Tensor | None], None]
+"""Computes a trunk in the batch of a piece; the ids of its tokens, if it was computed before."""
+
+
 class Walk:
     """
     One pass of a model over the pieces of a step, in their order.
@@ -66,11 +70,12 @@ class Walk:
 
     def __init__(self, pieces: Pieces, with_graph: bool):
         self.pieces, self.with_graph, self.at = pieces, with_graph, -1
+        self.is_over = False
         self.made: dict[int, States] = {}
         self.leaves: dict[int, States] = {}
         self._random: dict[int, Any] = {}
 
-    def enter(self, run: Callable[[PieceLayout], None]) -> PieceLayout:
+    def enter(self, run: Run) -> PieceLayout:
         """
         The layout of the next piece with what it sees; `run` computes the trunks that it needs.
 
@@ -83,30 +88,50 @@ class Walk:
                 self.made.pop(n, None)
                 self.leaves.pop(n, None)
             elif trunk.first == self.at:
-                self._compute(n, trunk, run, with_graph=self.with_graph and not trunk.again)
+                self._compute(n, self.at, run, with_graph=self.with_graph and not trunk.again)
             elif trunk.last == self.at and self.with_graph:
                 ending.append(n)
                 if trunk.again:
-                    self._compute(n, trunk, run, with_graph=True)
+                    self._compute(n, self.at, run, with_graph=True)
         layout = self.pieces.layouts[self.at]
-        closes = [
+        seen = [self._seen(n, self.at) for n in layout.outer]
+        return replace(layout, sight=Sight(seen, None, self._closes(ending)))
+
+    def abandon(self, run: Run) -> None:
+        """End before the next piece, and give the trunks that later ones would have seen their backward now."""
+        self.is_over = True
+        ends = {n: trunk.last for n, trunk in self.pieces.trunks.items() if n in self.leaves and trunk.last > self.at}
+        for last in sorted(set(ends.values())) if self.with_graph else ():
+            ending = [n for n, end in ends.items() if end == last]
+            for n in ending:
+                if self.pieces.trunks[n].again:
+                    self._compute(n, last, run, with_graph=True)
+            closes = [(made, leaf.grad.to(made)) for made, leaf in self._closes(ending) if leaf.grad is not None]
+            if closes:
+                with torch.autocast(closes[0][0].device.type, enabled=False):
+                    torch.autograd.backward(*map(list, zip(*closes, strict=True)))
+        self.made, self.leaves = {}, {}
+
+    def _closes(self, trunks: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """States of trunks, and the leaves that stood for them."""
+        return [
             (made, leaf)
-            for n in ending
+            for n in trunks
             for name, states in self.made[n].items()
             for made, leaf in zip(states, self.leaves[n][name], strict=True)
             if made.requires_grad
         ]
-        return replace(layout, sight=Sight([self._seen(n, self.at) for n in layout.outer], None, closes))
 
-    def _compute(self, n: int, trunk: Trunk, run: Callable[[PieceLayout], None], with_graph: bool) -> None:
-        layout, notes = trunk.layouts[self.at], States()
+    def _compute(self, n: int, at: int, run: Run, with_graph: bool) -> None:
+        trunk, notes = self.pieces.trunks[n], States()
+        layout = trunk.layouts[at]
         sight = Sight([self._seen(m, trunk.last) for m in layout.outer], notes)
         is_first = n not in self.leaves
         if is_first and trunk.again and self.with_graph:
             self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         drawn = contextlib.nullcontext() if is_first else _random_numbers(*self._random.pop(n))
         with drawn, torch.set_grad_enabled(with_graph):
-            run(replace(layout, sight=sight))
+            run(replace(layout, sight=sight), at, None if is_first else self.leaves[n].ids)
         if with_graph:
             self.made[n] = notes
         if is_first:
@@ -126,12 +151,14 @@ class MicroBatches:
         pieces ([`Pieces`]):
             How they are computed.
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
-            Ids and mask of each: calls of a model with these very tensors are pieces of a walk.
+            Ids and mask of each: calls of a model with these very tensors are pieces of a walk. Where somebody has
+            written to them, the walk ends, and the rest of the step computes its prefixes anew.
     """
 
     def __init__(self, pieces: Pieces, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        self.pieces, self.batches = pieces, batches
-        self.at = 0
+        self.pieces = pieces
+        self.batches = [(Seen.of(ids), Seen.of(mask)) for ids, mask in batches]
+        self.at, self.are_written = 0, False
         self.walks: dict[Any, Walk] = {}
         self.calls: Counter[Any] = Counter()
 
@@ -158,6 +185,11 @@ class MicroBatches:
         self.at = i
         self.calls.clear()
 
+    def joined(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
+        """These tensors, which a loss has put together, are the running micro-batch, if they are as large."""
+        if tuple(ids.shape) == self.pieces.layouts[self.at].batch_shape:
+            self.batches[self.at] = Seen.of(ids), Seen.of(mask)
+
     @contextlib.contextmanager
     def piece(self, model: Any, decoder: Any, call: dict[str, Any]) -> Iterator[None]:
         """
@@ -165,20 +197,33 @@ class MicroBatches:
 
         The first call of a model in each micro-batch, with gradients or without, is one walk, the second another one.
         """
-        ids, mask = self.batches[self.at]
-        serves = call.get("input_ids") is ids and call.get("attention_mask") is mask
-        serves = serves and call.get("position_ids") is None
+        ids, mask, seen = call.get("input_ids"), call.get("attention_mask"), self.batches[self.at]
+        unwritten = seen[0].is_still(ids) and seen[1].is_still(mask)
+        is_own = unwritten or (ids is seen[0].tensor and mask is seen[1].tensor)
+        self.are_written |= is_own and not unwritten
+        serves = is_own and call.get("position_ids") is None
         key = id(model), torch.is_grad_enabled(), self.calls[model, torch.is_grad_enabled()]
-        if serves and self.at == 0:
+        if serves and unwritten and self.at == 0:
             self.walks[key] = Walk(self.pieces, torch.is_grad_enabled())
         walk = self.walks.get(key)
-        if not serves or walk is None:
+        if not serves or walk is None or walk.is_over:
             yield
             return
         self.calls[model, torch.is_grad_enabled()] += 1
         if walk.at != self.at - 1:
             raise _left_out()
-        layout = walk.enter(lambda trunk: run_trunk(decoder, call, trunk))
+
+        def run(trunk: PieceLayout, at: int, tokens: torch.Tensor | None) -> None:
+            own, of = (x.tensor for x in self.batches[at])
+            if not unwritten and tokens is not None and own is not None:
+                own = own.flatten().index_copy(0, trunk.own.packed_index, tokens).view_as(own)
+            run_trunk(decoder, call if unwritten else call | {"input_ids": own, "attention_mask": of}, trunk)
+
+        if not unwritten:
+            walk.abandon(run)
+            yield
+            return
+        layout = walk.enter(run)
         own = [] if layout.own is None else [ids.flatten()[layout.own.packed_index]]
         computed = torch.cat([*(states.ids for states in layout.sight.outer), *own])
         wrong = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
@@ -193,7 +238,7 @@ class MicroBatches:
         Raises:
             PaddingRemovalError: If a walk did not come to its end, so that gradients of prefixes are missing.
         """
-        if any(walk.at != len(self.batches) - 1 for walk in self.walks.values()):
+        if any(not walk.is_over and walk.at != len(self.batches) - 1 for walk in self.walks.values()):
             raise _left_out()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ...core.call.sight import Sight, States
+from ...core.call.step import Seen, rely_on
 from ...core.layout.flat_maps import FlatMaps
 from ...core.layout.pieces import PieceLayout, Pieces, plan_pieces
 from ...core.model.find import find_decoder, find_pretrained
@@ -51,7 +53,7 @@ __all__ = [
 class _Known:
     """The pieces of a batch: their rows, and what they have instead of its ids and mask."""
 
-    given: tuple[torch.Tensor, torch.Tensor | None]
+    given: tuple[Seen, Seen]
     rows: list[torch.Tensor]
     pieces: list[tuple[torch.Tensor, torch.Tensor | None]]
     once: Pieces | None = None
@@ -82,7 +84,11 @@ class Splits:
     def of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _Known:
         """The pieces of a batch with these ids and this mask."""
         for known in self.known:
-            if known.given[0] is ids and known.given[1] is mask:
+            if known.given[0].is_still(ids) and known.given[1].is_still(mask):
+                now = [(ids[r], None if mask is None else mask[r]) for r in known.rows]
+                pairs = zip(chain(*now), chain(*known.pieces), strict=True)
+                wrong = torch.stack([(new != old).any() for new, old in pairs if new is not None and old is not None])
+                rely_on("A forward in pieces has the rows that it had when it was split", wrong.any())
                 return known
         # One copy to the host for all pieces: the only wait for the device that splitting needs.
         both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
@@ -93,7 +99,7 @@ class Splits:
             once = plan_pieces([(both[0, part], both[1, part]) for part in parts], self.budget)
             once = once and FlatMaps.of(once).to(ids.device)
         pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
-        self.known.append(_Known((ids, mask), rows, pieces, once))
+        self.known.append(_Known((Seen.of(ids), Seen.of(mask)), rows, pieces, once))
         return self.known[-1]
 
     def _parts(self, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
