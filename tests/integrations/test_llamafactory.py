@@ -1,4 +1,4 @@
-"""LLaMA-Factory from a YAML, with and without the callback; `nox -s plugins` has an environment with it."""
+"""LLaMA-Factory from a YAML, as `llamafactory-cli train` takes it."""
 
 import json
 import sys
