@@ -112,11 +112,12 @@ def assert_equal_steps_of_fewer_tokens(ours: list[dict], theirs: list[dict], sha
     for name in ("loss", "grad_norm"):
         found, wanted = ([float(log[name]) for log in logs] for logs in (steps, expected))
         assert max(wanted) > 1e-3
-        print(name, "differs by at most", max(abs(a - b) for a, b in zip(found, wanted, strict=True)), "of", max(wanted))
+        apart = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+        print(f"{name}: at most {apart:.1e} apart, of {max(wanted):.4g}")
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-6)
     assert all("padfix/pad_fraction" not in log for log in theirs)
     assert all(0 < log["padfix/pad_fraction"] < 1 for log in steps)
     assert all((log["padfix/shared_fraction"] > 0) is shares for log in steps)
     computed = [(1 - log["padfix/pad_fraction"]) * (1 - log["padfix/shared_fraction"]) for log in steps]
-    print("computed tokens of padded ones:", sum(computed) / STEPS)
+    print(f"{sum(computed) / STEPS:.0%} of the padded tokens computed")
