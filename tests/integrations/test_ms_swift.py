@@ -54,7 +54,7 @@ METHODS = {
     "rm": ("rlhf", "--rlhf_type", "rm"),
     "grpo": (
         "rlhf", "--rlhf_type", "grpo", "--num_generations", "4", "--max_completion_length", "12",
-        "--reward_funcs", "length", "--temperature", "1.0", "--beta", "0.04",
+        "--reward_funcs", "length", "--temperature", "1.0", "--beta", "2", "--per_device_train_batch_size", "8",
     ),
 }  # fmt: skip
 MODELS = {
@@ -90,15 +90,16 @@ def prepare(folder, method: str, kind: str = "text") -> None:
 
 def train(folder, method: str, callback: str | None, *more: str, kind="text", name="run") -> tuple[list[dict], str]:
     plugins = ["reward.py"] * (method == "grpo") + ["padfix.py"] * bool(callback)
+    kind_of_training, *of_method = METHODS[method]
     command = [
-        "swift", *METHODS[method], "--model", "model", *MODELS[kind],
+        "swift", kind_of_training, "--model", "model", *MODELS[kind],
         "--tuner_type", "full", "--torch_dtype", "float32", "--attn_impl", "sdpa", "--dataset", "rows.jsonl",
         "--max_steps", str(STEPS), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
         "--learning_rate", "1e-4", "--lr_scheduler_type", "constant", "--logging_steps", "1",
         "--save_steps", str(STEPS),
         "--gradient_checkpointing", "false", "--report_to", "none", "--output_dir", name,
         *(["--external_plugins", *plugins] if plugins else []),
-        *(["--callbacks", callback] if callback else []), *more,
+        *(["--callbacks", callback] if callback else []), *of_method, *more,
     ]  # fmt: skip
     paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     said = run(*command, folder=folder, MODELSCOPE_CACHE=str(folder / "hub"), PYTHONPATH=paths)

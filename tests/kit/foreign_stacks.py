@@ -25,7 +25,7 @@ def words(draw: random.Random, low: int, high: int) -> str:
     return " ".join(draw.choices(TEXTS, k=draw.randint(low, high)))
 
 
-def save_model(folder: Path, room: int = 8) -> Path:
+def save_model(folder: Path, room: int = 8, tied: bool = True) -> Path:
     """
     A random Qwen2 and its tokenizer, as a model folder; its weights are large, so that attention is sharp.
 
@@ -34,7 +34,11 @@ def save_model(folder: Path, room: int = 8) -> Path:
     """
     tokenizer = train_tokenizer([" ".join(TEXTS)] * 3, vocab_size=400)
     shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer) + room, "initializer_range": 0.1}
-    build_qwen2(tokenizer, **shape).save_pretrained(folder)
+    model = build_qwen2(tokenizer, **shape)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
