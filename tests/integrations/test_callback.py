@@ -9,6 +9,8 @@ import transformers
 import trl
 from datasets import Dataset
 from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, lora, words
+from kit.vision_families import build_vision, collate
+from kit.vision_outcomes import ROWS
 from torch.nn import functional
 from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
 
@@ -143,6 +145,18 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
 
     train(tmp_path, callbacks=[Reporter(), PaddingRemovalCallback(prefix_sharing=True)])
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
+
+
+def test_prefixes_with_images_are_computed_once(tmp_path):
+    vision = build_vision("qwen2_5_vl")
+    batch = collate(vision, ROWS).call()
+    callback, args = PaddingRemovalCallback(prefix_sharing=True), TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False
+    )  # fmt: skip
+    given = {"train_dataset": [{}] * 8, "data_collator": lambda rows: batch | {"labels": batch["input_ids"]}}
+    Trainer(vision.model, args, callbacks=[callback], **given).train()
+    assert [report.ok for report in callback.reports] == [True]
+    assert callback.stats.packed_tokens < callback.stats.real_tokens
 
 
 def patches(model) -> list:

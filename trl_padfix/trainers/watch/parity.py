@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from ...core.handle import PaddingRemoval
 from ...core.model.find import find_pretrained
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityReport
@@ -17,9 +18,12 @@ from ..launches import models_of
 from ..parts import Part, Step
 
 
-__all__ = ["Parity", "compare", "tensors_of_call"]
+__all__ = ["Parity", "compare", "packs", "tensors_of_call"]
 
 logger = get_logger(__name__)
+
+TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q")
+"""Arguments of a model that the layout of its tokens is read from."""
 
 
 class Parity(Part):
@@ -46,7 +50,7 @@ class Parity(Part):
             return
         with _first_call(step.model) as call:
             yield
-        if call and padding.handle.layout_of(call) is not None:
+        if call and packs(padding.handle, call):
             self.compare(step, call)
 
     def compare(self, step: Step, inputs: dict[str, Any]) -> None:
@@ -82,6 +86,11 @@ def compare(
             trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
         else:
             logger.warning(str(report))
+
+
+def packs(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
+    """Whether the decoder packs what a model is called with; images become embeddings before they reach it."""
+    return handle.layout_of({name: call[name] for name in TOKENS if name in call}) is not None
 
 
 def tensors_of_call(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
