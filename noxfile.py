@@ -75,12 +75,12 @@ def stories(session: nox.Session) -> None:
 
 
 # What the releases in `OTHER_STACKS` ask for, as far as their pins meet on a machine without a GPU. The stacks go in
-# without their dependencies, which would bring CUDA, servers and clouds; what they import is named here. (torchaudio's
-# wheel looks for CUDA's libraries where torch is a CPU build: delete its `lib/*.so` there.)
+# without their dependencies, which would bring CUDA, servers and clouds; what they import is named here.
 TRAINING = {
     "axolotl": ("transformers==5.16.1", "trl==1.9.0", "peft==0.20.0", "accelerate==1.13.0", "datasets==4.8.4",
                 "optimum==1.16.2", "bitsandbytes", "triton", "tokenizers==0.23.1", "huggingface-hub==1.17.0"),
-    "ms-swift": ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4"),
+    "ms-swift": ("transformers==5.19.0", "trl==0.29.1", "peft==0.20.0", "datasets==4.8.4", "qwen-vl-utils==0.0.14",
+                 "torchvision"),
     "llamafactory": ("transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0", "datasets==4.0.0",
                      "torchdata==0.11.0", "torchaudio", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
     "verl": ("transformers==5.10.2", "trl==0.24.0", "datasets==4.8.4", "tensordict==0.10.0", "torchdata",
@@ -90,15 +90,22 @@ OTHERS = {
     "axolotl": ("addict", "art", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "colorama", "einops",
                 "evaluate", "fastcore", "fire", "mistral-common==1.11.5", "numba", "posthog", "pycountry",
                 "pydantic-extra-types", "python-dotenv", "schedulefree", "wandb", "zstandard"),
-    "ms-swift": ("addict", "aiohttp", "attrdict", "binpacking", "cpm-kernels", "cryptography", "dacite", "einops",
-                 "fastapi", "json-repair", "modelscope", "nltk", "openai", "oss2", "rouge", "sentencepiece",
-                 "simplejson", "sortedcontainers", "tiktoken", "uvicorn", "zstandard"),
+    "ms-swift": ("addict", "aiohttp", "attrdict", "av", "binpacking", "cpm-kernels", "cryptography", "dacite",
+                 "einops", "fastapi", "jieba", "json-repair", "modelscope", "msgspec", "nltk", "openai", "oss2",
+                 "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn", "zstandard"),
     "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
                      "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
                      "tyro<0.9", "uvicorn"),
     "verl": ("antlr4-python3-runtime==4.9.3", "codetiming", "dill", "hydra-core", "omegaconf", "orjson", "pybind11",
              "pylatexenc", "pyvers", "ray[default]", "wandb"),
 }  # fmt: skip
+
+# The wheel of torchaudio looks for CUDA's libraries beside a torch that has none; what is run here needs none of them.
+WITHOUT_CUDA = """
+import pathlib, sysconfig, torch
+for library in pathlib.Path(sysconfig.get_path("platlib"), "torchaudio", "lib").glob("*.so"):
+    torch.version.cuda or library.unlink()
+"""
 
 
 @nox.session
@@ -109,6 +116,7 @@ def plugins(session: nox.Session, package: str) -> None:
         session.install(torch)
     session.install("-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
     session.install("--no-deps", f"{package}=={OTHER_STACKS[package]}", *TRAINING[package])
+    session.run("python", "-c", WITHOUT_CUDA)
     session.run("pip", "list")
     name = package.replace("-", "_")
     session.run("pytest", "-m", "slow", f"tests/integrations/test_{name}.py", *session.posargs)

@@ -83,6 +83,17 @@ def test_versions_within_the_bounds_pass(installed, version):
     versions.require("transformers", "remove_padding")
 
 
+@pytest.mark.parametrize("package", versions.OTHER_STACKS)
+def test_a_stack_of_another_version_than_its_plug_in_was_run_with_is_refused(installed, package):
+    run_with = Version(versions.OTHER_STACKS[package])
+    installed(**{package: f"{run_with.major}.{run_with.minor}.{run_with.micro + 1}"})
+    versions.require_stack(package)
+    for other in ("0.1.0", f"{run_with.major}.{run_with.minor + 1}.0", f"{run_with.major + 1}.0.0", None):
+        installed(**{package: other})
+        with pytest.raises(RuntimeError, match=f"run with {package} {run_with}, and {other or 'none'} is installed"):
+            versions.require_stack(package)
+
+
 def test_tested_pairs_lie_within_the_bounds_oldest_first():
     assert list(versions.TESTED) == sorted(versions.TESTED, key=lambda s: (Version(s.transformers), Version(s.trl)))
     for stack in versions.TESTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -326,6 +327,17 @@ def test_the_parity_check_runs_the_images_too(side, sharing):
     assert report.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
     with wrong_layouts(sharing):
         assert not check_parity(vision.model, batch.call(), prefix_sharing=sharing).ok
+
+
+def test_rotary_positions_in_a_batch_go_along():
+    vision = build_vision("qwen2_5_vl")
+    call = collate(vision, ROWS).call()
+    number = vision.model.model.get_rope_index
+    given = {name: call[name] for name in inspect.signature(number).parameters if name in call}
+    report = check_parity(vision.model, call | {"position_ids": number(**given)[0]})
+    assert report.ok
+    assert report.compared > 0
+    assert report.packed_tokens < report.padded_tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,6 +35,7 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 STEPS = 4
 PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"dpo": PAIR, "reward": PAIR, "sft": ("prompt", "completion"), "kto": ("prompt", "completion")}
+COLUMNS |= {"distillation": ("prompt",)}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
 COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
@@ -63,9 +64,10 @@ def material(tmp_path_factory) -> Path:
     """A model with sharp attention and ragged rows with common prompts, nine of them held out."""
     directory, draw = tmp_path_factory.mktemp("material"), random.Random(0)
     tokenizer = train_tokenizer([" ".join(WORDS)], vocab_size=320)
-    tokenizer.save_pretrained(directory / "model")
     shape = dict(layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, initializer_range=0.2)
-    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    for name, seed in {"model": 0, "teacher": 1}.items():
+        build_qwen2(tokenizer, seed=seed, **shape).save_pretrained(directory / name)
+        tokenizer.save_pretrained(directory / name)
     prompts = [words(draw, 2, 18) for _ in range(4)]
     for split, count in (("train", 24), ("test", 9)):
         pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
@@ -305,6 +307,24 @@ def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
     ours = together("dpo", "tensor_parallel", *PACKED, *sharded, "--per_device_train_batch_size", "4")
     assert_same(ours, alone("dpo"), *METRICS["dpo"])
     assert_packed(ours)
+
+
+DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_distillation_in_two_processes_is_that_in_one(strategy, together, alone, material):
+    teacher = ("--teacher_model_name_or_path", str(material / "teacher"), "--max_completion_length", "12")
+    greedy = (*teacher, "--top_k", "1")  # processes draw from generators of their own
+    ours, theirs = together("distillation", strategy, *PACKED[:4], *greedy), alone("distillation", *greedy)
+    assert_same(ours, theirs, *DISTILLED)
+    assert_packed(ours)
+    if strategy == "multi_gpu":  # rows that see each other
+        unchecked = (*PACKED[:4], *greedy, "--parity_check", "false")
+        ours = together("distillation", strategy, *unchecked, env={"BROKEN_LAYOUT": "1"})
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(ours, theirs)
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")

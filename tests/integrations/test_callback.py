@@ -9,12 +9,15 @@ import transformers
 import trl
 from datasets import Dataset
 from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, lora, words
+from kit.vision_families import build_vision, collate
+from kit.vision_outcomes import ROWS
 from torch.nn import functional
 from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding
 from trl_padfix.core.remove import attachment_of
+from trl_padfix.integrations.callback import settings_in
 
 
 class Margins(Trainer):
@@ -61,7 +64,7 @@ def build_trainer(folder, trainer_class=Margins, callbacks=(), model=None, **giv
     }
     config = {k: given.pop(k) for k in [*given] if k in TrainingArguments.__dataclass_fields__}
     trainer = trainer_class(
-        model or build_model(),
+        build_model() if model is None else model,
         TrainingArguments(str(folder), **settings | {"max_steps": 5} | config),
         data_collator=DataCollatorForSeq2Seq(build_tokenizer()),
         train_dataset=build_rows(24),
@@ -144,11 +147,31 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
 
 
+def test_prefixes_with_images_are_computed_once(tmp_path):
+    vision = build_vision("qwen2_5_vl")
+    batch = collate(vision, ROWS).call()
+    callback, args = PaddingRemovalCallback(prefix_sharing=True), TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False
+    )  # fmt: skip
+    given = {"train_dataset": [{}] * 8, "data_collator": lambda rows: batch | {"labels": batch["input_ids"]}}
+    Trainer(vision.model, args, callbacks=[callback], **given).train()
+    assert [report.ok for report in callback.reports] == [True]
+    assert callback.stats.packed_tokens < callback.stats.real_tokens
+
+
+def patches(model) -> list:
+    """What is on each module beside its weights: attributes and hooks."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [(sorted(vars(module)), *(len(getattr(module, name)) for name in hooks)) for module in model.modules()]
+
+
 def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
     callback = PaddingRemovalCallback(prefix_sharing=True)
     train(tmp_path, callbacks=[callback], ref_model=build_model(seed=1))
     assert [(report.ok, report.prefix_sharing) for report in callback.reports] == [(True, True)] * 2
     assert all(report.compared and report.packed_tokens < report.padded_tokens for report in callback.reports)
+    plain = build_trainer(tmp_path, max_steps=1)
+    plain.train()
     for mode in ("padding-free", "prefix sharing"):
         with monkeypatch.context() as patch:
             config = break_mode(patch, mode)
@@ -158,8 +181,7 @@ def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
             with pytest.raises(ParityError):
                 trainer.train()
             assert all(map(torch.equal, before, trainer.model.parameters()))
-            callback.remove()
-            assert attachment_of(trainer.model) is None
+            assert patches(trainer.model) == patches(plain.model)
             unchecked, _ = train(
                 tmp_path, callbacks=[PaddingRemovalCallback(callback.prefix_sharing, parity_check=False)]
             )
@@ -236,12 +258,22 @@ def compiled():
     return model
 
 
-class DeepSpeedEngine(torch.nn.Module):
-    """Stands for the engine, which needs a launch."""
-
+class Wrapper(torch.nn.Module):
     def __init__(self, module):
         super().__init__()
         self.module = module
+
+
+# Stand for the classes of these names, which need a launch.
+WRAPPERS = {
+    "DeepSpeed": type("DeepSpeedEngine", (Wrapper,), {}),
+    "FSDP": type("FullyShardedDataParallel", (Wrapper,), {}),
+}
+COMPILED = {
+    "compiled in place": (compiled, {}),
+    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}),
+    "compiled by the trainer": (build_model, {"torch_compile": True, "torch_compile_backend": "eager"}),
+}
 
 
 def attached():
@@ -254,13 +286,19 @@ BAD = {
     "attached already": (attached, {}, ValueError, "attached to this Qwen2Model already"),
     "two models": (Two, {}, TypeError, "contains Qwen2ForCausalLM, Qwen2ForCausalLM. Attach to each"),
     "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
-    "compiled": (
-        compiled,
-        {},
-        PaddingRemovalError,
-        "`torch.compile` has taken over `Qwen2For.*torch_compile",
-    ),
-    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, r"DeepSpeed has.*callback\.att"),
+    **{
+        name: (build, config, PaddingRemovalError, r"`torch\.compile` has taken over `.*torch_compile=False")
+        for name, (build, config) in COMPILED.items()
+    },
+    **{
+        name: (
+            lambda c=wrapper: c(build_model()),
+            {},
+            PaddingRemovalError,
+            rf"{name} has taken over.*callback\.attach",
+        )
+        for name, wrapper in WRAPPERS.items()
+    },
     "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "noise of its own"),
 }
 
@@ -290,6 +328,14 @@ def test_settings_that_are_none():
         PaddingRemovalCallback(padding_side="left")
     with pytest.raises(PaddingRemovalError, match=r"called by no `transformers\.Trainer`"):
         PaddingRemovalCallback().on_train_begin(None, None, None, model=build_model())
+
+
+def test_keys_of_another_stack_that_are_none():
+    assert settings_in({"padfix_prefix_sharing": "auto", "padfix_parity_check": None, "lr": 1}) == {
+        "prefix_sharing": "auto"
+    }
+    with pytest.raises(ValueError, match=r"no keys \['padfix_packing', 'padfix_sharing'\]; it has \['padfix_prefix_"):
+        settings_in({"padfix_sharing": True, "padfix_packing": False, "padfix_parity_check": True})
 
 
 def test_a_run_that_packs_nothing_is_told(tmp_path, caplog):

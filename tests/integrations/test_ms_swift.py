@@ -1,7 +1,10 @@
-"""`swift sft`, `swift rlhf`, with and without the plug-in; `nox -s plugins` has an environment with ms-swift."""
+"""`swift sft` and `swift rlhf`, of text and of images."""
 
+import os
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from kit.foreign_stacks import (
     STEPS,
@@ -10,8 +13,11 @@ from kit.foreign_stacks import (
     preferences,
     run,
     save_model,
+    save_vision_model,
     write_lines,
 )
+from kit.torchvision_stand_in import torchvision_loads
+from PIL import Image
 
 from trl_padfix.versions import OTHER_STACKS, installed_version
 
@@ -30,6 +36,17 @@ class Length(ORM):
 
 orms["length"] = Length
 """
+LOAD_TORCHVISION = f"""
+import sys
+
+sys.path.append({str(Path(__file__).parents[1])!r})
+from kit.torchvision_stand_in import torchvision_loads
+
+torchvision_loads()
+sys.path.pop()
+"""
+"""What every process begins with, as `sitecustomize`: ms-swift imports torchvision where images are."""
+
 METHODS = {
     "sft": ("sft",),
     "dpo": ("rlhf", "--rlhf_type", "dpo"),
@@ -37,66 +54,98 @@ METHODS = {
     "rm": ("rlhf", "--rlhf_type", "rm"),
     "grpo": (
         "rlhf", "--rlhf_type", "grpo", "--num_generations", "4", "--max_completion_length", "12",
-        "--reward_funcs", "length", "--temperature", "1.0", "--beta", "0.04",
+        "--reward_funcs", "length", "--temperature", "1.0", "--beta", "2", "--per_device_train_batch_size", "8",
     ),
 }  # fmt: skip
+MODELS = {
+    "text": ("--model_type", "qwen2", "--template", "dummy"),
+    "images": ("--model_type", "qwen2_5_vl", "--template", "qwen2_5_vl"),
+}
 
 
-def rows(method: str) -> list[dict]:
+def rows(method: str, kind: str = "text") -> list[dict]:
     found = []
     for i, row in enumerate(preferences(100)):
-        asked = [{"role": "user", "content": row["prompt"]}]
+        asked = [{"role": "user", "content": "<image>" * (kind == "images") + row["prompt"]}]
         answer = [{"role": "assistant", "content": row["chosen"]}]
         more = {"rejected_response": row["rejected"]} if method in ("dpo", "rm") else {}
         more |= {"label": bool(i % 2)} if method == "kto" else {}
+        more |= {"images": [f"{i % 5}.png"]} if kind == "images" else {}
         found.append({"messages": asked + (answer if method != "grpo" else []), **more})
     return found
 
 
-def train(folder, method: str, callback: str | None, *more: str, name: str) -> tuple[list[dict], str]:
+def prepare(folder, method: str, kind: str = "text") -> None:
+    """Model, data and plug-ins of a run."""
+    (save_model if kind == "text" else save_vision_model)(folder / "model")
+    write_lines(folder / "rows.jsonl", rows(method, kind))
+    draw = np.random.default_rng(0)
+    for i in range(5):  # of one to four tokens
+        pixels = draw.integers(0, 255, (28 * (1 + i % 2), 28 * (1 + i // 2 % 2), 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
     (folder / "padfix.py").write_text("import trl_padfix.integrations.ms_swift\n")
     (folder / "reward.py").write_text(REWARD)
+    (folder / "sitecustomize.py").write_text(LOAD_TORCHVISION)
+
+
+def train(folder, method: str, callback: str | None, *more: str, kind="text", name="run") -> tuple[list[dict], str]:
     plugins = ["reward.py"] * (method == "grpo") + ["padfix.py"] * bool(callback)
+    kind_of_training, *of_method = METHODS[method]
     command = [
-        "swift", *METHODS[method], "--model", "model", "--model_type", "qwen2", "--template", "dummy",
+        "swift", kind_of_training, "--model", "model", *MODELS[kind],
         "--tuner_type", "full", "--torch_dtype", "float32", "--attn_impl", "sdpa", "--dataset", "rows.jsonl",
         "--max_steps", str(STEPS), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1",
         "--learning_rate", "1e-4", "--lr_scheduler_type", "constant", "--logging_steps", "1",
         "--save_steps", str(STEPS),
         "--gradient_checkpointing", "false", "--report_to", "none", "--output_dir", name,
         *(["--external_plugins", *plugins] if plugins else []),
-        *(["--callbacks", callback] if callback else []), *more,
+        *(["--callbacks", callback] if callback else []), *of_method, *more,
     ]  # fmt: skip
-    said = run(*command, folder=folder, MODELSCOPE_CACHE=str(folder / "hub"))
+    paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    said = run(*command, folder=folder, MODELSCOPE_CACHE=str(folder / "hub"), PYTHONPATH=paths)
     return logged(folder / name), said
 
 
-@pytest.fixture
-def folder(tmp_path):
-    save_model(tmp_path / "model")
-    return tmp_path
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_a_callback_removes_padding(method, folder):
-    write_lines(folder / "rows.jsonl", rows(method))
+def test_a_callback_removes_padding(method, tmp_path):
+    prepare(tmp_path, method)
     shares = method in ("dpo", "rm", "grpo")
-    theirs, _ = train(folder, method, None, name="theirs")
-    ours, said = train(folder, method, "padfix_sharing" if shares else "padfix", name="ours")
+    theirs, _ = train(tmp_path, method, None, name="theirs")
+    ours, said = train(tmp_path, method, "padfix_sharing" if shares else "padfix", name="ours")
     assert_equal_steps_of_fewer_tokens(ours, theirs, shares=shares)
     assert said.count("parity ok") == (2 if method in ("dpo", "kto", "grpo") else 1)  # policy and reference
 
 
-def test_evaluation_with_generation_runs_and_agrees(folder):
+@pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "rm"])
+def test_images_keep_their_steps(method, tmp_path):
+    prepare(tmp_path, method, "images")
+    theirs, _ = train(tmp_path, method, None, kind="images", name="theirs")
+    ours, said = train(tmp_path, method, "padfix", kind="images", name="ours")
+    assert_equal_steps_of_fewer_tokens(ours, theirs, shares=False)
+    assert said.count("parity ok") == (2 if method in ("dpo", "kto", "grpo") else 1)  # policy and reference
+
+
+@pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
+def test_embeddings_of_images_cannot_be_shared(tmp_path):
+    prepare(tmp_path, "sft", "images")
+    with pytest.raises(AssertionError, match="compares token ids, and the decoder was called with `inputs_embeds`"):
+        train(tmp_path, "sft", "padfix_sharing", kind="images")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_evaluation_with_generation_runs_and_agrees(kind, tmp_path):
     """Where padded batches met a cache, FlashAttention-2 once stopped such runs."""
-    write_lines(folder / "rows.jsonl", rows("sft"))
+    if kind == "images" and not torchvision_loads():
+        pytest.skip("Qwen2.5-VL's processor needs torchvision")
+    prepare(tmp_path, "sft", kind)
     evaluates = (
         "--split_dataset_ratio", "0.1", "--eval_strategy", "steps", "--eval_steps", str(STEPS),
         "--predict_with_generate", "true", "--max_new_tokens", "8", "--per_device_eval_batch_size", "4",
         "--temperature", "0",
     )  # fmt: skip
-    theirs, _ = train(folder, "sft", None, *evaluates, name="theirs")
-    ours, _ = train(folder, "sft", "padfix", *evaluates, name="ours")
+    theirs, _ = train(tmp_path, "sft", None, *evaluates, kind=kind, name="theirs")
+    ours, _ = train(tmp_path, "sft", "padfix", *evaluates, kind=kind, name="ours")
     assert_equal_steps_of_fewer_tokens(ours, theirs, shares=False)
     figures = [
         {k: v for log in logs for k, v in log.items() if k.startswith(("eval_rouge", "eval_bleu"))}
@@ -106,11 +155,11 @@ def test_evaluation_with_generation_runs_and_agrees(folder):
     assert figures[0]
 
 
-def test_an_unknown_callback_stops_before_the_first_step(folder):
-    write_lines(folder / "rows.jsonl", rows("sft"))
+def test_an_unknown_callback_stops_before_the_first_step(tmp_path):
+    prepare(tmp_path, "sft")
     with pytest.raises(AssertionError, match="padfix_shared"):
-        train(folder, "sft", "padfix_shared", name="out")
-    assert not list((folder / "out").rglob("checkpoint-*"))
+        train(tmp_path, "sft", "padfix_shared")
+    assert not list((tmp_path / "run").rglob("checkpoint-*"))
 
 
 def test_another_version_is_refused_when_the_plug_in_is_loaded(monkeypatch):

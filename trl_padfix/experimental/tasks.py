@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks import require_columns, require_teacher
 from ..trainers.packing import datasets_of
 from ..trainers.task import Task
 
 
-__all__ = ["MessagesTask", "PairTask", "PromptTask"]
+__all__ = ["MessagesTask", "PairTrainer", "PromptTask"]
 
 
 class _OwnData(Task):
@@ -29,6 +30,16 @@ class PairTask(_OwnData):
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+
+
+class PairTrainer(PaddingFreeMixin):
+    """Stands in front of a trainer of TRL's that takes the metrics of pairs in `get_batch_loss_metrics`."""
+
+    task_class = PairTask
+
+    def get_batch_loss_metrics(self, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
+            return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
 
 
 class PromptTask(_OwnData):

@@ -22,7 +22,7 @@ from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
-from ..trainers.watch.parity import compare, say, tensors_of_call
+from ..trainers.watch.parity import compare, packs, say, tensors_of_call
 from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
 
 
@@ -160,7 +160,7 @@ class PaddingRemovalCallback(TrainerCallback):
     def _see_call(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Keep what the policy is called with, in the first call that is packed."""
         call = tensors_of_call(module, args, kwargs)
-        if kwargs.get("past_key_values") is None and self.handles[0].layout_of(call) is not None:
+        if kwargs.get("past_key_values") is None and packs(self.handles[0], call):
             self._first_call = call
             self._hook.remove()
 

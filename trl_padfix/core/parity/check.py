@@ -245,7 +245,7 @@ def _logits(output: Any) -> torch.Tensor:
 def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
     """All of a batch with images, with a column of padding more, and the columns to be compared."""
     shape = batch["input_ids"].shape
-    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+    given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape[-2:] == shape}
     inputs = {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in given.items()}}
     columns = torch.arange(shape[1] - 1, device=batch["input_ids"].device)
     columns = columns[:: max(1, -(-len(columns) // COLUMNS))]

@@ -12,6 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from tqdm.auto import tqdm
 
+from ...core.handle import PaddingRemoval
 from ...core.model.find import find_pretrained
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityReport
@@ -19,9 +20,12 @@ from ..launches import models_of, named_models_of
 from ..parts import Part, Step
 
 
-__all__ = ["Parity", "compare", "say", "tensors_of_call"]
+__all__ = ["Parity", "compare", "packs", "say", "tensors_of_call"]
 
 logger = get_logger(__name__)
+
+TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q")
+"""Arguments of a model that the layout of its tokens is read from."""
 
 
 class Parity(Part):
@@ -49,7 +53,7 @@ class Parity(Part):
             return
         with _first_call(step.model) as call:
             yield
-        if call and padding.handle.layout_of(call) is not None:
+        if call and packs(padding.handle, call):
             self.compare(step, call)
             self.say(step)
 
@@ -90,6 +94,11 @@ def compare(
         report.raise_if_failed()
         if not report.compared:
             logger.warning(str(report))
+
+
+def packs(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
+    """Whether the decoder packs what a model is called with; images become embeddings before they reach it."""
+    return handle.layout_of({name: call[name] for name in TOKENS if name in call}) is not None
 
 
 def say(trainer: Any, reports: list[ParityReport]) -> None:
