@@ -13,20 +13,24 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers as tf
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_padfix import remove_padding, split_rows
+from trl_padfix.core.context import context
 from trl_padfix.core.layout import exchange, slices
 
 
-__all__ = ["ATTENTION", "MODELS"]
+__all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,
@@ -184,6 +188,37 @@ def break_it(how: str) -> None:
     if how == "slices":
         cut = slices.Slices.cut
         slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
+    counts = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
+    exchanging = exchange._exchange
+
+    def count(module: Any, args: Any) -> None:
+        call = context().packed
+        if call is not None and type(module).__name__ == "Qwen2MLP":
+            counts["own"] += args[0].shape[:-1].numel()
+            counts["packed"] += call.layout.packed_tokens
+            counts["calls"] += 1
+
+    def exchanged(*args: Any) -> Any:
+        counts["exchanges"] += 1
+        return exchanging(*args)
+
+    hook = register_module_forward_pre_hook(count)  # of all modules
+    with mock.patch.object(exchange, "_exchange", exchanged):
+        yield counts
+    hook.remove()
+
+
+def assert_split(counts: list[dict[str, int]]) -> None:
+    """Each process has computed its half of the tokens of every layer, and told the other one."""
+    assert counts[0]["packed"] == counts[1]["packed"] == sum(count["own"] for count in counts)
+    for count in counts:
+        assert count["exchanges"] > count["calls"] > 0
+        assert abs(2 * count["own"] - count["packed"]) <= count["calls"]
 
 
 if __name__ == "__main__":

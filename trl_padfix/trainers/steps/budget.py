@@ -30,7 +30,7 @@ from ...core.model.patching import Attachment
 from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator
 from ..field_types import temporarily_set
-from ..launches import models_of, splitting_parallelism
+from ..launches import models_of, replicas, splitting_parallelism
 from ..packing import datasets_of
 from ..parts import Part, Step
 from ..watch.exact_means import without_gathering
@@ -279,7 +279,8 @@ class Budget(Splitting):
         metrics, tokens = trainer._metrics["train"], trainer._total_train_tokens
         try:
             trainer._metrics["train"] = collected = defaultdict(list)
-            with without_gathering(accelerator):
+            # Tokens of processes with the same rows are divided by their number behind the reduction.
+            with without_gathering(accelerator), temporarily_set(trainer, "_tp_size", 1):
                 yield
         finally:
             trainer._metrics["train"], self.weight = metrics, None
@@ -306,5 +307,5 @@ class Budget(Splitting):
             metrics[name].append(total / weight if weight else 0.0)
         for name, extreme in extremes.items():
             metrics[name][-1] = float(task.extremes[name](accelerator.gather(extreme)))
-        trainer._total_train_tokens = tokens + int(seen)
+        trainer._total_train_tokens = tokens + int(seen) // replicas(trainer)
         metrics["num_tokens"] = [trainer._total_train_tokens]
