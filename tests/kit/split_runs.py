@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_padfix import remove_padding, split_rows
+from trl_padfix import check_parity, remove_padding, split_rows
 from trl_padfix.core.context import context
 from trl_padfix.core.layout import exchange, slices
 
@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
 }
 ATTENTION = ("heads", "keys")
-BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token")
+BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token", "rows of one length")
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
@@ -100,6 +100,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
         parts = [
             (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)
         ]
+    elif kind == "rows of one length":  # with no padding between them, and nothing in common
+        parts = [(tokens(9), tokens(10)) for _ in range(3)]
     else:
         first = tokens(9)
         parts = [([], first + tokens(n)) for n in ((43,) if kind in ("one row", "one token") else (14, 3, 21, 8))]
@@ -131,7 +133,7 @@ def values_of(model: nn.Module, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attention: str = "") -> tuple:
-    """Loss, values, gradients and the tokens of a layer; padded, with `sharing` of `None`."""
+    """Loss, values, gradients, the tokens of a layer and the parity report; padded, with `sharing` of `None`."""
     config, more, implementation = MODELS[name]
     torch.manual_seed(0)
     made = tf.AutoModelForCausalLM.from_config(config(**SHAPE | more), attn_implementation=implementation).train()
@@ -147,7 +149,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     next(
         m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
     ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
-    packed = 0
+    packed, report = 0, None
     if sharing is not None:
         split_rows(handle := remove_padding(model, prefix_sharing=sharing), attention=attention)
     loss, values = values_of(model, kind)
@@ -155,17 +157,18 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     if sharing is not None:
         packed = handle.stats.packed_tokens
+        report = check_parity(model, batch_of(kind)) if kind == "sft" else None
         for grad in grads.values():
             dist.all_reduce(grad)
             grad /= dist.get_world_size()
-    return loss.detach(), values.detach(), grads, (seen[0], packed)
+    return loss.detach(), values.detach(), grads, (seen[0], packed), report
 
 
 def cases(names: list[str]) -> Iterator[dict[str, Any]]:
     for name, kind, checkpointing in product(names, BATCHES, (False, True)):
         if checkpointing and kind not in ("pairs", "sft"):
             continue
-        loss, values, grads, _ = run(name, kind, checkpointing, None)
+        loss, values, grads, *_ = run(name, kind, checkpointing, None)
         floor = max(grad.norm() for grad in grads.values()) / 100
         for attention, sharing in product(ATTENTION, (False, True)):
             own = run(name, kind, checkpointing, sharing, attention)
@@ -176,6 +179,7 @@ def cases(names: list[str]) -> Iterator[dict[str, Any]]:
                 "gradients": max(float((own[2][n] - g).norm() / max(g.norm(), floor)) for n, g in grads.items()),
                 "tokens": own[3][0],
                 "packed": own[3][1],
+                "parity": own[4] and {"ok": own[4].ok, "gradient": own[4].gradient, "compared": own[4].compared},
             }
 
 

@@ -61,7 +61,7 @@ ALL = METHODS | {
     ),
     "Distillation": Method(
         "Distillation",
-        ("entropy", "completions/mean_length", "num_tokens"),
+        ("completions/mean_length", "num_tokens"),
         {"plain": ({}, dict), "accumulation": (SCATTERED, dict)},
         ONLINE_DEFAULTS | {"model": _student, "teacher_model": lambda: build_model(seed=1)},
         settings=without_groups(ONLINE_SETTINGS),
