@@ -3,7 +3,7 @@ What a step on packed rows holds, sends and takes, where several processes compu
 
     torchrun --nproc-per-node 2 benchmarks/split_rows.py --attention heads --rows 4 --tokens 1024
     python benchmarks/split_rows.py --rows 4 --tokens 1024  # one process, for comparison
-    python benchmarks/split_rows.py --compare --tokens 4096 --hidden 256 --steps 5  # one process, and two of one core
+    python benchmarks/split_rows.py --compare --hidden 256 --steps 5  # one process, and two, on a core each
 
 A tiny Qwen2 on a CPU, the loss of SFT. Kept for backward: each storage once, without weights, counted by hooks. Sent:
 counted at the collective, beside the formula of docs/many_gpus.md. Seconds are the median of the steps, each process
@@ -146,7 +146,7 @@ def main() -> None:
         "formula_mib": round(formula(args, tokens, n) / 2**20, 3),
         "seconds": round(statistics.median(seconds), 3),
         "share_of_communication": round(statistics.median(exchanging) / statistics.median(seconds), 3) if n > 1 else 0,
-        "loss": round(float(loss), 5),
+        "loss": round(loss.item(), 5),
     }
     every: list[Any] = [None] * n
     if n > 1:

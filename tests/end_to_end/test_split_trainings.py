@@ -78,8 +78,9 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, alone)
     metrics = [metric for metric in method.metrics if metric in logged - left_out]
     for found in ours:
         assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
-        # Of a gradient that cancels, as those of rewards do, Adam makes a step of what rounding leaves.
-        assert_same(found["weights"], theirs.weights(), atol=1e-4 if method.name == "RLOO" else 1e-5)
+        # Of gradients that nearly cancel Adam makes steps of what rounding leaves: of a hundredth of the learning rate.
+        atol = 1e-4 if method.name in ("RLOO", "Distillation") else 1e-5
+        assert_same(found["weights"], theirs.weights(), atol=atol)
     counts = [found["counts"] for found in ours]
     if name.endswith("whole rows"):  # the split is switched off: a trajectory does not tell
         with pytest.raises(AssertionError):
