@@ -78,7 +78,7 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, alone)
     metrics = [metric for metric in method.metrics if metric in logged - left_out]
     for found in ours:
         assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
-        # Of gradients that nearly cancel Adam makes steps of what rounding leaves: of a hundredth of the learning rate.
+        # Of gradients that nearly cancel Adam makes steps of what rounding leaves, the learning rate being 1e-3.
         atol = 1e-4 if method.name in ("RLOO", "Distillation") else 1e-5
         assert_same(found["weights"], theirs.weights(), atol=atol)
     counts = [found["counts"] for found in ours]
@@ -98,7 +98,7 @@ def test_what_cannot_be_split_stops_every_process_before_the_first_step(name, to
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        (["cp_size=3"], "total_size (3) does not match num_processes (2)"),
+        (["cp_size=3"], "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by"),
         (["cp_size=2", "dp_replicate_size=2"], "Please set dp_shard_size > 1 and dp_replicate_size == 1"),
     ],
 )

@@ -10,9 +10,11 @@ import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
 from datasets import Dataset
+from kit.dpo_runs import build_pairs
 from kit.models import build
+from kit.trainer_runs import build_tokenizer
 
-from trl_padfix import GRPOConfig, PaddingRemovalError, remove_padding
+from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
 from trl_padfix.core.layout.exchange import Group
 from trl_padfix.trainers.packing import Padding
 from trl_padfix.trainers.parts import Settings
@@ -126,6 +128,17 @@ def test_trl_leaves_the_parallelism_of_our_configuration_to_us():
     assert GRPOConfig(padding_free=True, **given).parallelism_config.cp_size == 2
     with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
         GRPOConfig(**given)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
+    """One is launched here; torch would say that the mesh is bigger than the world."""
+    args = DPOConfig(str(tmp_path), padding_free=True, use_cpu=True, bf16=False)
+    args.parallelism_config = ParallelismConfig(cp_size=cp_size)
+    with pytest.raises(
+        ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
+    ):
+        DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())
 
 
 def test_another_way_to_attend_is_an_error():

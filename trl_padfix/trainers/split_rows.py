@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import recursively_apply
+from accelerate.utils import parse_flag_from_env, recursively_apply
 from datasets import Dataset
 from torch import distributed
 
@@ -53,6 +53,8 @@ class SplitRows(Part):
         made = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
+            if self.settings.padding_free:
+                _check_sizes(config)
             made()
             if self.size > 1:
                 self._take_over()
@@ -269,6 +271,23 @@ class SplitRows(Part):
             yield
         finally:
             del vars(accelerator)["gather"]
+
+
+def _check_sizes(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If processes are to share rows, and the sizes do not make as many as there are; on each of them.
+    """
+    given = getattr(config, "parallelism_config", None)
+    if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        from accelerate import ParallelismConfig  # accelerate 1.10 and later
+
+        given = ParallelismConfig()  # what the launcher says
+    if given is not None and given.cp_size > 1 and given.total_size != config.world_size:
+        raise ValueError(
+            f"`cp_size={given.cp_size}` and the other sizes of `parallelism_config` make {given.total_size} "
+            f"processes, and {config.world_size} were launched. `dp_shard_size` is their number divided by `cp_size`."
+        )
 
 
 def _one_of_each(x: torch.Tensor, processes: int, size: int) -> torch.Tensor:
