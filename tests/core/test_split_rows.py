@@ -13,6 +13,7 @@ from kit.families import build as build_family
 from kit.models import build
 from kit.processes import ROOT, run_processes
 from kit.split_runs import ATTENTION, MODELS
+from kit.vision_families import build_vision
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment
@@ -154,11 +155,14 @@ def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them
         ("qwen2", 2, "tokens", ValueError, "`attention` is 'heads' or 'keys', got 'tokens'"),
         ("bloom", 2, "heads", PaddingRemovalError, "computed on whole rows.*without context parallelism"),
         ("mamba", 2, "heads", PaddingRemovalError, "need all channels"),
+        ("qwen2_vl", 2, "heads", PaddingRemovalError, "it takes images"),
     ],
 )
 def test_what_cannot_be_split_is_refused(family, processes, attention, error, says, monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(None, 0, processes)))
-    model = build(family) if family == "qwen2" else build_family(family)
+    model = (
+        build(family) if family == "qwen2" else build_vision(family).model if "vl" in family else build_family(family)
+    )
     with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
         split_rows(handle, attention=attention)
     assert handle.split is None
