@@ -283,7 +283,7 @@ def _check_sizes(config: Any) -> None:
         from accelerate import ParallelismConfig  # accelerate 1.10 and later
 
         given = ParallelismConfig()  # what the launcher says
-    if given is not None and given.cp_size > 1 and given.total_size != config.world_size:
+    if given is not None and (given.cp_size or 1) > 1 and given.total_size != config.world_size:
         raise ValueError(
             f"`cp_size={given.cp_size}` and the other sizes of `parallelism_config` make {given.total_size} "
             f"processes, and {config.world_size} were launched. `dp_shard_size` is their number divided by `cp_size`."

@@ -162,9 +162,10 @@ def check_parity(
         def compute(gradients: bool) -> list[tuple[torch.Tensor, Any]]:
             """Scores and gradient of the packed forward, the padded one, and the one that rounding is measured by."""
             run = partial(with_gradient, pretrained, ids) if gradients else lambda score: (score(), None)
-            found = [run(partial(scores, arrives_packed))]
-            if gradients and handle.split is not None:
-                found = [(found[0][0], handle.split.group.mean(found[0][1]))]
+            packed, gradient = run(partial(scores, arrives_packed))
+            if gradient is not None and handle.split is not None:
+                gradient = handle.split.group.mean(gradient)
+            found = [(packed, gradient)]
             with handle.disabled():
                 found.append(run(scores))
                 with within(attention=other):
