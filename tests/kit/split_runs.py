@@ -197,7 +197,7 @@ def break_it(how: str) -> None:
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
-    counts = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
+    counts: dict[str, int] = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
     exchanging = exchange._exchange
 
     def count(module: Any, args: Any) -> None:
