@@ -3,10 +3,12 @@ What a step on packed rows holds, sends and takes, where several processes compu
 
     torchrun --nproc-per-node 2 benchmarks/split_rows.py --attention heads --rows 4 --tokens 1024
     python benchmarks/split_rows.py --rows 4 --tokens 1024  # one process, for comparison
+    python benchmarks/split_rows.py --compare --hidden 256 --steps 5  # one process, and two, on a core each
 
 A tiny Qwen2 on a CPU, the loss of SFT. Kept for backward: each storage once, without weights, counted by hooks. Sent:
-counted at the collective, beside the formula of docs/many_gpus.md. Seconds are the median of the steps; what of them
-passes within collectives is waiting, too, where processes share cores.
+counted at the collective, beside the formula of docs/many_gpus.md. Seconds are the median of the steps, each process
+on a core of its own where there are as many; the share of communication is that of as many steps more, in which
+processes meet before each exchange, so that no waiting for the other one's attention is in it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from typing import Any
@@ -33,10 +36,12 @@ class Traffic:
     """Bytes that this process gives to others, and the time that it takes."""
 
     def __init__(self) -> None:
-        self.sent, self.seconds, self._exchange = 0, 0.0, exchange.distributed.all_to_all_single
+        self.sent, self.seconds, self.meets, self._exchange = 0, 0.0, False, exchange.distributed.all_to_all_single
         exchange.distributed.all_to_all_single = self  # type: ignore[assignment]
 
     def __call__(self, out: Any, flat: torch.Tensor, receive: list[int], send: list[int], group: Any) -> None:
+        if self.meets:
+            distributed.barrier(group)
         start = time.perf_counter()
         self._exchange(out, flat, receive, send, group=group)
         self.seconds += time.perf_counter() - start
@@ -68,6 +73,15 @@ def formula(args: argparse.Namespace, tokens: int, n: int) -> float:
     return 4 * args.layers * numbers * (3 if args.checkpointing else 2)
 
 
+def compare() -> None:
+    """A step of one process on one core, and of two on one core each."""
+    given = [arg for arg in sys.argv[1:] if arg != "--compare"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for launcher, how in (([], []), (two, ["--attention", "heads"]), (two, ["--attention", "keys"])):
+        command = [sys.executable, *launcher, __file__, *given, *how]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=["heads", "keys"], default="heads")
@@ -77,7 +91,13 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--limit-mib", type=float, help="what a process may keep for backward")
+    parser.add_argument("--compare", action="store_true", help="one process on a core, and two on one core each")
     args = parser.parse_args()
+    if args.compare:
+        return compare()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     n = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0)
@@ -102,8 +122,9 @@ def main() -> None:
     ids[:, : args.shared] = ids[:1, : args.shared]
     mask = torch.ones_like(ids)
     mask[:, -1] = torch.arange(args.rows) == 0  # rows of two lengths, so that there is something to remove
-    traffic, seconds, shares = Traffic(), [], []
-    for _ in range(args.steps):
+    traffic, seconds, exchanging = Traffic(), [], []
+    for step in range(args.steps * (2 if n > 1 else 1)):
+        traffic.meets = step >= args.steps
         traffic.sent, traffic.seconds, kept = 0, 0.0, Kept(model)
         handle.stats.reset()
         start = time.perf_counter()
@@ -111,8 +132,9 @@ def main() -> None:
             loss = model(ids, attention_mask=mask, labels=ids, fused_lm_head=True).loss
         loss.backward()
         model.zero_grad()
-        seconds.append(time.perf_counter() - start)
-        shares.append(traffic.seconds / seconds[-1])
+        (exchanging if traffic.meets else seconds).append(
+            traffic.seconds if traffic.meets else time.perf_counter() - start
+        )
     tokens, mib = handle.stats.packed_tokens, sum(kept.storages.values()) / 2**20
     found = {
         "processes": n,
@@ -123,9 +145,8 @@ def main() -> None:
         "sent_mib": round(traffic.sent / 2**20, 3),
         "formula_mib": round(formula(args, tokens, n) / 2**20, 3),
         "seconds": round(statistics.median(seconds), 3),
-        "share_in_collectives": round(statistics.median(shares), 3),
-        "threads": torch.get_num_threads(),
-        "loss": round(float(loss), 5),
+        "share_of_communication": round(statistics.median(exchanging) / statistics.median(seconds), 3) if n > 1 else 0,
+        "loss": round(loss.item(), 5),
     }
     every: list[Any] = [None] * n
     if n > 1:

@@ -13,9 +13,11 @@ from kit.families import build as build_family
 from kit.models import build
 from kit.processes import ROOT, run_processes
 from kit.split_runs import ATTENTION, MODELS
+from kit.vision_families import build_vision
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment
+from trl_padfix.core.heads import OwnLabels
 from trl_padfix.core.layout.exchange import Group
 from trl_padfix.core.layout.slices import Slices
 from trl_padfix.core.mixers.split import in_slices
@@ -49,8 +51,11 @@ def misses(case: dict[str, Any]) -> list[str]:
 def test_every_process_gets_what_the_padded_computation_gives(processes, models):
     """Losses, log-probabilities, logits and gradients, with shared prefixes and checkpointing and without."""
     cases = launched(processes, models)
-    assert len(cases) == 32 * len(models)
+    assert len(cases) == 36 * len(models)
     assert [(case["case"], misses(case)) for case in cases if misses(case)] == []
+    reports = [case["parity"] for case in cases if case["parity"]]
+    assert len(reports) == 8 * len(models)
+    assert all(report["ok"] and report["gradient"] is not None for report in reports), reports
     for case in cases:
         assert len(case["tokens"]) == processes
         if case["case"][1] == "one token" and case["packed"] < processes:  # all compute all
@@ -63,8 +68,10 @@ def test_every_process_gets_what_the_padded_computation_gives(processes, models)
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["exit", "slices"])
 def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
-    cases = [case for case in launched(2, ["qwen2"], broken) if case["case"][1] == "pairs"]
+    found = launched(2, ["qwen2"], broken)
+    cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])
     assert all(misses(case) for case in cases)
+    assert not any(report["ok"] for report in reports)
 
 
 def layout_of(*rows: list[int]) -> Any:
@@ -90,6 +97,14 @@ def test_every_token_is_computed_by_one_process(processes, how):
     for rank, slices in enumerate(slices_of(LAYOUT, processes, how)):
         assert (slices.owners(parts[rank]) == rank).all()
         assert slices.among_own(parts[rank]).equal(torch.arange(len(parts[rank])))
+
+
+@pytest.mark.parametrize("how", ATTENTION)
+def test_a_label_is_scored_where_its_token_is_computed(how):
+    """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
+    layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
+    for slices in slices_of(layout, 2, how):
+        assert set(OwnLabels(places, places, slices).places.tolist()) == set(slices.cut(layout.packed_index).tolist())
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])
@@ -140,11 +155,14 @@ def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them
         ("qwen2", 2, "tokens", ValueError, "`attention` is 'heads' or 'keys', got 'tokens'"),
         ("bloom", 2, "heads", PaddingRemovalError, "computed on whole rows.*without context parallelism"),
         ("mamba", 2, "heads", PaddingRemovalError, "need all channels"),
+        ("qwen2_vl", 2, "heads", PaddingRemovalError, "it takes images"),
     ],
 )
 def test_what_cannot_be_split_is_refused(family, processes, attention, error, says, monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(None, 0, processes)))
-    model = build(family) if family == "qwen2" else build_family(family)
+    model = (
+        build(family) if family == "qwen2" else build_vision(family).model if "vl" in family else build_family(family)
+    )
     with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
         split_rows(handle, attention=attention)
     assert handle.split is None

@@ -324,6 +324,10 @@ TRL = [
         *GENERATING,
     ),
     *of_trainers(
+        "_generate_and_score_completions", "trainers.online", "overridden: where processes share rows, a group is one",
+        takes("inputs"), *GENERATING,
+    ),
+    *of_trainers(
         "_prepare_inputs", "trainers.online", "overridden: groups the rows of a generation", takes("generation_batch"),
         *GENERATING,
     ),

@@ -26,6 +26,7 @@ import torch
 import yaml
 from kit.cells import once_each, slow_but
 from kit.processes import ROOT, run_processes
+from kit.split_runs import assert_split
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
 
@@ -339,20 +340,25 @@ def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, att
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
     args, theirs = (*SPLIT, *rows, "--cp_attention", attention), alone(method, *rows)
-    ours = together(method, "fsdp2", *args, launch=CONTEXT)
+    ours = together(method, "fsdp2", *args, launch=CONTEXT, env={"TOKENS": str(tmp_path)})
     assert_same(ours, theirs, *SHARED[method])
     assert_packed(ours)
+    assert_split([json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(2)])
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
     assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, launch=CONTEXT), theirs)
 
 
 @pytest.mark.slow
-def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone):
+def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone, tmp_path):
     groups = (*CONTEXT, "--num_processes", "4", "--parallelism_config_dp_shard_size", "2")
-    ours = together("dpo", "fsdp2", *SPLIT[:4], "--per_device_eval_batch_size", "3", launch=groups)
-    assert_same(ours, alone("dpo", "--per_device_eval_batch_size", "3"), *METRICS["dpo"])
+    rows, env = ("--per_device_eval_batch_size", "3"), {"TOKENS": str(tmp_path)}
+    ours = together("dpo", "fsdp2", *SPLIT[:4], *rows, launch=groups, env=env)
+    assert_same(ours, alone("dpo", *rows), *METRICS["dpo"])
     assert_packed(ours)
+    counts = [json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(4)]
+    assert_split(counts[:2])
+    assert_split(counts[2:])
 
 
 @pytest.mark.slow

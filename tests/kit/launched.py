@@ -7,7 +7,7 @@ DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
 script instead. `GRAPHS=FOLDER` writes there what each process has compiled. `ODD_BATCH=1` gives processes that share
 batches different ones. `TRUNKS=FOLDER` computes prefixes of any length once in a step, and writes there how many
-of them each process has.
+of them each process has; `TOKENS=FOLDER` what each process computes of packed rows.
 """
 
 import importlib
@@ -25,6 +25,7 @@ if __name__ == "__main__":  # a script sees its own folder only
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.processes import leave
+from kit.split_runs import counted
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli.launch import main
@@ -100,6 +101,10 @@ if __name__ == "__main__":
         counts = count_trunks()
         main(method, args)
         (Path(os.environ["TRUNKS"]) / f"trunks-{os.environ['RANK']}.json").write_text(json.dumps(sum(counts)))
+    elif os.environ.get("TOKENS"):
+        with counted() as counts:
+            main(method, args)
+        (Path(os.environ["TOKENS"]) / f"tokens-{os.environ['RANK']}.json").write_text(json.dumps(counts))
     else:
         main(method, args)
     leave()

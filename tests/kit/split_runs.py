@@ -13,20 +13,24 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers as tf
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_padfix import remove_padding, split_rows
+from trl_padfix import check_parity, remove_padding, split_rows
+from trl_padfix.core.context import context
 from trl_padfix.core.layout import exchange, slices
 
 
-__all__ = ["ATTENTION", "MODELS"]
+__all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 60,
@@ -81,7 +85,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
 }
 ATTENTION = ("heads", "keys")
-BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token")
+BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token", "rows of one length")
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
@@ -96,6 +100,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
         parts = [
             (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)
         ]
+    elif kind == "rows of one length":  # with no padding between them, and nothing in common
+        parts = [(tokens(9), tokens(10)) for _ in range(3)]
     else:
         first = tokens(9)
         parts = [([], first + tokens(n)) for n in ((43,) if kind in ("one row", "one token") else (14, 3, 21, 8))]
@@ -127,7 +133,7 @@ def values_of(model: nn.Module, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attention: str = "") -> tuple:
-    """Loss, values, gradients and the tokens of a layer; padded, with `sharing` of `None`."""
+    """Loss, values, gradients, the tokens of a layer and the parity report; padded, with `sharing` of `None`."""
     config, more, implementation = MODELS[name]
     torch.manual_seed(0)
     made = tf.AutoModelForCausalLM.from_config(config(**SHAPE | more), attn_implementation=implementation).train()
@@ -143,7 +149,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     next(
         m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
     ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
-    packed = 0
+    packed, report = 0, None
     if sharing is not None:
         split_rows(handle := remove_padding(model, prefix_sharing=sharing), attention=attention)
     loss, values = values_of(model, kind)
@@ -151,17 +157,18 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     if sharing is not None:
         packed = handle.stats.packed_tokens
+        report = check_parity(model, batch_of(kind)) if kind == "sft" else None
         for grad in grads.values():
             dist.all_reduce(grad)
             grad /= dist.get_world_size()
-    return loss.detach(), values.detach(), grads, (seen[0], packed)
+    return loss.detach(), values.detach(), grads, (seen[0], packed), report
 
 
 def cases(names: list[str]) -> Iterator[dict[str, Any]]:
     for name, kind, checkpointing in product(names, BATCHES, (False, True)):
         if checkpointing and kind not in ("pairs", "sft"):
             continue
-        loss, values, grads, _ = run(name, kind, checkpointing, None)
+        loss, values, grads, *_ = run(name, kind, checkpointing, None)
         floor = max(grad.norm() for grad in grads.values()) / 100
         for attention, sharing in product(ATTENTION, (False, True)):
             own = run(name, kind, checkpointing, sharing, attention)
@@ -172,6 +179,7 @@ def cases(names: list[str]) -> Iterator[dict[str, Any]]:
                 "gradients": max(float((own[2][n] - g).norm() / max(g.norm(), floor)) for n, g in grads.items()),
                 "tokens": own[3][0],
                 "packed": own[3][1],
+                "parity": own[4] and {"ok": own[4].ok, "gradient": own[4].gradient, "compared": own[4].compared},
             }
 
 
@@ -184,6 +192,37 @@ def break_it(how: str) -> None:
     if how == "slices":
         cut = slices.Slices.cut
         slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
+    counts: dict[str, int] = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
+    exchanging = exchange._exchange
+
+    def count(module: Any, args: Any) -> None:
+        call = context().packed
+        if call is not None and type(module).__name__ == "Qwen2MLP":
+            counts["own"] += args[0].shape[:-1].numel()
+            counts["packed"] += call.layout.packed_tokens
+            counts["calls"] += 1
+
+    def exchanged(*args: Any) -> Any:
+        counts["exchanges"] += 1
+        return exchanging(*args)
+
+    hook = register_module_forward_pre_hook(count)  # of all modules
+    with mock.patch.object(exchange, "_exchange", exchanged):
+        yield counts
+    hook.remove()
+
+
+def assert_split(counts: list[dict[str, int]]) -> None:
+    """Each process has computed its half of the tokens of every layer, and told the other one."""
+    assert counts[0]["packed"] == counts[1]["packed"] == sum(count["own"] for count in counts)
+    for count in counts:
+        assert count["exchanges"] > count["calls"] > 0
+        assert abs(2 * count["own"] - count["packed"]) <= count["calls"]
 
 
 if __name__ == "__main__":

@@ -7,27 +7,41 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from accelerate import ParallelismConfig, PartialState
+from datasets import Dataset
+from kit.dpo_runs import build_pairs
 from kit.models import build
+from kit.trainer_runs import build_tokenizer
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
 from trl_padfix.core.layout.exchange import Group
 from trl_padfix.trainers.packing import Padding
 from trl_padfix.trainers.parts import Settings
 from trl_padfix.trainers.split_rows import SplitRows
 
 
-def part(cp_size: int = 2, takes_layouts: bool = True, deepspeed: bool = False, **settings: Any) -> SplitRows:
+def part(
+    cp_size: int = 2, tp_size: int = 1, layouts: bool = True, generates: bool = False, deepspeed: bool = False,
+    own: dict[str, Any] | None = None, **settings: Any,
+) -> SplitRows:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(takes_layouts=takes_layouts)
+    padding.task = SimpleNamespace(takes_layouts=layouts, generates_for_groups=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
         padding=padding,
-        args=SimpleNamespace(torch_compile=False),
+        args=SimpleNamespace(torch_compile=False, generation_batch_size=16, per_device_eval_batch_size=4),
         is_deepspeed_enabled=deepspeed,
-        accelerator=SimpleNamespace(parallelism_config=ParallelismConfig(cp_size=cp_size), torch_device_mesh=mesh),
+        train_dataset=Dataset.from_list([{"prompt": "w3"}]),
+        eval_dataset=None,
+        accelerator=SimpleNamespace(
+            parallelism_config=ParallelismConfig(cp_size=cp_size, tp_size=tp_size),
+            torch_device_mesh=mesh,
+            num_processes=2,
+        ),
     )
+    vars(trainer).update(own or {})
     return SplitRows(trainer)
 
 
@@ -54,9 +68,10 @@ def test_without_context_parallelism_or_packing_nothing_is_split(given, two_proc
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"takes_layouts": False}, "generates rows on every process"),
-        ({"max_tokens_per_batch": 100}, "`max_tokens_per_batch` cuts a step"),
-        ({"exact_eval_means": True}, "`exact_eval_means` tells rows"),
+        ({"layouts": False}, "generates rows on every process"),
+        ({"generates": True, "own": {"tools": [print]}}, "Tools, environments and `rollout_func` may answer"),
+        ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is dealt out by processes"),
+        ({"tp_size": 2}, "`tp_size` splits the weights"),
         ({"deepspeed": True}, "not split with DeepSpeed"),
     ],
 )
@@ -65,6 +80,65 @@ def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
     with pytest.raises(PaddingRemovalError, match=f"{says}.*`cp_size=1`"):
         split.attach()
     assert [handle.split for handle in split.trainer.padding.handles] == [None]
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"num_generations": 3}, "8 completions in all, and `num_generations=3`"),
+        ({"num_generations_eval": 8, "eval_dataset": []}, "4 completions in all, and `num_generations_eval=8`"),
+    ],
+)
+def test_completions_of_a_prompt_have_to_meet(own, says, two_processes):
+    with pytest.raises(ValueError, match=says):
+        part(generates=True, own=own).attach()
+    part(generates=True, own={"num_generations": 4}).attach()
+
+
+def test_to_trl_a_group_is_one_process_while_it_generates():
+    class Accelerator:
+        num_processes, process_index, device = 4, 3, "cpu"
+
+        def gather(self, x: torch.Tensor) -> torch.Tensor:
+            x = x if x.dim() else x[None]
+            return torch.cat([x, x, x + 1, x + 1])  # of each process
+
+        def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gather(x)
+
+    split, accelerator = part(), Accelerator()
+    split.trainer.accelerator, split.group = accelerator, Group(None, 1, 2)
+    module = {"gather": accelerator.gather, "gather_object": lambda x: x}
+    before = dict(module)
+    trainer = split.trainer
+    with split._groups_as_processes(module):
+        assert (trainer.accelerator.num_processes, trainer.accelerator.process_index) == (2, 1)
+        rows = torch.tensor([[1.0], [2.0]])
+        for gather in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, module["gather"]):
+            assert gather(rows).flatten().tolist() == [1, 2, 2, 3]
+            assert gather(torch.tensor(1.0)).tolist() == [1, 2]
+        assert module["gather_object"](["a"]) == []  # the first process of the group says it
+    assert trainer.accelerator is accelerator
+    assert module == before
+
+
+def test_trl_leaves_the_parallelism_of_our_configuration_to_us():
+    """Its own refuses `cp_size` where completions are generated."""
+    given = {"parallelism_config": ParallelismConfig(cp_size=2), "use_cpu": True, "bf16": False}
+    assert GRPOConfig(padding_free=True, **given).parallelism_config.cp_size == 2
+    with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+        GRPOConfig(**given)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
+    """One is launched here; torch would say that the mesh is bigger than the world."""
+    args = DPOConfig(str(tmp_path), padding_free=True, use_cpu=True, bf16=False)
+    args.parallelism_config = ParallelismConfig(cp_size=cp_size)
+    with pytest.raises(
+        ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
+    ):
+        DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())
 
 
 def test_another_way_to_attend_is_an_error():

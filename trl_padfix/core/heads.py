@@ -162,7 +162,7 @@ class OwnLabels:
         if slices is None:
             return
         layout, rank = slices.layout, slices.group.rank
-        owner = slices.owners(places if layout.is_trivial else layout.packed_positions_of(places))
+        owner = slices.owners(layout.packed_positions_of(places))
         self._order = owner.argsort(stable=True).argsort()
         self._counts = owner.bincount(minlength=slices.group.size).tolist()
         self.places, self.labels = places[owner == rank], labels[owner == rank]

@@ -7,6 +7,7 @@ options read it there.
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
 # `InitVar` only where it is not a string.
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from .field_types import (
     check_packing,
     help_from_docstring,
     parse_implementation,
+    temporarily_set,
 )
 from .generation.config import EvaluationConfig
 from .steps.config import BudgetConfig, OnlineBudgetConfig
@@ -84,7 +86,9 @@ class PackingConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_packing(self)
-        super().__post_init__()  # type: ignore[misc]
+        # TRL refuses context parallelism where it generates; `SplitRows` says what is refused of ours.
+        with temporarily_set(self, "parallelism_config", None) if self.padding_free else nullcontext():
+            super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass

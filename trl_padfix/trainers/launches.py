@@ -17,6 +17,7 @@ __all__ = [
     "models_of",
     "named_models_of",
     "refuse_whole_rows",
+    "replicas",
     "splitting_parallelism",
 ]
 
@@ -55,6 +56,11 @@ def splitting_parallelism(accelerator: Any, *sizes: str) -> str | None:
     """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
+
+
+def replicas(trainer: Any) -> int:
+    """How many processes have the same rows, under tensor parallelism and where they share packed rows."""
+    return getattr(trainer, "get_tp_size", lambda: 1)()
 
 
 def is_zero_3(accelerator: Any) -> bool:

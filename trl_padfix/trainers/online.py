@@ -52,6 +52,7 @@ class OnlineTask(Task):
     """Rows are prompts with a completion each, in groups with one prompt."""
 
     takes_layouts = False  # the data loader has prompts; see `OnlineLayouts`
+    generates_for_groups = True
 
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
@@ -191,7 +192,19 @@ class OnlineTrainer(PaddingFreeMixin):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # Cached calls would pass through; this leaves generation without a cache and paged generation alone too.
         with entered(handle.disabled() for handle in self.padding.handles):
-            return super()._generate_single_turn(*args, **kwargs)
+            completed = super()._generate_single_turn(*args, **kwargs)
+        return self.padding.part(SplitRows).of_first(completed)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        generate = super()._generate_and_score_completions
+        with self.padding.part(SplitRows).generating(generate, inputs):
+            return generate(inputs)
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if (size := self.padding.part(SplitRows).size) > 1:
+            sampler.batch_size //= size  # TRL counts the prompts of all processes
+        return sampler
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,

@@ -9,17 +9,22 @@ and TRL a group counts as one under tensor parallelism does: its processes compu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import recursively_apply
+from accelerate.utils import parse_flag_from_env, recursively_apply
+from datasets import Dataset
+from torch import distributed
 
 from ..core.errors import PaddingRemovalError
 from ..core.layout.exchange import Group
 from ..core.layout.slices import HEADS, KEYS
 from ..core.splitting import split_rows
+from .launches import splitting_parallelism
 from .parts import Evaluation, Part, Step
 
 
@@ -48,6 +53,8 @@ class SplitRows(Part):
         made = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
+            if self.settings.padding_free:
+                _check_sizes(config)
             made()
             if self.size > 1:
                 self._take_over()
@@ -77,6 +84,7 @@ class SplitRows(Part):
             return
         if reason := self._obstacle():
             raise PaddingRemovalError(f"{reason}. Leave it out, or train with `cp_size=1`.")
+        self._check_groups_of_completions()
         mesh = trainer.accelerator.torch_device_mesh
         self.group = Group.of(mesh["cp"].get_group())
         for handle in trainer.padding.handles:
@@ -88,20 +96,42 @@ class SplitRows(Part):
         )
 
     def _obstacle(self) -> str | None:
-        settings, args = self.settings, self.trainer.args
-        if not self.trainer.padding.task.takes_layouts:
+        args, task = self.trainer.args, self.trainer.padding.task
+        if not (task.takes_layouts or task.generates_for_groups):
             return (
                 f"{type(self.trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
             )
-        if settings.max_tokens_per_batch is not None:
-            return "`max_tokens_per_batch` cuts a step by the processes that have rows, and with `cp_size` some share"
-        if settings.exact_eval_means:
-            return "`exact_eval_means` tells rows that are repeated by their process, and with `cp_size` some share"
+        if task.generates_for_groups:
+            if any(getattr(self.trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")):
+                return "Tools, environments and `rollout_func` may answer every process that shares rows differently"
+            if not isinstance(self.trainer.train_dataset, Dataset):
+                return "A stream of prompts is dealt out by processes, and with `cp_size` some share theirs"
+        if splitting_parallelism(self.trainer.accelerator, "tp_size"):
+            return "`tp_size` splits the weights of a layer over the processes among which `cp_size` splits its rows"
         if args.torch_compile:
             return "Layers compiled by `torch_compile` take a whole packed row, and `cp_size` splits it"
         if self.trainer.is_deepspeed_enabled:
             return "`cp_size` is not split with DeepSpeed, which has process groups of its own"
         return None
+
+    def _check_groups_of_completions(self) -> None:
+        """
+        Raises:
+            ValueError: If the completions of a prompt do not meet in the batches of the groups of processes.
+        """
+        trainer, size = self.trainer, self.size
+        groups = trainer.accelerator.num_processes // size
+        rows = {"num_generations": getattr(trainer.args, "generation_batch_size", 0) // size}
+        if trainer.eval_dataset is not None:
+            rows["num_generations_eval"] = trainer.args.per_device_eval_batch_size * groups
+        for name, count in rows.items():
+            alike = getattr(trainer, name, None)
+            if alike is not None and count % alike:
+                raise ValueError(
+                    f"With `cp_size={size}` {trainer.accelerator.num_processes} processes have {groups} different "
+                    f"batches, {count} completions in all, and `{name}={alike}` does not divide them. Change that or "
+                    "the batch size."
+                )
 
     def ready(self) -> None:
         if self.group is not None and hasattr(self.trainer, "_tp_size"):
@@ -109,9 +139,13 @@ class SplitRows(Part):
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
-        if self.group is not None:
-            self._check_batch(step.inputs)
-        yield
+        if self.group is None:
+            yield
+            return
+        self._check_batch(step.inputs)
+        generates = self.trainer.padding.task.generates_for_groups
+        with self._groups_as_processes() if generates else contextlib.nullcontext():
+            yield
 
     def _check_batch(self, batch: dict[str, Any]) -> None:
         """
@@ -128,11 +162,87 @@ class SplitRows(Part):
         ]
         for x in tensors:
             numbers[1] = numbers[1] * 3 + (x.flatten().long() * (torch.arange(x.numel(), device=x.device) + 1)).sum()
+        self._require_agreement(numbers)
+
+    def _require_agreement(self, numbers: list[Any]) -> None:
+        assert self.group is not None
         if not self.group.agree(numbers, self.trainer.accelerator.device):
             raise ValueError(
                 f"The {self.group.size} processes that share packed rows (`cp_size`) were given different batches. "
                 "Shuffle with one seed on all of them, and leave the dispatching of batches to accelerate."
             )
+
+    @contextlib.contextmanager
+    def generating(self, generate: Callable, rows: list[dict[str, Any]]) -> Iterator[None]:
+        """
+        Around `generate`, TRL's method that completes and scores the prompts of `rows`: all processes of a group draw
+        alike, here and in the shuffling that follows.
+
+        Raises:
+            ValueError: If the processes of the group have different prompts; on each of them.
+        """
+        if self.group is None:
+            yield
+            return
+        self._require_agreement([zlib.crc32(repr([row.get("prompt") for row in rows]).encode())])
+        self._draw_alike()
+        with self._groups_as_processes(inspect.unwrap(generate).__globals__):
+            yield
+        self._draw_alike()
+
+    def of_first(self, completed: Any) -> Any:
+        """What the first process of the group has generated: sampled elsewhere, rounding may have changed a token."""
+        if self.group is None:
+            return completed
+        held = [completed]
+        first = distributed.get_global_rank(self.group.group, 0)
+        distributed.broadcast_object_list(held, first, group=self.group.group)
+        return held[0]
+
+    def _draw_alike(self) -> None:
+        """Give all processes of the group the random numbers of its first one."""
+        device = self.trainer.accelerator.device
+        accelerators = getattr(torch, device.type) if device.type != "cpu" else None
+        state = self.of_first((torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)))
+        torch.set_rng_state(state[0])
+        if accelerators:
+            accelerators.set_rng_state(state[1], device)
+
+    @contextlib.contextmanager
+    def _groups_as_processes(self, module: dict[str, Any] | None = None) -> Iterator[None]:
+        """
+        To TRL a group is one process: standard deviations, quantiles and sums count no row twice.
+
+        `module` has accelerate's functions under the names by which TRL calls them; these are replaced meanwhile.
+        """
+        trainer, accelerator, group = self.trainer, self.trainer.accelerator, self.group
+        assert group is not None
+
+        class Grouped(type(accelerator)):
+            num_processes = property(lambda _: accelerator.num_processes // group.size)
+            process_index = property(lambda _: accelerator.process_index // group.size)
+
+            def gather(self, tensor: Any) -> Any:
+                return recursively_apply(one_of_each, accelerator.gather(tensor))
+
+        def one_of_each(x: torch.Tensor) -> torch.Tensor:
+            return _one_of_each(x, accelerator.num_processes, group.size)
+
+        module = {} if module is None else module
+        saved = {name: module[name] for name in ("gather", "gather_object") if name in module}
+        replacing = {
+            "gather": lambda x: recursively_apply(one_of_each, saved["gather"](x)),
+            "gather_object": lambda x: saved["gather_object"](x if group.rank == 0 else []),
+        }
+        module.update({name: replacing[name] for name in saved})
+        grouped = object.__new__(Grouped)
+        grouped.__dict__ = vars(accelerator)  # one state, two ways to see it
+        trainer.accelerator = grouped
+        try:
+            yield
+        finally:
+            trainer.accelerator = accelerator
+            module.update(saved)
 
     @contextlib.contextmanager
     def precomputing(self) -> Iterator[None]:
@@ -154,10 +264,32 @@ class SplitRows(Part):
         gather = accelerator.gather
 
         def one_of_each(x: torch.Tensor) -> torch.Tensor:
-            return x.unflatten(0, (accelerator.num_processes, -1))[::size].flatten(0, 1)
+            return _one_of_each(x, accelerator.num_processes, size)
 
         vars(accelerator)["gather"] = lambda x: recursively_apply(one_of_each, gather(x))
         try:
             yield
         finally:
             del vars(accelerator)["gather"]
+
+
+def _check_sizes(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If processes are to share rows, and the sizes do not make as many as there are; on each of them.
+    """
+    given = getattr(config, "parallelism_config", None)
+    if given is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        from accelerate import ParallelismConfig  # accelerate 1.10 and later
+
+        given = ParallelismConfig()  # what the launcher says
+    if given is not None and (given.cp_size or 1) > 1 and given.total_size != config.world_size:
+        raise ValueError(
+            f"`cp_size={given.cp_size}` and the other sizes of `parallelism_config` make {given.total_size} "
+            f"processes, and {config.world_size} were launched. `dp_shard_size` is their number divided by `cp_size`."
+        )
+
+
+def _one_of_each(x: torch.Tensor, processes: int, size: int) -> torch.Tensor:
+    """Of what all have given, `(processes * n, ...)`, that of the first process of each group of `size`."""
+    return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)

@@ -47,6 +47,9 @@ class Task:
     one below.
     """
 
+    generates_for_groups = False
+    """Whether rows are generated before a step in a way that gives processes which share packed rows the same ones."""
+
     rows_per_item = 1
     """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
 

@@ -122,7 +122,8 @@ def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None, slices
         index = call.scored
     else:
         return _unpack_value(hidden, layout, slices)
-    index = index if layout.is_trivial else layout.packed_positions_of(index)
+    # A batch without padding runs as it is, unless it is cut: a layout that looks for prefixes has its rows sorted.
+    index = index if layout.is_trivial and slices is None else layout.packed_positions_of(index)
     if slices is None:
         chosen = hidden.flatten(0, 1).index_select(0, index)
     elif call.pools_last:

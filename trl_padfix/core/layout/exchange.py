@@ -63,6 +63,12 @@ class Group:
         """The parts of all processes in their order, `(t, ...)` to `(T, ...)`, for a loss that each computes whole."""
         return _Told.apply(x, self, tuple(lengths))
 
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over all processes of gradients that each has of its own part."""
+        x = x.clone()
+        distributed.all_reduce(x, group=self.group)
+        return x / self.size
+
     def agree(self, numbers: Sequence[Any], device: Any) -> bool:
         """Whether all processes have the same integers, perhaps on the `device`; the host waits for the answer."""
         own = torch.stack([torch.as_tensor(n, device=device) for n in numbers])

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..generation import evaluating
+from ..handle import PaddingRemoval
 from ..layout.build import packed_layout
 from ..model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from ..model.older import supports
@@ -46,7 +47,10 @@ TIMES_ROUNDING = 3
 """How many times the difference of two padded forwards that of packed and padded may be, in half precision."""
 
 COLUMNS = 64
-"""Columns of a batch with images whose scores are compared: logits are large."""
+"""Columns of a batch with images, or of a long row, whose scores are compared: logits are large."""
+
+LONG = 4096
+"""Tokens of a row that are compared with those of one process, where several compute it."""
 
 
 def check_parity(
@@ -62,6 +66,9 @@ def check_parity(
 
     Where a decoder has scans that compute chunks of tokens at once, two of the slices are long enough to cross from
     chunk to chunk, if rows of the batch are.
+
+    Where several processes compute each row ([`split_rows`]), up to `LONG` tokens of the longest row go through the
+    packed model twice more: shared by them, and whole on each of them.
 
     Of a multimodal model's batch with images nothing can be cut out: all its rows go through the model twice, and the
     scores of up to `COLUMNS` columns are compared.
@@ -155,7 +162,10 @@ def check_parity(
         def compute(gradients: bool) -> list[tuple[torch.Tensor, Any]]:
             """Scores and gradient of the packed forward, the padded one, and the one that rounding is measured by."""
             run = partial(with_gradient, pretrained, ids) if gradients else lambda score: (score(), None)
-            found = [run(partial(scores, arrives_packed))]
+            packed, gradient = run(partial(scores, arrives_packed))
+            if gradient is not None and handle.split is not None:
+                gradient = handle.split.group.mean(gradient)
+            found = [(packed, gradient)]
             with handle.disabled():
                 found.append(run(scores))
                 with within(attention=other):
@@ -176,6 +186,8 @@ def check_parity(
         forget_order_of_calls(pretrained, ids)
         (packed, gradient), (padded, wanted), (again, rounded) = computed
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
+        if handle.split is not None and not arrives_packed:
+            difference = torch.cat([difference, _of_long_row(model, batch, handle)])
         mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
         off, tolerance = None, None
         if gradient is not None:
@@ -187,7 +199,7 @@ def check_parity(
             maximum=difference.max().item(),
             mean_tolerance=mean_tolerance,
             maximum_tolerance=maximum_tolerance,
-            compared=packed.numel(),
+            compared=packed.numel() and difference.numel(),
             padded_tokens=ids.numel(),
             packed_tokens=packed_tokens,
             dtype=dtype,
@@ -200,6 +212,29 @@ def check_parity(
             not_compared=obstacle or "",
             caveat=handle.mixers.caveat,
         )
+
+
+def _of_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> torch.Tensor:
+    """Differences of the scores of the longest row, `(n,)`: shared by several processes, and whole on each of them."""
+    longest = batch["attention_mask"].sum(1).argmax()
+    row = batch["input_ids"][longest, batch["attention_mask"][longest].bool()][None, :LONG]
+    if row.shape[1] < 2:
+        return row.new_zeros(0, dtype=torch.float32)
+    inputs = {"input_ids": row, "attention_mask": torch.ones_like(row), "use_cache": False}
+    columns = torch.arange(row.shape[1] - 1, device=row.device)
+    columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
+    if "logits_to_keep" in inspect.signature(find_pretrained(model).forward).parameters:
+        inputs["logits_to_keep"] = columns
+
+    def scores() -> torch.Tensor:
+        return _scores(_logits(model(**inputs)), row, inputs["attention_mask"], columns)
+
+    shared, split = scores(), handle.split
+    try:
+        handle.split = None
+        return (shared - scores()).abs()
+    finally:
+        handle.split = split
 
 
 def _other_attention(model: PreTrainedModel, decoder: nn.Module) -> str | None:

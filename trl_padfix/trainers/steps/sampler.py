@@ -21,6 +21,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from ..field_types import temporarily_set
+from ..launches import replicas
 from ..parts import Part
 from .config import check_grouping
 from .costs import RowCosts
@@ -170,8 +171,7 @@ class StepOrder(Part):
         args, data = self.trainer.args, self.trainer.train_dataset
         split_batches = args.accelerator_config.split_batches
         rows = len(data) if isinstance(data, Dataset) else 0
-        alike = getattr(self.trainer, "get_tp_size", lambda: 1)()  # processes with the same rows
-        processes = 1 if split_batches else self.trainer.accelerator.num_processes // alike
+        processes = 1 if split_batches else self.trainer.accelerator.num_processes // replicas(self.trainer)
         micro_batch, accumulated = self.trainer._train_batch_size, args.gradient_accumulation_steps
         if self.settings.max_tokens_per_batch is not None:
             # The rows of a step stay, also where `auto_find_batch_size` has lowered the batch size after all.

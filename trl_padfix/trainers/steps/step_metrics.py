@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..field_types import temporarily_set
+from ..launches import replicas
 from ..watch.exact_means import without_gathering
 
 
@@ -44,7 +45,12 @@ class StepMetrics:
         saved, metrics["train"] = metrics["train"], defaultdict(list)
         same = accelerator.reduce if reduces else lambda tensor, *args, **kwargs: tensor
         try:
-            with without_gathering(accelerator), temporarily_set(accelerator, "reduce", same):
+            # Tokens of processes with the same rows are divided by their number behind the reduction.
+            with (
+                without_gathering(accelerator),
+                temporarily_set(accelerator, "reduce", same),
+                temporarily_set(self.trainer, "_tp_size", 1),
+            ):
                 yield
             self.found.append((metrics["train"], sizes))
         finally:
@@ -82,5 +88,5 @@ class StepMetrics:
         for name, mean in task.joined_metrics(means).items():
             metrics[name].append(mean)
         if counts_tokens:
-            trainer._total_train_tokens = self.tokens + int(seen)
+            trainer._total_train_tokens = self.tokens + int(seen) // replicas(trainer)
             metrics["num_tokens"] = [trainer._total_train_tokens]

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from ..data.batch_layouts import without_layouts
 from ..field_types import temporarily_set
+from ..launches import replicas
 from ..parts import Evaluation, Part, Step
 
 
@@ -38,7 +39,9 @@ class ExactMeans(Part):
             return
         has_own = True
         if not step.returns_outputs:
-            step.inputs, has_own = without_repeated_rows(accelerator, step.inputs, task.rows_per_item)
+            step.inputs, has_own = without_repeated_rows(
+                accelerator, step.inputs, task.rows_per_item, replicas(self.trainer)
+            )
         items = {"loss": task.loss_items(step.inputs), **task.metric_items(step.inputs)}
         metrics = self.trainer._metrics["eval"]
         logged = {name: len(values) for name, values in metrics.items()}
@@ -85,18 +88,18 @@ def without_gathering(accelerator: Accelerator) -> Iterator[None]:
 
 
 def without_repeated_rows(
-    accelerator: Accelerator, batch: dict[str, Any], rows_per_item: int
+    accelerator: Accelerator, batch: dict[str, Any], rows_per_item: int, alike: int = 1
 ) -> tuple[dict[str, Any], bool]:
     """
     A batch without the rows that accelerate repeats from the first batch to fill up the last one, and whether it has
-    any others; where it has none, it is as it was given.
+    any others; where it has none, it is as it was given. Every `alike` processes have the same batch.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
     whole, (batch, _) = batch, without_layouts(batch)
-    if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+    if accelerator.num_processes == alike or not state.end_of_dataloader or state.remainder <= 0:
         return whole, True
     items = rows // rows_per_item
-    own = min(max(state.remainder - accelerator.process_index * items, 0), items)
+    own = min(max(state.remainder - accelerator.process_index // alike * items, 0), items)
     arrays = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if own in (0, items) or any(v.shape[0] not in (items, rows) for v in arrays.values()):
         return whole, own > 0

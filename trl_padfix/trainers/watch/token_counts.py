@@ -12,6 +12,7 @@ from transformers import ProgressCallback
 
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.flat_maps import on_device
+from ..launches import replicas
 from ..parts import Evaluation, Part, Step
 
 
@@ -110,8 +111,7 @@ def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return counts
-    replicas = getattr(trainer, "get_tp_size", lambda: 1)()  # tensor-parallel processes have the same rows
-    return accelerator.reduce(on_device(counts, accelerator.device)) // replicas
+    return accelerator.reduce(on_device(counts, accelerator.device)) // replicas(trainer)
 
 
 def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]) -> torch.Tensor:

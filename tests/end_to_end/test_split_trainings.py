@@ -1,0 +1,110 @@
+"""
+Two processes that share every packed row: the trajectory of TRL's trainer in one process, whatever the set-up.
+
+All trainings of the two processes are one launch, with FSDP2 and `cp_size=2`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import split_trainings
+from kit.processes import ROOT, run_processes
+from kit.split_runs import assert_split
+from kit.split_trainings import REFUSED, TRAININGS, method_of, save_material, train
+from kit.trainer_runs import assert_same
+
+
+pytestmark = pytest.mark.slow
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
+LAUNCH += ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--mixed_precision", "no"]
+LAUNCH += ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"]
+ENVIRONMENT = {"ACCELERATE_TORCH_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+def launch(sizes: list[str], folder: Path, names: list[str]) -> Any:
+    flags = [part for size in sizes for part in (f"--parallelism_config_{size.split('=')[0]}", size.split("=")[1])]
+    command = [*LAUNCH, *flags, split_trainings.__file__, str(folder), *names]
+    return run_processes(command, ENVIRONMENT, timeout=90 + 25 * len(names))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    save_material(folder)
+    done = launch(["cp_size=2"], folder, [*TRAININGS, *REFUSED])
+    last = [line for line in done.stderr.splitlines() if " begins" in line][-1:]
+    assert done.returncode != -signal.SIGKILL, f"the processes wait for each other: {last} {done.stderr[-2000:]}"
+    assert done.returncode == 0, f"{last} {done.stderr[-6000:]}"
+    return lambda name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """TRL's trainer; ours where it takes other batches, or other means."""
+    folder = tmp_path_factory.mktemp("alone")
+    save_material(folder)
+
+    def run(name: str) -> Any:
+        kind, case, own = TRAININGS[name]
+        ours = bool(own.keys() & {"group_by_prefix", "exact_eval_means"})
+        return trained(name if ours else next(n for n, given in TRAININGS.items() if given[:2] == (kind, case)), ours)
+
+    @cache
+    def trained(name: str, ours: bool) -> Any:
+        return train(name, folder / name, ours)
+
+    return run
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, alone):
+    """Losses, gradient norms, metrics, an evaluation and the weights."""
+    case = TRAININGS[name][1]
+    ours, method = together(name), method_of(name)
+    assert [found.get("error") for found in ours] == [None, None]
+    theirs = alone(name)
+    logged = {metric for log in theirs.logs for metric in log}
+    # Means over micro-batches, which hold other rows where prompts are brought together, or a budget cuts.
+    left_out = method.means if case != method.plain else set()
+    left_out = left_out | ({"entropy", "mean_token_accuracy"} if name == "SFT, budget" else set())
+    metrics = [metric for metric in method.metrics if metric in logged - left_out]
+    for found in ours:
+        assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
+        # Of gradients that nearly cancel Adam makes steps of what rounding leaves, the learning rate being 1e-3.
+        atol = 1e-4 if method.name in ("RLOO", "Distillation") else 1e-5
+        assert_same(found["weights"], theirs.weights(), atol=atol)
+    counts = [found["counts"] for found in ours]
+    if name.endswith("whole rows"):  # the split is switched off: a trajectory does not tell
+        with pytest.raises(AssertionError):
+            assert_split(counts)
+    else:
+        assert_split(counts)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_stops_every_process_before_the_first_step(name, together):
+    for found in together(name):
+        assert REFUSED[name][-1] in found["error"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (["cp_size=3"], "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by"),
+        (["cp_size=2", "dp_replicate_size=2"], "Please set dp_shard_size > 1 and dp_replicate_size == 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_an_error(sizes, says, tmp_path):
+    done = launch(sizes, tmp_path, ["DPO"])
+    assert says in done.stderr or all(
+        says in torch.load(tmp_path / f"DPO-{rank}.pt", weights_only=False)["error"] for rank in range(2)
+    )
+    assert done.returncode != -signal.SIGKILL
