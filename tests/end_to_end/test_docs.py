@@ -47,6 +47,32 @@ def test_a_page_that_is_not_up_to_date_is_found(make_pages, monkeypatch, tmp_pat
         make_pages.main()
 
 
+def imported(name: str, monkeypatch):
+    """A script of `docs/`."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module(name)
+
+
+def test_pictures_show_what_is_committed(monkeypatch):
+    pictures = imported("make_pictures", monkeypatch)
+    assert pictures.stale() == []
+    shown = [name for name in pictures.PICTURES if any(f"(images/{name})" in page.read_text() for page in PAGES)]
+    assert shown == list(pictures.PICTURES)
+    monkeypatch.setattr(pictures, "MEASURED", dict(list(pictures.MEASURED.items())[1:]))
+    assert pictures.stale() == ["speed.png"]
+
+
+def test_docstrings_are_markdown_on_the_page(monkeypatch):
+    pytest.importorskip("griffe", reason="`pip install -e '.[docs]'`")
+    as_markdown = imported("griffe_docstrings", monkeypatch).as_markdown
+    text = "    Args:\n        x (`torch.Tensor` of shape `(B,)`, *optional*):\n            As in [`Layout`]."
+    there = "[`Layout`][trl_padfix.core.layout.layout.Layout]"
+    assert as_markdown(text) == (
+        f"    Args:\n        x: `torch.Tensor` of shape `(B,)`, *optional*.\n            As in {there}."
+    )
+    assert as_markdown("[`~trl.DPOConfig`], [text](page.md), [`x`](y)") == "`trl.DPOConfig`, [text](page.md), [`x`](y)"
+
+
 def slug(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
@@ -119,4 +145,6 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
 def test_the_site_builds_without_a_warning(tmp_path):
     done = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "remove_padding" in (tmp_path / "api.html").read_text()
+    page = (tmp_path / "api.html").read_text()
+    assert "remove_padding" in page
+    assert re.findall(r"\[<code>|<code>[^<]*`", page) == []  # Markdown that is shown raw
