@@ -4,8 +4,8 @@ Draws the pictures of the site from what is committed: measured figures, tables 
     python docs/make_pictures.py              # those that are not what their sources say now
     python docs/make_pictures.py --check      # 1 if there is one; draws nothing
 
-`images/batch.png`, on lengths of HH-RLHF, is drawn by
-`trl-padfix stats test.jsonl.gz --train-tokenizer 8192 --plot docs/images/batch.png`.
+`images/batch.png`, on lengths of HH-RLHF, is the upper part of what
+`trl-padfix stats test.jsonl.gz --train-tokenizer 8192 --plot batch.png` draws.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 import functools
 import http.server
 import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from kit.site import build
 
 
+pytest.importorskip("zensical", reason="`pip install -e '.[docs]'`")
 sync_api = pytest.importorskip("playwright.sync_api", reason="`pip install playwright`")
 
-ROOT = Path(__file__).parents[2]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 WIDTHS = {"desk": 1280, "phone": 390}
@@ -23,9 +21,9 @@ TERMS = {
     "expand_turns": "trees.html",
     "rollout_pairs": "rollouts.html",
     "out of memory": "troubleshooting.html",
-    "qwen3_next": "families.html",
+    "gpt_bigcode": "families.html",
     "FSDP": "many_gpus.html",
-    "flash-attn": "attention.html",
+    "flash attention kernels": "attention.html",
     "LLaMA-Factory": "other_stacks.html",
     "negative control": "numbers.html",
 }
@@ -45,10 +43,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The folder of the built site, and its address."""
-    folder = tmp_path_factory.mktemp("site")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    folder = build(tmp_path_factory.mktemp("site"))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield folder, f"http://127.0.0.1:{server.server_port}"
@@ -108,7 +103,7 @@ def test_no_page_scrolls_sideways_and_no_word_in_a_table_breaks(site, page):
 
 
 def test_what_is_wrong_is_seen(site, page):
-    page.goto(f"{site[1]}/options.html")
+    page.goto(f"{site[1]}/from_trl.html")
     page.add_style_tag(
         content=".md-content td * { word-break: break-all !important; max-width: 5em; display: block; }"
     )
@@ -122,11 +117,11 @@ def test_what_is_wrong_is_seen(site, page):
 def test_search_finds(site, browser, term):
     page = browser.new_page(viewport={"width": WIDTHS["desk"], "height": 900})
     page.goto(f"{site[1]}/index.html")
-    page.locator("input.md-search__input").click()
+    page.locator("button.md-search__button").click()
     page.keyboard.type(term)
-    pages = page.locator(".md-search-result__item > a.md-search-result__link")  # with more places on each below it
-    pages.first.wait_for()
-    links = [pages.nth(i).get_attribute("href") for i in range(pages.count())]
+    results = page.locator("a[role=option]")
+    results.first.wait_for()
+    links = [results.nth(i).get_attribute("href") for i in range(results.count())]
     page.close()
     found = list(dict.fromkeys(link.split("/")[-1].split("#")[0] for link in links))
     assert TERMS[term] in found[:3]
