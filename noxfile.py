@@ -6,6 +6,9 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s "stacks(trl-1.9.2)"
     nox -s stories           the failure stories alone
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
+    nox -s distributions     sdist and wheel, built and checked as the release workflow does
+    nox -s installed         these in empty environments of every Python that is here, and a training in each
+    nox -s browser           the site in headless Chromium
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
 for. More arguments go to pytest: `nox -- -x`.
@@ -14,6 +17,7 @@ for. More arguments go to pytest: `nox -- -x`.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -120,3 +124,48 @@ def plugins(session: nox.Session, package: str) -> None:
     session.run("pip", "list")
     name = package.replace("-", "_")
     session.run("pytest", "-m", "slow", f"tests/integrations/test_{name}.py", *session.posargs)
+
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+# Of the extras `flash`, `kernels` and `liger` need a GPU, and so does the torchvision of `vision` on the index.
+EXTRAS = "cli,peft,notebooks,docs,dev"
+
+
+@nox.session
+def distributions(session: nox.Session) -> None:
+    """Source distribution and wheel in `dist/`, and their checks."""
+    session.install("build", "twine")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    session.run("twine", "check", "--strict", *map(str, (ROOT / "dist").iterdir()))
+
+
+@nox.session(python=PYTHONS)
+@nox.parametrize("what", [nox.param(what, id=what) for what in ("wheel", "sdist", "extras")])
+def installed(session: nox.Session, what: str) -> None:
+    """What `distributions` built, in an empty environment: a training, and without the extra `cli` the way to it."""
+    (built,) = (ROOT / "dist").glob("*.tar.gz" if what == "sdist" else "*.whl")
+    if torch := os.environ.get("TRL_PADFIX_TORCH"):
+        session.install(torch)
+    session.install(f"{built}[{EXTRAS}]" if what == "extras" else str(built))
+    session.run("pip", "check")
+    folder = session.create_tmp()
+    session.chdir(folder)  # away from the clone, whose package would be imported
+    shutil.rmtree("recipes", ignore_errors=True)
+    offline = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    if what == "extras":
+        session.run("trl-padfix", "recipe", "copy", "all", "recipes", env=offline)
+        session.run("trl-padfix", "dpo", "--config", "recipes/dpo_tiny.yaml", "--max_steps", "2", env=offline)
+    else:
+        session.run("trl-padfix", "--help", success_codes=[1], env=offline)
+        script = str(ROOT / "tests/kit/first_training.py")
+        session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), env=offline)
+
+
+@nox.session
+def browser(session: nox.Session) -> None:
+    """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
+    if torch := os.environ.get("TRL_PADFIX_TORCH"):
+        session.install(torch)
+    session.install("-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
+    session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)

@@ -44,15 +44,16 @@ def options() -> str:
     page = "# Options\n\n" + MADE
     page += (
         "Every field of TRL's configurations is there too. All of these can be given in Python, in a YAML, or as a "
-        "flag (`--padding_free true`).\n\n| field | default | trainers | |\n|---|---|---|---|\n"
+        "flag (`--padding_free true`).\n"
     )
     for name, (default, help_text) in by_name.items():
-        trainers = "all" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
-        page += f"| `{name}` | `{default}` | {trainers} | {_cell(help_text)} |\n"
+        trainers = "all trainers" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
+        page += f"\n## `{name}`\n\n*`{default}` by default; {trainers}.* {' '.join(help_text.split())}\n"
     page += (
-        '| `attn_implementation` | `None` | all | Attention implementation of the model: a name, `"auto"` for the '
-        "fastest that is installed here, or for a vision model a name for each part. Refused before weights load "
-        "if it cannot run. |\n\n"
+        "\n## `attn_implementation`\n\n"
+        '*`None` by default; all trainers.* Attention implementation of the model: a name, `"auto"` for the fastest '
+        "that is installed here, or for a vision model a name for each part. Refused before weights load if it cannot "
+        "run.\n\n"
         "## Logged beside TRL's metrics\n\n"
         "With `eval_` before the name in evaluation:\n\n"
         "| metric | |\n|---|---|\n"
@@ -91,10 +92,6 @@ def _default(field) -> str:
 
 def _linked(source: str) -> str:
     return re.sub(r"https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)", r"[\1#\2](\g<0>)", source)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main() -> None:

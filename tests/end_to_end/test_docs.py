@@ -4,30 +4,26 @@ import doctest
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from kit import site
 
 import trl_padfix
 
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md", "security.md": "SECURITY.md"}
-"""Pages of the site that `docs/hooks.py` makes from other files."""
+"""Pages of the site that `docs/copied_pages.py` makes from other files."""
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name not in {*ELSEWHERE, "contributing.md"})
 ON_THE_PAGE = {"Layout", "pack", "unpack"}
 """Names whose example is on the API page itself."""
 RECORDS = {"Padding", "Layout", "PaddingRemoval", "PaddingStats", "ParityReport", "PaddingRemovalError", "ParityError"}
 """What is not called with anything that could be wrong."""
-
-
-def run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -45,6 +41,32 @@ def test_a_page_that_is_not_up_to_date_is_found(make_pages, monkeypatch, tmp_pat
     monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
     with pytest.raises(SystemExit, match=r"options\.md, troubleshooting\.md: not what the code says now"):
         make_pages.main()
+
+
+def imported(name: str, monkeypatch):
+    """A script of `docs/`."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    return importlib.import_module(name)
+
+
+def test_pictures_show_what_is_committed(monkeypatch):
+    pictures = imported("make_pictures", monkeypatch)
+    assert pictures.stale() == []
+    shown = [name for name in pictures.PICTURES if any(f"(images/{name})" in page.read_text() for page in PAGES)]
+    assert shown == list(pictures.PICTURES)
+    monkeypatch.setattr(pictures, "MEASURED", dict(list(pictures.MEASURED.items())[1:]))
+    assert pictures.stale() == ["speed.png"]
+
+
+def test_docstrings_are_markdown_on_the_page(monkeypatch):
+    pytest.importorskip("griffe", reason="`pip install -e '.[docs]'`")
+    as_markdown = imported("griffe_docstrings", monkeypatch).as_markdown
+    text = "    Args:\n        x (`torch.Tensor` of shape `(B,)`, *optional*):\n            As in [`Layout`]."
+    there = "[`Layout`][trl_padfix.core.layout.layout.Layout]"
+    assert as_markdown(text) == (
+        f"    Args:\n        x: `torch.Tensor` of shape `(B,)`, *optional*.\n            As in {there}."
+    )
+    assert as_markdown("[`~trl.DPOConfig`], [text](page.md), [`x`](y)") == "`trl.DPOConfig`, [text](page.md), [`x`](y)"
 
 
 def slug(heading: str) -> str:
@@ -116,8 +138,8 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("material") is None, reason="`pip install -e '.[docs]'`")
+@pytest.mark.skipif(find_spec("zensical") is None, reason="`pip install -e '.[docs]'`")
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "remove_padding" in (tmp_path / "api.html").read_text()
+    page = (site.build(tmp_path) / "api.html").read_text()
+    assert "remove_padding" in page
+    assert re.findall(r"\[<code>|<code>[^<]*`", page) == []  # Markdown that is shown raw

@@ -80,25 +80,7 @@ sys.meta_path.insert(0, Absent())
 """
 """Before the code of a test: the packages of the extra `cli` are not there."""
 
-TRAINING = """
-import trl_padfix
-from datasets import load_dataset
-from pathlib import Path
-folder = Path(trl_padfix.__file__).parent
-assert str(folder).startswith(sys.argv[1]), folder
-data = load_dataset("json", data_files=str(folder / "recipes/data/preferences/train.jsonl"), split="train[:8]")
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-tokenizer = train_tokenizer((m["content"] for row in data for m in row["prompt"] + row["chosen"]), 512)
-args = trl_padfix.DPOConfig(output_dir=sys.argv[2], max_steps=1, use_cpu=True, bf16=False, report_to=[],
-                            padding_free=True, prefix_sharing=True, logging_steps=1, max_length=128)
-models = [build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}) for _ in range(2)]
-given = dict(args=args, train_dataset=data, processing_class=tokenizer)
-trainer = trl_padfix.DPOTrainer(models[0], ref_model=models[1], **given)
-trainer.train()
-assert trainer.state.log_history[0]["padfix/pad_fraction"] > 0
-assert not {"matplotlib", "rich", "typer"} & set(sys.modules)
-print("TRAINED")
-"""
+TRAINING = (ROOT / "tests/kit/first_training.py").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,17 @@
-"""Pages of the site whose text lies elsewhere in the repository; MkDocs calls this."""
+"""
+Writes the pages of the site whose text lies elsewhere in the repository; git ignores them.
+
+    python docs/copied_pages.py && zensical build --strict
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
 
-
-ROOT = Path(__file__).parent.parent
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
 ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "recipes.md": "recipes/README.md",
@@ -17,12 +20,11 @@ ELSEWHERE = {
 }
 
 
-def on_files(files, config):
-    """Adds a page for each of [`ELSEWHERE`], whose links lead to pages of the site where there is one."""
+def write(folder: Path = FOLDER) -> None:
+    """Write a page for each of [`ELSEWHERE`], whose links lead to pages of the site where there is one."""
     for page, source in ELSEWHERE.items():
         text = re.sub(r"\[([^\]]*)\]\(([^)#]+)(#[^)]*)?\)", _link, (ROOT / source).read_text())
-        files.append(File.generated(config, page, content=text))
-    return files
+        (folder / page).write_text(text)
 
 
 def _link(found: re.Match) -> str:
@@ -33,3 +35,7 @@ def _link(found: re.Match) -> str:
     page = pages.get(target, target.rpartition("docs/")[2])
     there = page in ELSEWHERE or ("docs/" in target and (ROOT / "docs" / page).exists())
     return f"[{text}]({page}{anchor or ''})" if there else text
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,242 @@
+"""
+Draws the pictures of the site from what is committed: measured figures, tables of pages, shipped data, folders.
+
+    python docs/make_pictures.py              # those that are not what their sources say now
+    python docs/make_pictures.py --check      # 1 if there is one; draws nothing
+
+`images/batch.png`, on lengths of HH-RLHF, is the upper part of what
+`trl-padfix stats test.jsonl.gz --train-tokenizer 8192 --plot batch.png` draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+GREY, BLUE, GREEN, ORANGE = "lightgrey", "tab:blue", "tab:green", "tab:orange"
+
+MEASURED = {
+    "sft-hh-rlhf-16-rows-cpu": "SFT, 16 rows, HH-RLHF",
+    "sft-short-prompts-cpu": "SFT, 16 short rows",
+    "sft-tree-4x8-600-80-cpu": "SFT, 32 turns of rollouts",
+    "dpo-equal-lengths-cpu": "DPO, one length, nothing shared",
+    "dpo-short-prompts-cpu": "DPO, short prompts",
+    "dpo-4096-512-cpu": "DPO, prompt 4096, answers 512",
+    "dpo-hybrid-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, a hybrid",
+    "dpo-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, HH-RLHF",
+    "dpo-hh-rlhf-16-pairs-cpu": "DPO, 16 pairs, HH-RLHF",
+    "dpo-tree-4x8-600-80-cpu": "DPO, 16 pairs of rollouts",
+    "grpo-8-completions-cpu": "GRPO, 8 completions",
+    "grpo-8x8-passes-cpu": "GRPO, 64 completions, 3 passes",
+}
+"""Files of `bench/` in the picture of the page on speed."""
+
+STOREYS = {
+    "cli": ("how is it called?", {"app": "trl-padfix", "train": "dpo, sft, ...", "launch": "many processes"}),
+    "tools": (
+        "what is going on?",
+        {
+            "doctor": "this machine",
+            "stats": "your data",
+            "parity": "your model",
+            "bench": "its speed",
+            "plan": "its memory",
+            "report": "a run",
+        },
+    ),
+    "integrations": (
+        "who else makes trainers?",
+        {
+            "callback": "any trainer",
+            "axolotl": "a plug-in",
+            "ms_swift": "a plug-in",
+            "llamafactory": "a plug-in",
+            "verl": "a plug-in",
+        },
+    ),
+    "trainers": (
+        "what does TRL get?",
+        {
+            "data": "rows, collators",
+            "steps": "budgets, grouping",
+            "watch": "parity, counts",
+            "generation": "evaluation",
+            "saving": "checkpoints",
+        },
+    ),
+    "core": (
+        "which numbers?",
+        {
+            "layout": "where tokens lie",
+            "call": "pack, unpack",
+            "attention": "which kernel",
+            "mixers": "other layers",
+            "model": "what it is",
+            "parity": "packed = padded?",
+        },
+    ),
+}
+"""Packages from the top down; their folders, or modules that lie open: what each answers or holds."""
+
+
+def speed_sources() -> dict[str, Any]:
+    """Speed-ups by picture label and variant, from the measured files."""
+    found = {}
+    for name, label in MEASURED.items():
+        variants = json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]
+        found[label] = {v["name"]: round(v["speedup"], 2) for v in variants}
+    return found
+
+
+def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
+    axes, height = figure.subplots(), 0.38
+    rows = sorted(sources.items(), key=lambda row: max(row[1].values()))
+    for offset, (variant, colour, label) in enumerate(
+        [("padding_free", BLUE, "padding-free"), ("prefix_sharing", GREEN, "and prefix sharing")]
+    ):
+        shown = [
+            (i - (offset - 0.5) * height, found[variant]) for i, (_, found) in enumerate(rows) if variant in found
+        ]
+        bars = axes.barh(*zip(*shown, strict=True), height, color=colour, label=label)
+        axes.bar_label(bars, fmt="{:.1f}x", padding=3)
+    axes.axvline(1, color="black", linewidth=1, label="TRL, padded")
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+    axes.set(xlabel="speed of a training step over TRL's, on a CPU")
+    axes.margins(x=0.1, y=0.02)
+    axes.legend(loc="lower right")
+
+
+def memory_sources() -> dict[str, list[float]]:
+    """MiB that a step keeps: TRL, padding-free, sharing; from the table of the page."""
+    rows = re.findall(r"^\| ((?:DPO|SFT)[^|]*) \|(.*)\|$", (FOLDER / "memory.md").read_text(), re.MULTILINE)
+    return {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows}
+
+
+def draw_memory(figure: Any, sources: dict[str, list[float]]) -> None:
+    axes, height = figure.subplots(), 0.27
+    for k, (name, colour) in enumerate([("TRL, padded", GREY), ("padding-free", BLUE), ("and prefix sharing", GREEN)]):
+        places = [i + (k - 1) * height for i in range(len(sources))]
+        share = [100 * values[k] / values[0] for values in sources.values()]
+        bars = axes.barh(places, share, height, color=colour, label=name)
+        axes.bar_label(bars, [f"{values[k]:g} MiB" for values in sources.values()], padding=3)
+    axes.set_yticks(range(len(sources)), [label.replace(", ", ",\n") for label in sources])
+    axes.set(xlabel="activations that a step keeps for its backward, percent of TRL's", xlim=(0, 125))
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
+def tree_sources() -> dict[str, str]:
+    """The shipped rollouts, and the task that is drawn."""
+    rollouts = ROOT / "recipes/data/airline/rollouts.jsonl.gz"
+    return {"task": "12", "rollouts": hashlib.sha256(rollouts.read_bytes()).hexdigest()}
+
+
+def draw_tree(figure: Any, sources: dict[str, str]) -> None:
+    import numpy as np
+    from datasets import load_dataset
+    from matplotlib.patches import Patch
+
+    from trl_padfix import expand_turns
+    from trl_padfix.tools.data import texts_of_row
+    from trl_padfix.tools.tiny import train_tokenizer
+    from trl_padfix.tools.verdict import prefix_tree, sample
+
+    published = load_dataset("json", data_files=str(ROOT / "recipes/data/airline/rollouts.jsonl.gz"), split="train")
+    task = published.filter(lambda row: row["task"] == int(sources["task"]))
+    tokenizer = train_tokenizer((text for row in task for text in texts_of_row(row)), vocab_size=2048)
+    tree = prefix_tree(sample(expand_turns(task), tokenizer, max_length=None))
+    cells = np.full((len(tree.lengths), tree.lengths.max()), np.nan)
+    for row, (length, common) in enumerate(zip(tree.lengths, tree.common, strict=True)):
+        cells[row, :length], cells[row, :common] = 1, 0
+    axes = figure.subplots()
+    from matplotlib.colors import ListedColormap
+
+    axes.imshow(cells, aspect="auto", interpolation="nearest", cmap=ListedColormap([GREY, BLUE]))
+    axes.set(
+        xlabel="tokens of a row, from its first one", ylabel="rows", yticks=[],
+        title=f"{len(task)} rollouts of one task are {len(cells)} rows, one for each turn:\n"
+        f"{tree.lengths.sum():,} tokens, {tree.lengths.sum() - tree.common.sum():,} distinct ones",
+    )  # fmt: skip
+    handles = [Patch(color=BLUE, label="computed here"), Patch(color=GREY, label="computed in a row above")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+
+
+def house_sources() -> dict[str, Any]:
+    """The storeys, if their rooms are what is there: all folders of a package, and modules."""
+    for storey, (_, rooms) in STOREYS.items():
+        package = ROOT / "trl_padfix" / storey
+        folders = {path.parent.name for path in package.glob("*/__init__.py")}
+        assert folders <= set(rooms) <= folders | {path.stem for path in package.glob("*.py")}, storey
+    return STOREYS
+
+
+def draw_house(figure: Any, sources: dict[str, Any]) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    axes = figure.subplots()
+    axes.axis("off")
+    axes.set(xlim=(0, 100), ylim=(0, 20 * len(sources)))
+    for floor, (storey, (words, rooms)) in enumerate(reversed(sources.items())):
+        bottom = 20 * floor
+        axes.add_patch(
+            FancyBboxPatch((1, bottom + 1), 98, 17, boxstyle="round,pad=0.3", facecolor="0.95", edgecolor=BLUE)
+        )
+        axes.text(3, bottom + 13.5, storey, weight="bold", fontsize=12, va="center")
+        axes.text(97, bottom + 13.5, words, style="italic", va="center", ha="right")
+        wide = 94 / max(len(rooms), 1)
+        for i, (room, holds) in enumerate(rooms.items()):
+            axes.text(3 + (i + 0.5) * wide, bottom + 7.6, room, ha="center", va="center", color=BLUE)
+            axes.text(3 + (i + 0.5) * wide, bottom + 3.8, holds, ha="center", va="center", fontsize=7)
+    axes.annotate("", (0, 1), (0, 20 * len(sources) - 3), arrowprops={"arrowstyle": "->", "color": ORANGE, "lw": 2})
+    axes.text(-1.2, 10 * len(sources), "imports", rotation=90, ha="right", va="center", color=ORANGE)
+
+
+PICTURES = {
+    "speed.png": (speed_sources, draw_speed, (7.5, 7)),
+    "memory.png": (memory_sources, draw_memory, (7.5, 4.6)),
+    "tree.png": (tree_sources, draw_tree, (7.5, 4)),
+    "house.png": (house_sources, draw_house, (7.5, 5)),
+}
+
+
+def made_of(name: str) -> str:
+    """Hash of what a picture shows and of the code that draws it; it stands in the picture's file."""
+    sources, draw, size = PICTURES[name]
+    text = json.dumps([sources(), inspect.getsource(draw), size])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def stale() -> list[str]:
+    """Pictures whose sources, or code, are not what they were drawn from."""
+    paths = {name: FOLDER / "images" / name for name in PICTURES}
+    return [
+        name for name, path in paths.items() if not path.exists() or made_of(name).encode() not in path.read_bytes()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="draw nothing; 1 if a picture is not up to date")
+    check, names = parser.parse_args().check, stale()
+    if check and names:
+        sys.exit(f"{', '.join(names)}: not what its sources say now. Run `python docs/make_pictures.py`.")
+    for name in names:
+        from matplotlib.figure import Figure
+
+        sources, draw, size = PICTURES[name]
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, sources())
+        figure.savefig(FOLDER / "images" / name, dpi=120, metadata={"Description": made_of(name)})
+
+
+if __name__ == "__main__":
+    main()
