@@ -29,8 +29,8 @@ def as_trl_takes_them(rows: Dataset) -> Dataset:
     """
     ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) as messages.
 
-    Columns are those that axolotl and LLaMA-Factory document: also `system`, `tools`, `history`, `kto_tag`, and answers
-    in `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
+    Columns are those that axolotl and LLaMA-Factory name: also `system`, `tools`, `history`, `kto_tag`, and answers in
+    `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
     """
     columns = set(rows.column_names)
     is_alpaca = "instruction" in columns and ("output" in columns or columns >= _PAIRS)
@@ -133,7 +133,7 @@ def _of_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
     messages = [_message(message) for message in said or []]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
-    if _PAIRS <= row.keys():
+    if row.keys() >= _PAIRS:
         return {"prompt": messages} | {side: _answer(row[side]) for side in sorted(_PAIRS)}
     if "completion" in row:
         return {"prompt": messages, "completion": _answer(row["completion"])}
@@ -150,7 +150,7 @@ def _of_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     if row.get("system"):
         turns.insert(0, ("system", row["system"]))
     prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", asked)]]
-    sides = sorted(_PAIRS) if _PAIRS <= row.keys() else ["output"]
+    sides = sorted(_PAIRS) if row.keys() >= _PAIRS else ["output"]
     return {"prompt": prompt} | {"completion" if side == "output" else side: _answer(row[side]) for side in sides}
 
 

@@ -67,8 +67,8 @@ class ModelSizes:
         kinds = set(getattr(text, "layer_types", None) or [])
         if mixers := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
             raise NotImplementedError(
-                f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what their "
-                "kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` prints what "
+                f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what "
+                "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` prints what "
                 "the steps of a small model of such layers hold."
             )
         with torch.device("meta"):
