@@ -143,7 +143,7 @@ WAYS = {
 }
 
 
-FAST = {("narrow", "all weights"), ("narrow", "adapters on four bits"), ("experts", "checkpointing")}
+FAST = {("narrow", "adapters on four bits"), ("experts", "checkpointing")}
 CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in product(SHAPES, WAYS)]
 
 
@@ -347,6 +347,7 @@ def test_the_command_says_what_to_run(tmp_path):
 @pytest.mark.parametrize(
     ("method", "more"), [("sft", ["--lora", "8", "--load-in-4bit"]), ("grpo", ["--max-tokens-per-batch", "2000"])]
 )
+@pytest.mark.usefixtures("sizes")
 def test_what_it_prints_is_read_as_it_is_meant(method, more, tmp_path):
     SHAPES["experts"].save_pretrained(tmp_path)
     result = trl_padfix_command("plan", str(tmp_path), "--memory", "2", "--method", method, *more)

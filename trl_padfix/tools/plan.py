@@ -68,8 +68,8 @@ class ModelSizes:
         if mixers := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
             raise NotImplementedError(
                 f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what "
-                "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` prints what "
-                "the steps of a small model of such layers hold."
+                "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` prints "
+                "what the steps of a small model of such layers hold."
             )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(text)
