@@ -309,7 +309,10 @@ class PaddingFreeMixin:
 def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the first of `owners` by name, also those that it passes on to the next ones."""
     signature = inspect.signature(owners[0].__init__)
-    named = dict(signature.bind(None, *args, **kwargs).arguments)
+    try:
+        named = dict(signature.bind(None, *args, **kwargs).arguments)
+    except TypeError as error:  # as Python words it for a call
+        raise TypeError(f"{owners[0].__name__}.__init__() {error}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args, kwargs = named.pop(kinds.get(VAR_POSITIONAL), ()), named.pop(kinds.get(VAR_KEYWORD), {})
     try:
