@@ -80,9 +80,7 @@ def plan(
         )
     if load_in_4bit and sizes.active < sizes.parameters:
         in_bits = sizes.linear_weights / sizes.parameters
-        console.print(
-            f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights; stacked experts stay in bfloat16"
-        )
+        console.print(f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights, and no stacked experts")
     console.print("a count of a step in bfloat16 (docs/scaling.md); nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
     launch = f"accelerate launch --config_file {path}{p.splitting_flags(how)}"

@@ -8,6 +8,7 @@ PEFT and autograd allocate and free what they would allocate and free. Attention
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,7 +85,8 @@ def count_step(config: Any, how: Numbers, layers: tuple[int, int]) -> Step:
 
 def _count(config: Any, how: Numbers) -> tuple[float, float, float, float]:
     """Trained parameters, bytes that a token keeps, bytes of a token at the peak, and bytes whatever the tokens."""
-    with torch.device("meta"), _counted():
+    with torch.device("meta"), _counted(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what these libraries say is for those who train
         model = _build(config, how)
     with FakeTensorMode(), _counted():
         _put_on_cpu(model)

@@ -7,6 +7,8 @@ from typing import Any
 from datasets import Dataset
 from trl.data_utils import is_conversational, maybe_extract_prompt, unpair_preference_dataset
 
+from .reading import reading
+
 
 __all__ = ["TAKES", "as_trl_takes_them", "of_trainer", "rename_message_keys", "trainer_of"]
 
@@ -15,6 +17,8 @@ ROLES = {
     "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 """Names of roles in ShareGPT's messages, and what chat templates call them."""
+
+_ADVICE = "Text is UTF-8: convert the file, or mend the row."
 
 _PAIRS, _TEXTS = {"chosen", "rejected"}, ({"text"}, {"messages"}, {"prompt", "completion"})
 
@@ -43,7 +47,8 @@ def as_trl_takes_them(rows: Dataset) -> Dataset:
         label = row.get("kto_tag", row.get("label"))
         return convert(row) | {name: row[name] for name in kept} | ({} if label is None else {"label": label})
 
-    return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
+    with reading("the data", _ADVICE):
+        return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
 def trainer_of(rows: Dataset) -> str:
@@ -80,7 +85,7 @@ def of_trainer(rows: Dataset, trainer: str) -> Dataset:
         return rows
     if trainer == "kto":
         return unpair_preference_dataset(rows.map(maybe_extract_prompt, load_from_cache_file=False))
-    alone = "messages" if is_conversational(rows[0]) else "text"
+    alone = "messages" if is_conversational(_first(rows)) else "text"
     return rows.remove_columns("rejected").rename_column("chosen", "completion" if "prompt" in columns else alone)
 
 
@@ -104,12 +109,18 @@ def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
             for name, value in row.items()
         }
 
-    return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
+    with reading("the data", _ADVICE):
+        return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
+
+
+def _first(rows: Dataset) -> dict[str, Any]:
+    with reading("row 0 (counted from 0) of the data", _ADVICE):
+        return rows[0]
 
 
 def _message_keys(rows: Dataset) -> set[str]:
     """The keys of the messages of the first row."""
-    values = rows[0].values() if len(rows) else ()
+    values = _first(rows).values() if len(rows) else ()
     messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
     return {key for message in messages if isinstance(message, dict) for key in message}
 
