@@ -23,7 +23,7 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Path or Hub id: what becomes of it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Path or Hub id of a model: whether and how it is packed.")] = None,
     attn: Annotated[str | None, typer.Option(help="Attention implementation that is to run.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
@@ -34,7 +34,7 @@ def doctor(
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:
-    """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
+    """Say what runs here and how a model is packed, or explain an error; 1 if what was asked for cannot run."""
     outputs(json=json)
     if explain is not None:
         if model or attn or dtype:

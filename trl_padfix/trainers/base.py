@@ -334,7 +334,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
     A trainer class like another one, without padding.
 
     Its forwards are packed, compared with the padded ones on the first batch of training and of evaluation, and
-    counted; the loss, the loop and the data are those of `trainer_class`. It has what our trainers have beside:
+    counted; the loss, the loop and the data are those of `trainer_class`. It also has what our trainers have:
     `trainer.padding`, `perf/tokens_per_second` and `padfix/pad_fraction` in the log, checkpoints that are whole.
 
     Args:

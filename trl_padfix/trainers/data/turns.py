@@ -52,7 +52,7 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
             Conversations in the column `messages` (or `conversations`). Other columns (`tools`,
             `chat_template_kwargs`) are kept.
         name (`str`, *optional*, defaults to `"train"`):
-            Of the dataset, for messages.
+            Name of the dataset in messages.
 
     Returns:
         [`~datasets.Dataset`] with `prompt` and `completion` instead.
