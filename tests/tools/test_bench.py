@@ -238,7 +238,7 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 def test_a_file_without_pairs_is_an_error(tmp_path):
     path = tmp_path / "pairs.jsonl"
     build_pairs(3).remove_columns("rejected").to_json(path)
-    with pytest.raises(ValueError, match=r"has no column \['rejected'\]; it has \['chosen'\]"):
+    with pytest.raises(ValueError, match=r"has columns \['chosen'\], and DPO needs `chosen` and `rejected`: rename"):
         bench.load_pairs(str(path))
 
 
@@ -285,7 +285,7 @@ def test_turns_are_made_rows_of(tmp_path):
     assert sharing.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
     assert bench.load_dialogues(str(tmp_path / "answers.jsonl")).column_names == ["prompt", "completion"]
-    with pytest.raises(ValueError, match="no column `messages`"):
+    with pytest.raises(ValueError, match="a row for each turn needs `messages`"):
         bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
 
 

@@ -14,7 +14,17 @@ from ..trainers.data.row_checks import check_row
 from .reading import reading
 
 
-__all__ = ["TEXT_COLUMNS", "check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns", "texts_of_row"]
+__all__ = [
+    "TEXT_COLUMNS",
+    "check_row",
+    "checked_rows",
+    "give_template",
+    "load_recipe",
+    "load_rows",
+    "rename_columns",
+    "texts_of_row",
+    "to_dialogues",
+]
 
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
 """Columns that TRL trains on."""
@@ -99,6 +109,29 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
     return splits[split]
+
+
+def to_dialogues(dataset: Any) -> Any:
+    """The chosen side of preference pairs, as prompts with completions, chats or texts; other data as it is."""
+    from trl.data_utils import is_conversational
+
+    columns = set(dataset.column_names or next(iter(dataset)))
+    if "chosen" not in columns:
+        return dataset
+    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
+    name = "completion" if "prompt" in columns else alone
+    kept = columns & {"prompt", "tools", "chat_template_kwargs"}
+    return dataset.rename_column("chosen", name).select_columns([name, *sorted(kept)])
+
+
+def give_template(tokenizer: Any) -> bool:
+    """Give a tokenizer without a chat template a plain one: roles, contents and its EOS; whether it had none."""
+    from .tiny import CHAT_TEMPLATE, EOS, START
+
+    if tokenizer.chat_template is not None:
+        return False
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(START, "").replace(EOS, tokenizer.eos_token or "")
+    return True
 
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:

@@ -3,55 +3,80 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
+from trl.data_utils import maybe_convert_to_chatml
 
-from ..data import checked_rows, load_rows
+from ...trainers.data.row_checks import sound_rows
+from ..data import load_rows, rename_columns
 from .tree import parse_tree, tree_pairs, tree_rows
 
 
-__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "made_up", "pairs_of_lengths", "random_completions"]
+__all__ = [
+    "equal_length_pairs",
+    "load_dialogues",
+    "load_pairs",
+    "load_prompts",
+    "made_up",
+    "pairs_of_lengths",
+    "random_completions",
+]
 
 
-def load_pairs(data: str) -> Dataset:
-    """Preference pairs as texts, from wherever [`load_rows`] finds them; of a Hub id the test split."""
-    dataset = load_rows(data, split="test")
-    if missing := {"chosen", "rejected"} - set(dataset.column_names):
-        raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
-    for row in checked_rows(dataset):
-        if not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
-            raise ValueError(
-                f"{data} has conversations in `chosen` and `rejected`, and texts are measured. Render them with the "
-                "chat template of your model (`trl.apply_chat_template`), and give the file of that."
-            )
-    return dataset
+PAIRS = (("chosen", "rejected"),)  # with a prompt, or beginning with it
+TEXTS = (("messages",), ("text",), ("completion", "prompt"))
+PROMPTS = (("prompt",),)
+"""Columns that a trainer takes; the last of these that data has are taken."""
+
+MORE = {"chat_template_kwargs", "tools"}
+"""Columns that belong to conversations."""
 
 
-def load_dialogues(data: str, expand_turns: bool = False) -> Dataset:
+def load_pairs(data: str, **where: Any) -> Dataset:
+    """Preference pairs, as texts or conversations, from wherever [`load_rows`] finds them; see [`_load`]."""
+    return _load(data, "DPO", PAIRS, **where)
+
+
+def load_dialogues(data: str, expand_turns: bool = False, **where: Any) -> Dataset:
     """
-    Rows for SFT, from wherever [`load_rows`] finds them: `messages`, `text`, `prompt` and `completion`, `question` and
-    `answer` (as GSM8K has them), or preference pairs, of which the chosen ones are taken.
+    Rows for SFT: `messages` (or `conversations`), `text`, `prompt` and `completion`, `question` and `answer` (as GSM8K
+    has them), or preference pairs, of which the chosen ones are taken. See [`_load`].
     """
-    dataset = load_rows(data, split="test")
-    columns = set(dataset.column_names)
     if expand_turns:
-        if "messages" not in columns:
-            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(columns)}.")
-        return dataset
-    if {"chosen", "rejected"} <= columns:
-        return load_pairs(data)
-    if {"question", "answer"} <= columns:
+        return _load(data, "a row for each turn", TEXTS[:1], **where)
+    return _load(data, "SFT", TEXTS + PAIRS, **where)
+
+
+def load_prompts(data: str, **where: Any) -> Dataset:
+    """Prompts for GRPO, as texts or conversations. See [`_load`]."""
+    return _load(data, "GRPO", PROMPTS, **where)
+
+
+def _load(
+    data: str, what: str, ways: tuple[tuple[str, ...], ...], split: str = "test", columns: str | None = None
+) -> Dataset:
+    """
+    Rows from wherever [`load_rows`] finds them, of a folder or Hub id this `split`, with `columns` renamed (as
+    `"question=prompt"`). Rows without text are a `ValueError`, and so are columns that the trainer does not take.
+    """
+    dataset = rename_columns(load_rows(data, split), columns)
+    given = dataset.column_names
+    if images := sorted({"image", "images"} & set(given)):
+        raise ValueError(f"{data} has {images}, and the models that are measured read text: remove these columns.")
+    if {"question", "answer"} <= set(given):
         dataset = dataset.rename_columns({"question": "prompt", "answer": "completion"})
-    names = next(
-        (n for n in (["messages"], ["text"], ["prompt", "completion"]) if {*n} <= {*dataset.column_names}), None
-    )
-    if names is None:
-        raise ValueError(
-            f"{data} has columns {sorted(columns)}, and SFT is measured on `messages`, `text`, `prompt` and "
-            "`completion`, `question` and `answer`, or `chosen` and `rejected`: rename them."
-        )
-    return dataset.select_columns(names)
+    if "conversations" in given and "messages" not in given:
+        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+    found = [way for way in ways if {*way} <= set(dataset.column_names)]
+    if not found:
+        wanted = ", or ".join(" and ".join(f"`{name}`" for name in way) for way in ways)
+        raise ValueError(f"{data} has columns {sorted(given)}, and {what} needs {wanted}: rename them (`--columns`).")
+    kept = {*found[-1]} | MORE | ({"prompt"} if found[-1] in PAIRS else set())
+    dataset = dataset.select_columns([name for name in dataset.column_names if name in kept])
+    return sound_rows(dataset, "", sorted(kept - MORE))
 
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
@@ -96,17 +121,26 @@ def parse_lengths(data: str) -> tuple[int, int] | None:
 
 
 def random_completions(
-    prompts: int, generations: int, prompt_length: int, completion_length: int, vocab_size: int, draw: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right."""
-    rows = prompts * generations
+    prompts: int | list[list[int]], generations: int, prompt_length: int, completion_length: int, vocab_size: int,
+    draw: torch.Generator,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """
+    A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right. Of
+    prompts their ids are given, or how many are drawn.
+    """
+    rows = (prompts if isinstance(prompts, int) else len(prompts)) * generations
 
     def ragged(count: int, about: int) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = _ragged(count, about, 0.25, draw)[:, None]
         ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
         return ids, (torch.arange(ids.shape[1]) < lengths).long()
 
-    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in ragged(prompts, prompt_length))
+    if isinstance(prompts, int):
+        backwards = ragged(prompts, prompt_length)
+    else:
+        ids = [torch.tensor(prompt).flip(0) for prompt in prompts]
+        backwards = tuple(pad_sequence(x, batch_first=True) for x in (ids, [torch.ones_like(row) for row in ids]))
+    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in backwards)
     completion_ids, completion_mask = ragged(rows, completion_length)
     return {
         "prompt_ids": prompt_ids,

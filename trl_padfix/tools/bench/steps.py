@@ -37,8 +37,9 @@ COLLATORS = {
 class Step:
     """A training step of one of TRL's trainers, on any batch of the prepared `rows` it was built for."""
 
-    def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
+    def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings, rendered: str | None = None):
         self.trainer, self.rows, self.settings = trainer, rows, settings
+        self.rendered = rendered  # by what chat template conversations were; `None` for other data
         self.compiled: dict[Any, Any] = {}  # layers, compiled once for all steps
         if settings.liger:
             from transformers.integrations.liger import apply_liger_kernel  # `train()` calls it
