@@ -3,6 +3,8 @@
 import json
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -171,6 +173,14 @@ def test_without_a_terminal_a_line_now_and_then_says_how_much_is_left(monkeypatc
     assert [line.split(" steps")[0] for line in lines] == [f"{done} of 9" for done in range(1, 9)]
     assert lines[-1].endswith("now memory of prefix_sharing")
     assert "s left" not in result.stdout
+
+
+def test_no_log_of_the_profiler_reaches_the_terminal():
+    command = [sys.executable, "-m", "trl_padfix", *OPTIONS, "--steps", "1", "--warmup", "0", "--profile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Self CPU time total" in done.stdout
+    for line in ("Profiler", "profiler_st", "Warning"):
+        assert line not in done.stderr, done.stderr
 
 
 def test_on_a_terminal_a_bar_says_it(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -131,6 +132,7 @@ def bench(
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
     device = device_of(device)
+    warnings.simplefilter("ignore", FutureWarning)  # transformers', of what TRL calls
     from ..core.attention.attention import refuse_implementation
     from ..tools import bench as b
     from ..tools.reading import load_tokenizer
