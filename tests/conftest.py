@@ -84,17 +84,18 @@ def _asks_for_kernels(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that take minutes, unless `-m` or a node id names them; skip `gpu` tests without a GPU."""
+    """Leave out tests that take minutes, and `gpu` tests without a GPU, unless `-m` or a node id names them."""
     by_hand = tuple(arg.rpartition("/")[2] for arg in config.args if "::" in arg)
     asked, without_kernels = set(re.findall(r"\w+", config.option.markexpr)), not _asks_for_kernels(config)
     left_out = []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         is_named = marks & asked or item.nodeid.rpartition("/")[2].startswith(by_hand)
+        if "gpu" in marks and not torch.cuda.is_available():
+            marks.add("slow")
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if ("kernels" in marks and without_kernels) or (marks & {"slow", "families", "campaign"} and not is_named):
             left_out.append(item)
-        elif "gpu" in marks and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
