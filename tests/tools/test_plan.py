@@ -1,38 +1,93 @@
 """`trl-padfix plan`: memory by item, checked against what a step on CPU holds, and a training that fits."""
 
 import json
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
 import torch
+import trl
 import yaml
 from kit.commands import trl_padfix_command
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, MixtralConfig, Qwen2Config, Qwen2ForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig, Qwen3NextConfig
 
-from trl_padfix.tools.plan import ModelSizes, Training, flags, load_sizes, memory, smallest_fit, splitting_flags
+import trl_padfix
+from trl_padfix.tools import counted_step
+from trl_padfix.tools.counted_step import Step
+from trl_padfix.tools.plan import FOUR_BITS, ModelSizes, Training, flags, load_sizes, memory, smallest_fit, splitting_flags
 
 
+NARROW = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
+WIDE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=16)
 SHAPES = {
-    "narrow": dict(hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4,
-                   num_key_value_heads=2, vocab_size=300),
-    "wide": dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=4, vocab_size=1000),
-}  # fmt: skip
+    "narrow": Qwen2Config(**NARROW, vocab_size=300),
+    "wide": Qwen2Config(**WIDE, vocab_size=1000),
+    "experts": Qwen3MoeConfig(**NARROW, **EXPERTS, vocab_size=300),
+}
 
 
-def held(model, tokens, checkpointing):
-    """The most bytes of a training step whose gradients and optimizer states are there already."""
-    model.train()
-    if checkpointing:
+class FourBitLinear(nn.Linear):
+    """A frozen layer in four bits, two weights in a byte and a scale for 64: bitsandbytes' without its kernels."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        self.weight = nn.Parameter(torch.zeros(layer.weight.numel() // 2, dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(layer.weight.numel() // 64), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, x):
+        out = Product.apply(x, self)
+        return out if self.bias is None else out + self.bias
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def weight(layer):
+        return torch.ones(layer.out_features, layer.in_features, dtype=torch.bfloat16)
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return x.bfloat16() @ Product.weight(layer).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ Product.weight(ctx.layer), None
+
+
+def build(config, how):
+    """The model that a training trains, as TRL makes it."""
+    config.dtype = torch.bfloat16 if how.half and (how.lora or how.sharded) else torch.float32
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if how.quantized:
+        head = model.get_output_embeddings()
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear and child is not head:
+                    setattr(module, name, FourBitLinear(child))
+    if how.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if how.lora:
+        lora = LoraConfig(r=how.lora, target_modules="all-linear", lora_dropout=0, task_type="CAUSAL_LM")
+        model = get_peft_model(model, lora, autocast_adapter_dtype=not how.quantized)
         model.enable_input_require_grads()
+    return model.train()
+
+
+def held(model, tokens, how):
+    """The most bytes of a training step whose gradients and optimizer states are there already."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens))
 
     def backward():
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how.half and not how.sharded):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
 
     backward()
     optimizer.step()
@@ -48,44 +103,110 @@ def held(model, tokens, checkpointing):
     return peak + sum(t.numel() * t.element_size() for t in kept)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("lora", "checkpointing"), [(0, False), (0, True), (8, False)])
-def test_the_estimate_is_what_a_step_holds(shape, lora, checkpointing):
-    config, tokens = Qwen2Config(**SHAPES[shape], attn_implementation="sdpa"), 1500
-    how = Training(lora=lora, checkpointing=checkpointing, half=False, head_tokens=0)
-    model = Qwen2ForCausalLM(config)
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM"))
-    measured, sizes = held(model, tokens, checkpointing), ModelSizes.of(config)
+WAYS = {
+    "all weights": {},
+    "checkpointing": {"checkpointing": True},
+    "float32": {"half": False},
+    "adapters": {"lora": 8},
+    "adapters, checkpointing": {"lora": 8, "checkpointing": True},
+    "adapters on four bits": {"lora": 8, "quantized": True},
+}
+
+
+FAST = {("narrow", "all weights"), ("narrow", "adapters on four bits"), ("experts", "checkpointing")}
+CASES = [
+    pytest.param(shape, way, marks=() if (shape, way) in FAST else pytest.mark.slow) for shape in SHAPES for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("shape", "way"), CASES)
+def test_the_estimate_is_what_a_step_holds(shape, way, monkeypatch):
+    monkeypatch.setattr(counted_step, "DROPOUT", 0)  # whose masks take more on a CPU than on a GPU
+    config, tokens = SHAPES[shape], 400
+    how = Training(head_tokens=0, **WAYS[way])
+    measured, sizes = held(build(config, how), tokens, how), ModelSizes.of(config)
     estimated = memory(sizes, how)
     assert estimated.total(tokens) == pytest.approx(measured, rel=0.1)
     # The control: a step of other tokens is another one.
     assert estimated.total(tokens // 2) != pytest.approx(measured, rel=0.1)
 
 
-def test_the_table_of_the_page_is_that_of_the_formulas():
-    sizes = ModelSizes(70_600_000_000, 855_000_000, 80, 8192, 28672, 128256, 64, 8, 128, 0)
-    found = memory(sizes, Training(gpus=512, sharded=True, checkpointing=True, reference=True))
-    assert found.items["weights, gradients, moments"] / 1e9 == pytest.approx(2.2, abs=0.05)
-    assert found.items["two gathered layers"] / 1e9 == pytest.approx(3.5, abs=0.1)
-    assert found.token / 1e6 == pytest.approx(1.8, abs=0.05)
+# As their `config.json` has them.
+QWEN_7B = Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+LLAMA_70B = LlamaConfig(
+    hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8,
+    vocab_size=128256, tie_word_embeddings=False,
+)  # fmt: skip
+QWEN_30B = Qwen3MoeConfig(
+    hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+    tie_word_embeddings=False,
+)  # fmt: skip
 
 
-def test_the_simplest_training_that_fits_is_chosen():
-    sizes = ModelSizes.of(Qwen2Config(**SHAPES["wide"]))
+@pytest.mark.parametrize(
+    ("config", "published", "active"), [(QWEN_7B, 7.61, 7.61), (LLAMA_70B, 70.6, 70.6), (QWEN_30B, 30.5, 3.3)]
+)
+def test_parameters_are_those_that_are_published(config, published, active):
+    sizes = ModelSizes.of(config)
+    assert sizes.parameters / 1e9 == pytest.approx(published, rel=0.002)
+    assert sizes.active / 1e9 == pytest.approx(active, rel=0.02)
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """Sizes of a small model; what its steps hold is made up, as a count of one takes seconds."""
+
+    def step(self, how):
+        kept, working = (5_000, 20_000) if how.checkpointing else (40_000, 2_000)
+        return Step(how.lora * 1_000 or self.parameters, kept, working, 2 * self.parameters * how.autocast)
+
+    monkeypatch.setattr(ModelSizes, "step", step)
+    return ModelSizes.of(SHAPES["wide"])
+
+
+def test_the_simplest_training_that_fits_is_chosen(sizes):
     how = {"longest": 1024, "gpus": 8, "reference": True}
     room = smallest_fit(sizes, available=10**10, **how)
     assert (room.training.sharded, room.training.checkpointing) == (False, False)
     assert room.memory.total(room.tokens) <= 10**10
-    tight = smallest_fit(sizes, available=room.memory.fixed + 30 * 10**6, **how)
+    tight = smallest_fit(sizes, available=room.memory.fixed + 10**7, **how)
     assert tight.training.sharded
     assert 1024 <= tight.tokens < room.tokens
-    with pytest.raises(ValueError, match="Nothing fits: with a row of 1024 tokens"):
-        smallest_fit(sizes, available=10**6, **how)
 
 
-def test_rows_are_split_over_gpus_only_where_one_holds_none():
-    sizes = ModelSizes.of(Qwen2Config(**SHAPES["wide"]))
+def test_where_nothing_fits_it_says_what_would(sizes):
+    how = {"longest": 1024, "gpus": 2, "reference": True, "may_split": False, "head_tokens": 64, "available": 4 * 10**7}
+    with pytest.raises(ValueError, match="Nothing fits: with 1024 tokens") as error:
+        smallest_fit(sizes, **how)
+    enough = int(re.search(r"(\d+) GPUs of this size \(`--gpus \1`\)", str(error.value))[1])
+    assert smallest_fit(sizes, **how | {"gpus": enough}).tokens >= 1024
+    with pytest.raises(ValueError, match="Nothing fits"):
+        smallest_fit(sizes, **how | {"gpus": enough // 2})
+    assert "adapters (`--lora 16`)" in str(error.value)
+    assert smallest_fit(sizes, **how | {"lora": 16, "reference": False}).tokens >= 1024
+    shorter = int(re.search(r"at most (\d+) tokens", str(error.value))[1])
+    assert smallest_fit(sizes, **how | {"longest": shorter}).tokens == shorter
+    with pytest.raises(ValueError, match="What would do: larger GPUs"):
+        smallest_fit(sizes, **how | {"available": 10**5})
+
+
+def test_a_budget_that_is_given_is_planned_for(sizes):
+    how = {"longest": 512, "gpus": 1, "available": 10**9}
+    small, large = (smallest_fit(sizes, budget=budget, **how) for budget in (512, 25_000))
+    assert (small.tokens, large.tokens) == (512, 25_000)
+    assert (small.training.checkpointing, large.training.checkpointing) == (False, True)
+    assert "--max_tokens_per_batch 512" in flags(small, 512)
+    with pytest.raises(ValueError, match="Nothing fits: with 2000000 tokens"):
+        smallest_fit(sizes, budget=2_000_000, **how)
+    with pytest.raises(ValueError, match="A budget of 256 tokens does not hold 512"):
+        smallest_fit(sizes, budget=256, **how)
+
+
+def test_rows_are_split_over_gpus_only_where_one_holds_none(sizes):
     fits = {"available": 10**8, "gpus": 8}
     most = smallest_fit(sizes, longest=1, **fits)
     assert most.training.split == 1
@@ -95,32 +216,75 @@ def test_rows_are_split_over_gpus_only_where_one_holds_none():
     assert plan.tokens >= longest
     assert plan.memory.token == pytest.approx(memory(sizes, replace(plan.training, split=1)).token / 2, rel=0.01)
     assert splitting_flags(plan.training).endswith("cp_size 2 --parallelism_config_dp_shard_size 4")
-    assert not any("max_tokens_per_batch" in flag for flag in flags(plan, 1))
+    assert not any("max_tokens_per_batch" in flag for flag in flags(plan, longest))
+    assert "--per_device_train_batch_size 1" in flags(plan, longest)  # rows of a forward that there is room for
+    assert f"--per_device_train_batch_size {plan.tokens // 16}" in flags(plan, 16)
     with pytest.raises(ValueError, match="Nothing fits"):
         smallest_fit(sizes, longest=longest, may_split=False, **fits)
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), MixtralConfig(num_hidden_layers=1)])
-def test_what_the_formulas_do_not_describe_is_refused(config):
-    with pytest.raises(NotImplementedError, match=f"`{config.model_type}` has "):
-        ModelSizes.of(config)
+@pytest.mark.usefixtures("sizes")
+def test_four_bits_are_those_of_the_linear_layers():
+    dense, experts = ModelSizes.of(SHAPES["wide"]), ModelSizes.of(SHAPES["experts"])
+    for sizes in (dense, experts):
+        plain, quantized = (memory(sizes, Training(lora=8, quantized=q)).items["frozen weights"] for q in (False, True))
+        assert plain == 2 * sizes.parameters
+        assert plain - quantized == pytest.approx((2 - FOUR_BITS) * sizes.linear_weights, abs=2)
+    assert dense.linear_weights > 0.7 * dense.parameters
+    assert experts.linear_weights < 0.5 * experts.parameters  # stacked experts are no linear layers
 
 
+def test_layers_whose_kernels_are_not_known_are_refused_with_what_runs():
+    with pytest.raises(NotImplementedError, match=r"layers of \['linear_attention'\].*`trl-padfix bench .*`") as error:
+        ModelSizes.of(Qwen3NextConfig(num_hidden_layers=4))
+    command = shlex.split(re.search(r"`trl-padfix (bench .*?)`", str(error.value))[1])
+    result = trl_padfix_command(*command, "--help")
+    assert result.exit_code == 0, result.output
+
+
+def parsed(output, method):
+    """The command that was printed, as `trl-padfix` reads it."""
+    command = output[output.index("-m trl_padfix") :].split("\n\n")[0].replace("\\\n", " ")
+    config = {"dpo": trl_padfix.DPOConfig, "sft": trl_padfix.SFTConfig, "grpo": trl_padfix.GRPOConfig}[method]
+    parser = trl.TrlParser((trl.ScriptArguments, config, trl.ModelConfig))
+    given = [*shlex.split(command)[3:], "--output_dir", "out", "--use_cpu", "--bf16", "false"]
+    return parser.parse_args_and_config(given)
+
+
+@pytest.mark.usefixtures("sizes")
 def test_the_command_says_what_to_run(tmp_path):
-    Qwen2Config(**SHAPES["wide"]).save_pretrained(tmp_path)
-    assert load_sizes(str(tmp_path)) == load_sizes(str(tmp_path / "config.json"))
+    SHAPES["wide"].save_pretrained(tmp_path)
     stats = {"lengths": {"text": {"max": 900.0}}, "batches": [{"batch_size": 4, "distinct": 1600}], "max_length": 512}
-    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    (tmp_path / "stats.json").write_text(json.dumps(stats | {"data": "some/data"}))
     given = ["--stats", str(tmp_path / "stats.json"), "--accelerate", str(tmp_path / "a.yaml"), "--gpus", "4"]
-    result = trl_padfix_command(
-        "plan", str(tmp_path), "--memory", "0.5", "--method", "dpo", *given, "--json", str(tmp_path / "plan.json")
-    )
+    figures = ["--json", str(tmp_path / "plan.json")]
+    result = trl_padfix_command("plan", str(tmp_path / "config.json"), "--memory", "0.5", "--method", "dpo", *given, *figures)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "plan.json").read_text())
-    assert f"--max_tokens_per_batch {found['tokens']}" in result.output
-    assert "--max_length 512" in result.output
+    assert found["model"] == str(tmp_path)  # not the file
+    script, config, model = parsed(result.output, "dpo")
+    assert (config.max_tokens_per_batch, config.max_length) == (found["tokens"], 512)
+    assert (script.dataset_name, model.model_name_or_path) == ("some/data", str(tmp_path))
     assert f"holds about {found['tokens'] / 400:,.0f} rows" in result.output
     assert yaml.safe_load((tmp_path / "a.yaml").read_text())["num_processes"] == 4
     result = trl_padfix_command("plan", str(tmp_path), "--memory", "0.1", "--max-length", "100000")
     assert result.exit_code == 2
     assert "Nothing fits" in result.output
+
+
+@pytest.mark.parametrize(
+    ("method", "more"), [("sft", ["--lora", "8", "--load-in-4bit"]), ("grpo", ["--max-tokens-per-batch", "2000"])]
+)
+def test_what_it_prints_is_read_as_it_is_meant(method, more, tmp_path):
+    SHAPES["experts"].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--memory", "2", "--method", method, *more)
+    assert result.exit_code == 0, result.output
+    _, config, model = parsed(result.output, method)
+    assert "for a token)" in result.output
+    if method == "sft":
+        assert (model.load_in_4bit, model.lora_r, model.dtype) == (True, 8, "bfloat16")
+        assert "stacked experts stay as they are" in " ".join(result.output.split())
+    else:
+        assert config.max_tokens_per_batch == 2000
+    result = trl_padfix_command("plan", str(tmp_path), "--load-in-4bit")
+    assert result.exit_code == 2

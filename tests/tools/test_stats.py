@@ -15,9 +15,13 @@ from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
-from trl_padfix.tools.data import load_rows
-from trl_padfix.tools.stats import Lengths, batch_tokens, measure, memory_of, texts_of, token_rows, truncated, waiting
+from trl_padfix.tools.data import load_rows, rename_columns
+from trl_padfix.tools.formats import as_trl_takes_them, of_trainer
+from trl_padfix.tools.stats import (
+    Lengths, batch_tokens, measure, memory_of, texts_of, token_rows, truncated, waiting, with_completions,
+)  # fmt: skip
 from trl_padfix.tools.tiny import train_tokenizer
+from trl_padfix.tools.verdict import advise, sample
 from trl_padfix.trainers.steps.costs import text_costs
 
 
@@ -98,6 +102,93 @@ def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_p
     assert found.distinct < found.real < found.padded
 
 
+def test_answers_are_those_that_kto_trains_on(tokenizer, tmp_path):
+    pairs = build_rows("conversations with prompts", 8)
+    rows = of_trainer(pairs, "kto")
+    assert len(rows) == 16
+    trainer = trl.KTOTrainer(
+        args=trl.KTOConfig(**SETTINGS | {"output_dir": str(tmp_path), "max_length": None, "loss_type": "apo_zero_unpaired"}),
+        processing_class=tokenizer, train_dataset=pairs, model=build_model(vocab_size=300),
+        ref_model=build_model(vocab_size=300),
+    )  # fmt: skip
+    trained = {part: [len(ids) for ids in trainer.train_dataset[f"{part}_ids"]] for part in ("prompt", "completion")}
+    found = measure(rows, tokenizer, trainer="kto")
+    assert {name: sorted(part.tolist()) for name, part in found.parts.items()} == {
+        name: sorted(lengths) for name, lengths in trained.items()
+    }
+    assert found.sequences.shape == (16, 1)
+
+
+def test_the_completions_of_a_prompt_share_it(tokenizer):
+    prompts = of_trainer(build_rows("completions", 8), "grpo")
+    assert prompts.column_names == ["prompt"]
+    lengths = with_completions(measure(prompts, tokenizer, trainer="grpo"), 4, 20)
+    (found,) = batch_tokens(lengths, [8])
+    completions, prompt = lengths.parts["completion"], lengths.parts["prompt"]
+    assert completions.shape == (8, 4)
+    assert 15 <= completions.min() <= completions.max() <= 25
+    assert found.real == completions.sum() + 4 * prompt.sum()
+    assert found.padded == 8 * 4 * (completions + prompt[:, None]).max()
+    rows = sample(prompts, tokenizer, None, "grpo", 4, 20)
+    assert found.distinct <= completions.sum() + prompt.sum()
+    verdict = advise(rows, batch_size=8, budget=0, trainer="grpo")
+    assert (verdict.groups, verdict.generations, verdict.speed) == (False, 4, None)
+    assert verdict.real / verdict.auto > 1.2
+
+
+@pytest.mark.parametrize(("columns", "trainer"), [(["text"], "kto"), (["text"], "grpo"), (["prompt"], "dpo")])
+def test_a_trainer_that_does_not_take_the_columns_is_an_error(columns, trainer):
+    rows = Dataset.from_dict({column: ["a"] for column in columns})
+    with pytest.raises(ValueError, match=f"and {trainer} needs `"):
+        of_trainer(rows, trainer)
+
+
+ASKED, SAID = "alpha beta?", "gamma."
+SHAREGPT = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
+CHAT = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+FORMATS = {
+    "ShareGPT": ({"conversations": SHAREGPT}, {"messages": CHAT}),
+    "ShareGPT with a system prompt": (
+        {"conversations": SHAREGPT, "system": "Be kind."}, {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}
+    ),
+    "ShareGPT with tools": (
+        {"conversations": [*SHAREGPT, {"from": "observation", "value": "7"}], "tools": "[]"},
+        {"messages": [*CHAT, {"role": "tool", "content": "7"}], "tools": "[]"},
+    ),
+    "ShareGPT pairs": (
+        {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "No."}},
+        {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "No."}]},
+    ),
+    "ShareGPT for KTO": (
+        {"conversations": SHAREGPT, "kto_tag": True}, {"prompt": CHAT[:1], "completion": CHAT[1:], "label": True}
+    ),
+    "Alpaca": ({"instruction": "alpha", "input": "beta?", "output": SAID, "text": "-"},
+               {"prompt": [{"role": "user", "content": "alpha\nbeta?"}], "completion": CHAT[1:]}),
+    "Alpaca without input": ({"instruction": ASKED, "input": "", "output": SAID},
+                             {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+    "Alpaca with a history": ({"instruction": ASKED, "output": SAID, "history": [["a", "b"]]},
+                              {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *CHAT[:1]],
+                               "completion": CHAT[1:]}),
+    "Alpaca pairs": ({"instruction": ASKED, "chosen": SAID, "rejected": "No."},
+                     {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "No."}]}),
+    "TRL": ({"messages": CHAT, "id": 1}, {"messages": CHAT, "id": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_other_programs_are_those_that_trl_takes(name):
+    theirs, trls = FORMATS[name]
+    assert as_trl_takes_them(Dataset.from_list([theirs])).to_list() == [trls]
+
+
+def test_keys_of_messages_are_renamed():
+    rows = Dataset.from_list([{"talk": [{"who": "human", "said": ASKED}, {"who": "gpt", "said": SAID}]}])
+    renamed = rename_columns(rows, "talk=conversations,who=from,said=value")
+    assert as_trl_takes_them(renamed).to_list() == [{"messages": CHAT}]
+    with pytest.raises(ValueError, match=r"no column \['when'\]; it has \['talk'\], and messages have \['said', 'who'\]"):
+        rename_columns(rows, "when=from")
+
+
 SYSTEM = "Question: alpha beta gamma delta "
 
 
@@ -121,6 +212,18 @@ def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, to
         assert found.distinct == own
     (single,) = batch_tokens(lengths, [1], max_length=max_length)
     assert (single.real == single.distinct) == (kind == "texts")
+
+
+def test_grouped_batches_hold_rows_that_begin_alike(tokenizer):
+    rows = build_rows("texts", 4)
+    rows = Dataset.from_list([{"text": f"{row['text'] * 5}{i} alpha"} for i in range(4) for row in rows])
+    lengths = measure(rows, tokenizer)
+    (random,), (grouped,) = (batch_tokens(lengths, [4], grouped=way) for way in (False, True))
+    assert grouped.real == random.real
+    assert grouped.distinct < 0.7 * random.distinct
+    how = {"batch_size": 2, "accumulation": 2, "grouped": True}
+    assert waiting(lengths.costs(None), 1, **how).fixed == 1
+    assert 0 < waiting(lengths.costs(None), 2, **how).budget <= 1
 
 
 def test_rows_that_are_truncated_at_their_beginning_have_nothing_in_common(tokenizer):
@@ -159,8 +262,8 @@ def test_the_share_of_time_is_that_of_the_slowest_process():
 def test_no_rows_and_no_known_columns_are_errors(tokenizer):
     with pytest.raises(ValueError, match="The dataset is empty"):
         measure(Dataset.from_dict({"text": []}), tokenizer)
-    with pytest.raises(ValueError, match=r"columns \['prompt'\]. Pairs need `chosen` and `rejected`"):
-        measure(Dataset.from_dict({"prompt": ["a"]}), tokenizer)
+    with pytest.raises(ValueError, match=r"columns \['words'\]. Pairs need `chosen` and `rejected`"):
+        measure(Dataset.from_dict({"words": ["a"]}), tokenizer)
 
 
 # Where rows come from
@@ -266,6 +369,33 @@ def test_texts_have_no_prompt_to_share(tokenizer, tmp_path):
     assert "24 rows of texts.jsonl" in result.output
     assert "truncates" not in result.output
     assert (tmp_path / "texts.png").exists()
+
+
+def test_the_command_takes_each_trainers_data(tmp_path):
+    build_rows("pairs with prompts", 40).to_json(tmp_path / "pairs.jsonl")
+    row = {"conversations": SHAREGPT * 2, "tools": None}
+    Dataset.from_list([row] * 9).remove_columns("tools").to_json(tmp_path / "talk.jsonl")
+    command = ["--train-tokenizer", "300", "--world-size", "2", "--json", str(tmp_path / "found.json")]
+    found, printed = {}, {}
+    for name, data, more in (
+        ("dpo", "pairs", []), ("kto", "pairs", ["--trainer", "kto"]), ("sft", "talk", ["--expand-turns"]),
+        ("grpo", "pairs", ["--trainer", "grpo", "--generations", "4", "--completion-length", "9"]),
+        ("grouped", "pairs", ["--group-by-prefix"]), ("reward", "pairs", ["--trainer", "reward"]),
+    ):  # fmt: skip
+        result = trl_padfix_command("stats", str(tmp_path / f"{data}.jsonl"), *command, *more)
+        assert result.exit_code == 0, result.output
+        found[name] = json.loads((tmp_path / "found.json").read_text())
+        printed[name] = " ".join(result.output.split())
+    assert [len(found[name]["lengths"]) for name in ("dpo", "kto", "sft", "grpo")] == [4, 3, 1, 3]
+    rows = {name: figures["truncation"]["rows"] for name, figures in found.items()}
+    assert rows == {"dpo": 40, "kto": 80, "sft": 18, "grpo": 40, "grouped": 40, "reward": 40}
+    assert "80 rows of pairs.jsonl, tokenized with a BPE of 300 for kto" in printed["kto"]
+    assert "bench --trainer grpo" in printed["grpo"]
+    assert "--generations 4" in printed["grpo"]
+    assert "bench" not in printed["kto"].split("Verdict")[1]
+    assert "batches of rows that begin alike" in printed["grouped"]
+    for flags in (["--trainer", "grpo", "--group-by-prefix"], ["--trainer", "abacus"], ["--expand-turns"]):
+        assert trl_padfix_command("stats", str(tmp_path / "pairs.jsonl"), *command, *flags).exit_code == 2
 
 
 @pytest.mark.parametrize(

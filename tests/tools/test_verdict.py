@@ -1,6 +1,7 @@
 """The verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -36,6 +37,31 @@ def test_the_advice_follows_the_data(kind):
     assert f"{found.by_tokens:.1f}x" in text
     if kind == "equal lengths":
         assert found.speed == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("data", ["tree:2x2/60/8", "lengths:90/9", "equal"])
+@pytest.mark.parametrize("trainer", ["dpo", "sft"])
+def test_the_speed_is_that_of_the_table_above_it(data, trainer):
+    result = trl_padfix_command("stats", data, "--trainer", trainer)
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    rows: list[list[str]] = []
+    for name, *figures in cells:  # a name that is long goes on in the next line
+        if any(figures):
+            rows.append([name, *(figure.replace(",", "") for figure in figures)])
+        else:
+            rows[-1][0] += f" {name}"
+    tokens, head, mask, together, ratio, smaller, speed = rows
+    padded, ours = (sum(float(row[side]) for row in (tokens, head, mask)) for side in (1, 2))
+    assert [float(figure) for figure in together[1:]] == pytest.approx([padded, ours], abs=2)
+    assert float(ratio[2]) == pytest.approx(padded / ours, rel=0.01)
+    power = float(re.search(r"to the power of ([\d.]+)", smaller[0])[1])
+    assert float(smaller[2]) == pytest.approx((float(tokens[1]) / float(tokens[2])) ** power, rel=0.01)
+    assert float(speed[2]) == pytest.approx(float(ratio[2]) * float(smaller[2]), abs=0.1)
+    assert f"Speed: about {speed[2]}x" in result.output
+    assert f"{float(tokens[1]) / float(tokens[2]):.1f}x by the tokens" in result.output
+    share = re.search(r"LM head: ([\d.]+) x", head[0])[1]
+    assert float(head[1]) == pytest.approx(float(share) * float(tokens[1]), abs=1)
 
 
 def test_a_mask_costs_padded_rows_more_in_a_smaller_model():

@@ -8,6 +8,7 @@ gradient norm and every metric of every step.
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -430,7 +431,6 @@ def test_the_batch_of_a_step_is_the_product_with_the_accumulation():
     [
         ({"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
         ({"max_tokens_per_batch": 2048, "padding_free": False}, "needs `padding_free=True`"),
-        ({"max_tokens_per_batch": 512}, r"`max_length=1024` tokens, more than `max_tokens_per_batch=512`"),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_an_error(config_class, config, message):
@@ -454,12 +454,18 @@ def test_settings_that_deal_out_rows_otherwise_are_refused(config, message, tmp_
         make("dpo", tmp_path, ours=True, **config)
 
 
+@pytest.mark.parametrize("max_length", [None, 1024])
 @pytest.mark.parametrize("name", ["sft", "kto"])
-def test_a_sequence_beyond_the_budget_is_an_error(name, tmp_path):
-    trainer = make(name, tmp_path, ours=True, max_length=None, max_tokens_per_batch=20, max_steps=1)
-    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .* 2\d \("):
+def test_the_longest_row_that_the_data_has_is_compared_with_the_budget(name, max_length, tmp_path):
+    config = {"ours": True, "max_length": max_length, "max_steps": 1}
+    trainer = make(name, tmp_path, **config, max_tokens_per_batch=20)
+    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .* 2\d \(") as error:
         trainer.train()
     assert trainer.state.global_step == 0
+    longest = int(re.search(r"Raise the budget to (\d+) at least", str(error.value))[1])
+    trainer = make(name, tmp_path, **config, max_tokens_per_batch=longest)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_a_stream_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +22,14 @@ def plan(
     memory: Annotated[float, typer.Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
     method: Annotated[str, typer.Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
     lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
+    load_in_4bit: Annotated[
+        bool, typer.Option("--load-in-4bit", help="With --lora: the layers below in 4 bits, by bitsandbytes (QLoRA).")
+    ] = False,
     max_length: Annotated[int | None, typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,
     stats: Annotated[Path | None, typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
+    max_tokens_per_batch: Annotated[
+        int | None, typer.Option(min=1, help="The token budget to plan for. By default the largest that fits.")
+    ] = None,
     head_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
@@ -35,20 +42,29 @@ def plan(
     from ..tools import plan as p
 
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
+    if load_in_4bit and not lora:
+        raise typer.BadParameter("needs adapters, which are trained instead: give `--lora 16`.", param_hint="--load-in-4bit")
+    if lora and find_spec("peft") is None:
+        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
     outputs(accelerate=accelerate, json=json)
-    tokens, per_row = max_length or 1024, None
+    tokens, per_row, data = max_length or 1024, None, "DATA"
     if stats is not None:
         with mistakes_of("--stats"):
-            tokens, per_row = _lengths(stats, max_length)
-    with mistakes_of("MODEL"):
+            tokens, per_row, data = _lengths(stats, max_length)
+    is_online = method in ("grpo", "rloo")
+    sequences = 2 if method in ("dpo", "reward") else 1  # of a row, which no forward parts
+    with mistakes_of("MODEL"), console.status("Counting"):
         sizes = p.load_sizes(model)
-    with mistakes_of("--memory"):
+    with mistakes_of("--memory"), console.status("Counting"):
         found = p.smallest_fit(
-            sizes, gpus=gpus, available=int(memory * 1e9), longest=tokens, lora=lora,
-            reference=method in ("dpo", "kto"), head_tokens=head_tokens, may_split=method not in ("grpo", "rloo"),
+            sizes, gpus=gpus, available=int(memory * 1e9), longest=sequences * tokens, lora=lora,
+            quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
+            budget=max_tokens_per_batch, may_split=not is_online,
         )  # fmt: skip
-    what = f"LoRA of rank {lora}" if lora else "all weights"
-    console.print(f"{model}: {sizes.parameters / 1e9:.2f}e9 parameters, {method}, {what}, {gpus} x {memory:g} GB")
+    what = f"LoRA of rank {lora}{' on 4 bits' if load_in_4bit else ''}" if lora else "all weights"
+    active = f" ({sizes.active / 1e9:.2f}e9 for a token)" if sizes.active < sizes.parameters else ""
+    about = f"{sizes.name}: {sizes.parameters / 1e9:.2f}e9 parameters{active}"
+    print_as_is(f"{about}, {method}, {what}, {gpus} x {memory:g} GB")
     items = dict(found.memory.items)
     for name, size in found.memory.per_token.items():
         items[f"{name}: {size / 1e6:.3f} MB x {found.tokens:,} tokens"] = size * found.tokens
@@ -62,11 +78,14 @@ def plan(
         console.print(
             f"a forward of {found.tokens:,} tokens holds about {found.tokens / per_row:,.0f} rows of the data"
         )
-    console.print("estimated by the formulas of docs/scaling.md, in bfloat16; nothing was measured on a GPU")
+    if load_in_4bit and sizes.active < sizes.parameters:
+        in_bits = sizes.linear_weights / sizes.parameters
+        console.print(f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights: stacked experts stay as they are")
+    console.print("a count of a step in bfloat16 (docs/scaling.md); nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
     launch = f"accelerate launch --config_file {path}{p.splitting_flags(how)}"
-    command = f"{launch} -m trl_padfix {method} --model_name_or_path {model}"
-    print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, tokens)]))
+    command = f"{launch} -m trl_padfix {method} --model_name_or_path {sizes.name} --dataset_name {data}"
+    print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, None if is_online else tokens, sequences, sizes.active < sizes.parameters)]))
     shipped = "fsdp2" if how.sharded else "multi_gpu" if gpus > 1 else "single_gpu"
     config = yaml.safe_load((folder() / f"accelerate/{shipped}.yaml").read_text()) | {"num_processes": gpus}
     config = yaml.safe_dump(config, sort_keys=False)
@@ -74,11 +93,11 @@ def plan(
         print_as_is(f"\n{path}:\n{config}")
     else:
         write_text("--accelerate", accelerate, config.rstrip())
-    write_json(json, {"model": model, "method": method, **found.to_dict()})
+    write_json(json, {"model": sizes.name, "method": method, **found.to_dict()})
 
 
-def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None]:
-    """The longest row, and the tokens of a row on average, of the figures of `trl-padfix stats`."""
+def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None, str]:
+    """The longest row, the tokens of a row on average, and the data, of the figures of `trl-padfix stats`."""
     import json as json_module
 
     from ..tools.reading import reading
@@ -88,9 +107,9 @@ def _lengths(path: Path, max_length: int | None) -> tuple[int, float | None]:
     try:
         parts = found["lengths"]
         longest = int(parts["sequence" if "sequence" in parts else "text"]["max"])
-        batches = found["batches"]
+        batches, data = found["batches"], found["data"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} has no {error}: give what `trl-padfix stats --json` wrote.") from error
     limits = [n for n in (longest, found.get("max_length"), max_length) if n]
     each = [batch["distinct"] / batch["batch_size"] for batch in batches]
-    return min(limits), each[-1] if each else None
+    return min(limits), each[-1] if each else None, data

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
 
+
+if TYPE_CHECKING:
+    from ..tools.verdict import Verdict
 
 __all__ = ["stats"]
 
@@ -28,11 +31,15 @@ def stats(
         int | None, typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
+        str | None,
+        typer.Option(help="Other names of columns, or of keys of messages: 'talk=messages,who=role,said=content'."),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     expand_turns: Annotated[
         bool, typer.Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
+    ] = False,
+    group_by_prefix: Annotated[
+        bool, typer.Option("--group-by-prefix", help="Batches of rows that begin alike, as training draws them.")
     ] = False,
     max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
     truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
@@ -43,7 +50,11 @@ def stats(
         int | None,
         typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
-    trainer: Annotated[str, typer.Option(help="Of data that is made up: dpo or sft.")] = "dpo",
+    trainer: Annotated[
+        str | None, typer.Option(help="dpo, sft, kto, reward, grpo or rloo. [the one that takes the columns]")
+    ] = None,
+    generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
+    completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
     shape: Annotated[str, typer.Option(help="Model shape of `bench` whose speed the verdict estimates.")] = "small",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
@@ -54,9 +65,9 @@ def stats(
 
     if data == "equal" or data.startswith(("tree:", "lengths:")):
         outputs(json=json)
-        return _made_up(data, trainer, batch_size, max_tokens_per_batch, shape, seed, json)
+        return _made_up(data, trainer or "dpo", batch_size, max_tokens_per_batch, shape, seed, json)
+    from ..tools import formats, tiny
     from ..tools import stats as s
-    from ..tools import tiny
     from ..tools import verdict as v
     from ..tools.data import load_recipe, load_rows, rename_columns
     from ..tools.reading import load_tokenizer
@@ -73,10 +84,11 @@ def stats(
         batch_size = batch_size or _of_recipe(recipe, "per_device_train_batch_size", 8)
         accumulation = accumulation or _of_recipe(recipe, "gradient_accumulation_steps", 4)
         max_tokens_per_batch = max_tokens_per_batch or _of_recipe(recipe, "max_tokens_per_batch", None)
-    max_length = max_length or None
     truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
     one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
     one_of("--shape", shape, tiny.BENCH_SHAPES)
+    if trainer is not None:
+        one_of("--trainer", trainer, formats.TAKES)
     with mistakes_of("--world-size"):
         s.check_size(max(sizes), batch_size, accumulation)
     if tokenizer is None and train_tokenizer is None:
@@ -85,11 +97,18 @@ def stats(
     if (tokenizer is None) == (train_tokenizer is None):
         raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
     with mistakes_of("DATA"):
-        rows = rename_columns(load_rows(data, split), columns)
+        rows = formats.as_trl_takes_them(rename_columns(load_rows(data, split), columns))
+        expand_turns = expand_turns or bool(recipe.get("expand_turns"))
+        trainer = trainer or ("sft" if expand_turns else formats.trainer_of(rows))
+        is_online = trainer in ("grpo", "rloo")
+        group_by_prefix = group_by_prefix or bool(recipe.get("group_by_prefix"))
+        if expand_turns and trainer != "sft":
+            raise ValueError(f"`expand_turns` makes rows for sft, and the trainer is {trainer}.")
+        if group_by_prefix and is_online:
+            raise ValueError(f"`group_by_prefix` is for rows that are there, and {trainer} generates its completions.")
         texts = s.texts_of(rows)  # of rollouts, each once
-        measured = data + _shape_flag(shape)  # what `bench` is to be given
-        if expand_turns or recipe.get("expand_turns"):
-            rows, measured = expand(rows), f"{measured} --expand-turns"
+        rows = formats.of_trainer(expand(rows) if expand_turns else rows, trainer)
+    max_length = None if is_online else max_length or None
 
     if train_tokenizer is not None:
         with console.status("Training a tokenizer"), mistakes_of("DATA"):
@@ -98,28 +117,34 @@ def stats(
         with mistakes_of("--tokenizer"):
             loaded, name = load_tokenizer(str(tokenizer)), tokenizer
     with mistakes_of("DATA"):
-        lengths = s.measure(rows, loaded, progress=console.is_terminal)
+        lengths = s.measure(rows, loaded, trainer=trainer, progress=console.is_terminal)
+        if is_online:
+            lengths = s.with_completions(lengths, generations, completion_length, seed)
         s.check_kept(lengths, max_length, truncation_mode)
     kept = lengths.kept(max_length, truncation_mode)
     how = {"max_length": max_length, "truncation_mode": truncation_mode}
     costs = kept.costs(**how)
     budget = max_tokens_per_batch or s.memory_of(costs, batch_size, seed)
-    batches = s.batch_tokens(kept, [1, 2, 4, 8, 16, 32, 64], seed=seed, **how)
+    drawn = {"seed": seed, "grouped": group_by_prefix}
+    batches = s.batch_tokens(kept, [1, 2, 4, 8, 16, 32, 64], **drawn, **how)
     waits = [
-        s.waiting(costs, size, batch_size=batch_size, accumulation=accumulation, budget=budget, seed=seed)
+        s.waiting(costs, size, batch_size=batch_size, accumulation=accumulation, budget=budget, **drawn)
         for size in sizes
     ]
     cut, parts = s.truncated(lengths, **how), s.summary(lengths)
-    unit = "pairs" if lengths.are_pairs else "rows"
+    unit = v.UNITS[trainer]
 
-    console.print(f"{len(lengths):,} {unit} of {Path(data).name}, tokenized with {name}")
+    console.print(f"{len(lengths):,} {unit} of {Path(data).name}, tokenized with {name} for {trainer}")
+    if is_online:
+        console.print(f"Completions are made up: {generations} of each prompt, of {completion_length} tokens +-25%.")
     table = ((part, *(f"{value:,.0f}" for value in figures.values())) for part, figures in parts.items())
     console.print(figure_table(("tokens", "mean", "median", "95%", "max"), table))
     if max_length:
         share = cut["truncated"] / len(lengths)
         kind = f"max_length={max_length} ({truncation_mode})"
         console.print(f"{kind} truncates {cut['truncated']:,} {unit} ({share:.1%}) and drops {cut['dropped']:,}.")
-    console.print(f"\nTokens of random batches, and the speed-ups that they allow ({unit} per batch):")
+    kind = "batches of rows that begin alike" if group_by_prefix else "random batches"
+    console.print(f"\nTokens of {kind}, and the speed-ups that they allow ({unit} per batch):")
     table = (
         (
             str(b.batch_size),
@@ -136,17 +161,21 @@ def stats(
     )
     table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in waits)
     console.print(figure_table(("processes", "fixed batches", f"max_tokens_per_batch={budget}"), table))
-    seen = v.sample(rows, loaded, max_length)
+    seen = v.sample(rows, loaded, max_length, trainer, generations, completion_length, seed)
     hidden_size = tiny.BENCH_SHAPES[shape]["hidden_size"]
     how_fast = {"batch_size": batch_size, "budget": budget, "seed": seed, "hidden_size": hidden_size}
-    verdict = v.advise(seen, **how_fast) if seen else None
+    verdict = v.advise(seen, **how_fast, trainer=trainer) if seen else None
+    given = {"--columns": columns, "--split": None if split == "train" else split}
+    given |= {"--completion-length": str(completion_length) if is_online else None}
+    measured = " ".join([data + _shape_flag(shape), *(f"{flag} {value}" for flag, value in given.items() if value)])
+    measured += " --expand-turns" * expand_turns
     if verdict is not None:
         console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
-        print_as_is(*v.verdict_lines(verdict, measured))
+        _print(verdict, measured)
     write_json(
         json,
         {
-            "data": data, "tokenizer": name, **how, "seed": seed, "lengths": parts, "truncation": cut,
+            "data": data, "trainer": trainer, "tokenizer": name, **how, **drawn, "lengths": parts, "truncation": cut,
             "batches": [asdict(b) for b in batches],
             "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
             "waiting": [asdict(wait) for wait in waits],
@@ -169,7 +198,7 @@ def _made_up(
     from ..tools import verdict as v
     from ..tools.tiny import BENCH_SHAPES
 
-    one_of("--trainer", trainer, ["dpo", "sft"])
+    one_of("--trainer", trainer, v.FITTED)
     one_of("--shape", shape, BENCH_SHAPES)
     with mistakes_of("DATA"):
         tree = b.parse_tree(data)
@@ -180,8 +209,18 @@ def _made_up(
     found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed, hidden_size=hidden_size)
     found = replace(found, budget=budget or round(found.tokens))
     measured = data + _shape_flag(shape)
-    print_as_is(*v.verdict_lines(found, measured))
+    _print(found, measured)
     write_json(json, {"data": data, "verdict": found.to_dict(measured)})
+
+
+def _print(verdict: Verdict, measured: str) -> None:
+    """What the speed is made of, and the verdict."""
+    from ..tools.verdict import FITTED, verdict_lines
+
+    if verdict.trainer in FITTED:
+        headings = (f"a batch, in tokens of a decoder of hidden size {verdict.hidden_size}", "TRL, padded", "as advised")
+        console.print(figure_table(headings, verdict.table()))
+    print_as_is(*verdict_lines(verdict, measured))
 
 
 def _shape_flag(shape: str) -> str:

@@ -11,6 +11,7 @@ import yaml
 from datasets import Dataset, load_dataset
 
 from ..trainers.data.row_checks import check_row
+from .formats import rename_message_keys
 from .reading import reading
 
 
@@ -70,7 +71,8 @@ def _load(data: str, split: str) -> Dataset:
 
 def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     """
-    Rows with columns renamed as `"question=prompt,answer=completion"` says; a column that has the new name is dropped.
+    Rows with columns renamed as `"question=prompt,answer=completion"` says, and keys of messages
+    (`"speaker=role,text=content"`); a column that has the new name is dropped.
     """
     if columns is None:
         return rows
@@ -78,8 +80,8 @@ def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ValueError(f"{columns!r} is no mapping of columns: write `question=prompt,answer=completion`.")
     names = {old.strip(): new.strip() for old, new in pairs}
-    if missing := sorted(names.keys() - set(rows.column_names)):
-        raise ValueError(f"The data has no column {missing}; it has {sorted(rows.column_names)}.")
+    in_messages = {old: names.pop(old) for old in names.keys() - set(rows.column_names)}
+    rows = rename_message_keys(rows, in_messages)
     replaced = set(names.values()) & set(rows.column_names) - names.keys()
     return rows.remove_columns(sorted(replaced)).rename_columns(names)
 

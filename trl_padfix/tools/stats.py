@@ -21,8 +21,9 @@ from trl.data_utils import common_prefix_length, extract_prompt, is_conversation
 
 from ..trainers.steps.costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.steps.dealing import balance, split
-from ..trainers.steps.grouping import prefix_order
+from ..trainers.steps.grouping import group_rows, prefix_order
 from .data import TEXT_COLUMNS, checked_rows, texts_of_row
+from .formats import trainer_of
 
 
 __all__ = [
@@ -38,12 +39,11 @@ __all__ = [
     "token_rows",
     "truncated",
     "waiting",
+    "with_completions",
 ]
 
 LARGEST_STEP = 2**15
 """Most rows of an optimizer step that is simulated: some ten seconds."""
-
-_PAIR = ("prompt", "chosen", "rejected")
 
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
@@ -55,32 +55,28 @@ SHARED = 512
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """
-    Tokens of every row of a dataset, as TRL's DPO or SFT trainer would have them before truncation.
+    Tokens of every row of a dataset, as TRL's trainer would have them before truncation.
 
-    `parts` are `prompt`, `chosen` and `rejected` of pairs, or `text`, each `(n,)`. `sorted` are the rows sorted by
-    their prompts or texts, and how many tokens each has in common with the one before it, both `(n,)`.
+    `parts` are a `text`, or a `prompt` and what follows it (`chosen` and `rejected`, or `completion`), each `(n,)`;
+    completions that GRPO generates are `(n, k)`. `sorted` are the rows sorted by their prompts or texts, and how many
+    tokens each has in common with the one before it, both `(n,)`.
     """
 
     parts: dict[str, np.ndarray]
     sorted: tuple[np.ndarray, np.ndarray] | None = None
-
-    @property
-    def are_pairs(self) -> bool:
-        return "chosen" in self.parts
 
     def __len__(self) -> int:
         return len(next(iter(self.parts.values())))
 
     @property
     def sequences(self) -> np.ndarray:
-        """Tokens of the sequences that a padded batch has of each row, `(n, 2)` or `(n, 1)`."""
-        if not self.are_pairs:
-            return self.parts["text"][:, None]
-        return np.stack([self.parts["prompt"] + self.parts[side] for side in ("chosen", "rejected")], axis=1)
+        """Tokens of the sequences that a padded batch has of each row, `(n, k)`."""
+        sides = np.column_stack([part for name, part in self.parts.items() if name != "prompt"])
+        return sides + self.parts["prompt"][:, None] if "prompt" in self.parts else sides
 
     def kept(self, max_length: int | None, truncation_mode: str = "keep_start") -> Lengths:
         """The rows that TRL trains on: those whose prompt alone fills `max_length` are left out."""
-        if not self.are_pairs or max_length is None or truncation_mode != "keep_start":
+        if "prompt" not in self.parts or max_length is None or truncation_mode != "keep_start":
             return self
         keep = self.parts["prompt"] < max_length
         kept = None if self.sorted is None else RowCosts(self.parts["prompt"], *self.sorted)[keep]
@@ -89,10 +85,10 @@ class Lengths:
 
     def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
         """Tokens that rows put through the decoder without padding, with common prefixes computed once or not."""
-        begins = self.parts["prompt" if self.are_pairs else "text"]
-        each, begins = truncated_tokens(self.sequences.T, begins, max_length, truncation_mode)
-        if sharing and self.are_pairs:
-            each = each - begins
+        begins, sequences = next(iter(self.parts.values())), self.sequences
+        each, begins = truncated_tokens(sequences.T, begins, max_length, truncation_mode)
+        if sharing and "prompt" in self.parts:
+            each = each - (sequences.shape[1] - 1) * begins
         return prefix_costs(each, begins, *self.sorted) if sharing and self.sorted else text_costs(each)
 
 
@@ -115,33 +111,36 @@ class Waiting:
     budget: float  # with the rows of a step dealt out evenly and split by a token budget
 
 
-def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, progress: bool = False) -> Lengths:
+def measure(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, trainer: str = "", progress: bool = False
+) -> Lengths:
     """
-    Tokenize a dataset as TRL does, and keep its lengths and what its rows begin with in common.
+    Tokenize a dataset as TRL does for a `trainer`, and keep its lengths and what its rows begin with in common.
 
-    It holds preference pairs (`chosen` and `rejected`, with `prompt` or beginning with it), or texts (`text`,
-    `messages`, or `prompt` and `completion`), plain or conversational; anything else is a `ValueError`.
+    It holds what [`of_trainer`] returns: plain or conversational pairs, texts, answers or prompts; by default it is
+    for the trainer that takes its columns. Anything else is a `ValueError`.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty: check its split or filter.")
-    columns = set(dataset.column_names)
-    known = ({"text"}, {"messages"}, {"chosen", "rejected"}, {"prompt", "completion"})
-    if not any(names <= columns for names in known):
-        raise ValueError(
-            f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
-            "`messages`, or `prompt` and `completion`: rename its columns."
-        )
+    trainer = trainer or trainer_of(dataset)
     size = 1000
     batches = track(range(0, len(dataset), size), "Tokenizing", disable=not progress, transient=True)
     lengths: dict[str, list[int]] = {}
     begins: list[np.ndarray] = []
     for at in batches:
-        for row in token_rows(list(checked_rows(dataset, at, at + size)), tokenizer):
-            ids = {"text": row["input_ids"]} if "input_ids" in row else {n: row[f"{n}_ids"] for n in _PAIR}
+        for row in token_rows(list(checked_rows(dataset, at, at + size)), tokenizer, trainer):
+            ids = {n.removesuffix("_ids").replace("input", "text"): v for n, v in row.items() if n.endswith("_ids")}
             for name, part in ids.items():
                 lengths.setdefault(name, []).append(len(part))
             begins.append(np.array(next(iter(ids.values())), dtype=np.uint32))
     return Lengths({name: np.array(part, dtype=np.int64) for name, part in lengths.items()}, prefix_order(begins))
+
+
+def with_completions(prompts: Lengths, generations: int, mean: int, seed: int = 0) -> Lengths:
+    """Prompts, each with as many completions of random lengths, a quarter more or less than their mean."""
+    low, high = max(1, round(mean * 0.75)), round(mean * 1.25)
+    drawn = np.random.default_rng(seed).integers(low, high + 1, (len(prompts), generations))
+    return Lengths({**prompts.parts, "completion": drawn}, prompts.sorted)
 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
@@ -173,9 +172,13 @@ def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -
 
 
 def batch_tokens(
-    lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0, **how: Any
-) -> list[BatchTokens]:
-    """Tokens of random batches, averaged; sizes that the dataset cannot fill are left out."""
+    lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None, seed: int = 0,
+    grouped: bool = False, **how: Any,
+) -> list[BatchTokens]:  # fmt: skip
+    """
+    Tokens of batches, averaged: random ones, or `grouped` ones of rows that begin alike. Sizes that the dataset cannot
+    fill are left out.
+    """
     sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
     real = lengths.costs(max_length, sharing=False, **how).each
     costs = lengths.costs(max_length, **how)
@@ -183,11 +186,15 @@ def batch_tokens(
     found = []
     for size in (s for s in batch_sizes if s <= len(lengths)):
         whole = len(lengths) // size * size
-        orders = np.stack([draw.permutation(len(lengths))[:whole] for _ in range(DRAWS)]).reshape(-1, size)
+        drawn = [draw.permutation(len(lengths)) for _ in range(1 if grouped else DRAWS)]
+        if grouped:
+            drawn = [group_rows(order, costs, size) for order in drawn]
+        orders = np.stack([order[:whole] for order in drawn]).reshape(-1, size)
         padded = sequences[orders].max((1, 2)) * size * sequences.shape[1]
         distinct = costs.each[orders].sum(1).mean()
         if costs.common.any():
-            distinct -= np.mean([costs[batch].common.sum() for batch in orders[:SHARED]])
+            some = orders if len(orders) <= SHARED else orders[draw.choice(len(orders), SHARED, replace=False)]
+            distinct -= np.mean([costs[batch].common.sum() for batch in some])
         found.append(BatchTokens(size, padded.mean(), real[orders].sum(1).mean(), float(distinct)))
     return found
 
@@ -201,34 +208,40 @@ def truncated(lengths: Lengths, max_length: int | None, truncation_mode: str = "
 
 def waiting(
     costs: RowCosts, processes: int, *, batch_size: int = 8, accumulation: int = 4, budget: int | None = None,
-    seed: int = 0,
+    seed: int = 0, grouped: bool = False,
 ) -> Waiting:  # fmt: skip
     """
     Simulate how long processes would wait for the one with the most tokens.
 
     Processes meet in every forward, as FSDP and ZeRO-3 have it. An optimizer step has `batch_size` x `accumulation`
     rows on each process; datasets with fewer are gone through several times. `budget` is `max_tokens_per_batch`, by
-    default [`memory_of`] the fixed batches.
+    default [`memory_of`] the fixed batches. In `grouped` steps rows that begin alike are together, and what they begin
+    with is counted once in a forward.
     """
     budget = budget or memory_of(costs, batch_size)
     rows = batch_size * accumulation * processes
     steps = min(32, max(2, 40_000 // rows))
     draw = np.random.default_rng(seed)
     epochs = [draw.permutation(len(costs)) for _ in range(-(-steps * rows // len(costs)))]
+    if grouped:
+        epochs = [group_rows(epoch, costs, rows) for epoch in epochs]
     order = np.concatenate(epochs)[: steps * rows].reshape(steps, rows)
-    each = costs.each
-    forwards = each[order].reshape(steps, accumulation, processes, batch_size).sum(3)
-    tokens, fixed, split_up = forwards.sum(), processes * forwards.max(2).sum(), 0
+    fixed = split_up = np.zeros(2)  # tokens, and processes times those of the fullest one
     for step in order:
-        own = text_costs(costs.each[step])
-        loads: list[int] = []
+        own = costs[step] if grouped else text_costs(costs.each[step])
+        forwards = np.arange(rows).reshape(accumulation, processes, batch_size)
+        loads = np.array([[own.total(part) for part in parts] for parts in forwards])
+        fixed = fixed + (loads.sum(), processes * loads.max(1).sum())
+        slowest: list[int] = []
         for part in balance(own, processes):
             of_part = own[part]
             for i, micro_batch in enumerate(split(of_part, budget)):
-                loads += [0] * (i + 1 - len(loads))
-                loads[i] = max(loads[i], of_part.total(micro_batch))
-        split_up += processes * sum(loads)
-    return Waiting(processes, float(tokens / fixed), float(tokens / split_up))
+                slowest += [0] * (i + 1 - len(slowest))
+                load = of_part.total(micro_batch)
+                slowest[i] = max(slowest[i], load)
+                split_up = split_up + (load, 0)
+        split_up = split_up + (0, processes * sum(slowest))
+    return Waiting(processes, float(fixed[0] / fixed[1]), float(split_up[0] / split_up[1]))
 
 
 def memory_of(costs: RowCosts, batch_size: int, seed: int = 0) -> int:
@@ -239,8 +252,8 @@ def memory_of(costs: RowCosts, batch_size: int, seed: int = 0) -> int:
 
 def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
     """Mean, median, 95th percentile and most tokens of each part, and of whole sequences."""
-    parts = dict(lengths.parts)
-    if lengths.are_pairs:
+    parts = {name: part.ravel() for name, part in lengths.parts.items()}
+    if "prompt" in parts:
         parts["sequence"] = lengths.sequences.ravel()
     return {
         name: {
@@ -253,12 +266,14 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
     }
 
 
-def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def token_rows(
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, trainer: str = ""
+) -> list[dict[str, Any]]:
     """
-    Rows as TRL's DPO or SFT trainer tokenizes them, before truncation.
+    Rows as TRL's trainer tokenizes them, before truncation.
 
-    Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; of texts `input_ids`, and `prompt`, how many of them are a
-    prompt that is not trained on.
+    Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; for KTO `prompt_ids` and `completion_ids`, for GRPO
+    `prompt_ids`; of texts `input_ids`, and `prompt`, how many of them are a prompt that is not trained on.
     """
     if "chosen" in rows[0]:
         if "prompt" not in rows[0]:
@@ -270,10 +285,16 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
             at = min(_common(prompt, chosen), _common(prompt, rejected))
             found.append({"prompt_ids": chosen[:at], "chosen_ids": chosen[at:], "rejected_ids": rejected[at:]})
         return found
+    prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
+    if trainer in ("grpo", "rloo"):
+        return [{"prompt_ids": prompt} for prompt in prompts]
     names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
     whole = _token_ids(rows, names, tokenizer)
-    prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
-    return [{"input_ids": ids, "prompt": _common(p, ids)} for p, ids in zip(prompts, whole, strict=True)]
+    begins = [_common(prompt, ids) for prompt, ids in zip(prompts, whole, strict=True)]
+    if trainer == "kto":
+        parts = zip(begins, whole, strict=True)
+        return [{"prompt_ids": ids[:at], "completion_ids": ids[at:]} for at, ids in parts]
+    return [{"input_ids": ids, "prompt": at} for at, ids in zip(begins, whole, strict=True)]
 
 
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -37,8 +37,9 @@ def plot(
     width = max(map(len, sequences))
     padded = np.array([np.pad(s, (0, width - len(s)), constant_values=_PADDING) for s in sequences])
     drawn = {"padded": padded, "packed": _wrapped(np.concatenate(sequences), width)}
-    if lengths.are_pairs:
-        once = [s if i % 2 == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
+    if "prompt" in lengths.parts:
+        of_row = lengths.sequences.shape[1]
+        once = [s if i % of_row == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
         drawn["each prompt once"] = _wrapped(np.concatenate(once), width)
 
     figure = Figure(figsize=(13, 6.4 if tree is None else 9.6), layout="constrained")
@@ -46,7 +47,7 @@ def plot(
     histograms, picture, *below = np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights))
     for axes, (name, part) in zip(histograms.subplots(1, len(lengths.parts), squeeze=False)[0], lengths.parts.items(),
                                   strict=True):  # fmt: skip
-        axes.hist(part, bins=50, color=_COLOURS[_KINDS[name]])
+        axes.hist(part.ravel(), bins=50, color=_COLOURS[_KINDS[name]])
         axes.set(title=f"{name}: {part.mean():.0f} tokens, at most {part.max()}", xlabel="tokens", ylabel="rows")
     colours = ListedColormap(_COLOURS)
     for axes, (name, image) in zip(picture.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
@@ -86,17 +87,15 @@ def _explain(figure: Any, colours: dict[str, str]) -> None:
 
 _COLOURS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]
 _PADDING, _PROMPT = 1, 2
-_KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "text": 3}
+_KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "completion": 3, "text": 3}
 
 
 def _sequences(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[np.ndarray]:
-    """The kind of each token of the sequences of a batch, truncated at the end; those of a pair next to each other."""
-    names = [["prompt", "chosen"], ["prompt", "rejected"]] if lengths.are_pairs else [["text"]]
-    return [
-        np.repeat([_KINDS[name] for name in sequence], [lengths.parts[name][row] for name in sequence])[:max_length]
-        for row in rows
-        for sequence in names
-    ]
+    """The kind of each token of the sequences of a batch, truncated at the end; those of a row next to each other."""
+    prompts = lengths.parts.get("prompt", np.zeros(len(lengths), dtype=np.int64))
+    sides = [(_KINDS[name], side) for name, part in lengths.parts.items() if name != "prompt"
+             for side in (part.T if part.ndim > 1 else [part])]  # fmt: skip
+    return [np.repeat([_PROMPT, kind], [prompts[row], side[row]])[:max_length] for row in rows for kind, side in sides]
 
 
 def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:

@@ -20,12 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.layout.layout import KEYS_PER_TOKEN
 from ..trainers.steps.grouping import group_rows, prefix_order
-from ..trainers.steps.measures import PairMeasure, TextMeasure
+from ..trainers.steps.measures import PairMeasure, TextMeasure, UnpairedMeasure
 from .data import checked_rows
 from .stats import token_rows
 
 
-__all__ = ["PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+__all__ = ["FITTED", "UNITS", "PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+
+FITTED = ("dpo", "sft")
+"""Trainers whose measured steps the speed was fitted to."""
 
 SAMPLE = 4096
 """Rows that are looked at, the first ones: rows that begin alike often stand together."""
@@ -62,6 +65,7 @@ class Verdict:
     budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
     squares: float  # pairs of tokens that padded rows compare under a mask; none where rows are equally long
     hidden_size: int  # of the model whose speed is estimated
+    generations: int = 1  # completions of a row (GRPO)
 
     @property
     def shares(self) -> bool:
@@ -82,20 +86,43 @@ class Verdict:
         return self.padded / self.tokens
 
     @property
-    def speed(self) -> float:
-        """The speed-up that `trl-padfix bench` is expected to measure on CPU."""
-        return self.speed_of("grouped" if self.groups else "auto")
+    def speed(self) -> float | None:
+        """The speed-up that `trl-padfix bench` is expected to measure on CPU; of steps that it was fitted to."""
+        return self.speed_of("grouped" if self.groups else "auto") if self.trainer in FITTED else None
 
     def speed_of(self, how: str) -> float:
         """The same of `"real"`, `"auto"` or `"grouped"` batches."""
         tokens = getattr(self, how)
-        padded = self.padded * (1 + SCORING) + MASKED / self.hidden_size * self.squares
-        return padded / (tokens + SCORING * self.scored) * (self.padded / tokens) ** GROWTH
+        padded, ours = (sum(side) for side in list(zip(*self.terms(tokens), strict=True))[1:])
+        return padded / ours * (self.padded / tokens) ** GROWTH
+
+    def terms(self, tokens: float) -> list[tuple[str, float, float]]:
+        """What a batch costs in tokens of the decoder: TRL's padded step, and one that computes so many `tokens`."""
+        return [
+            ("tokens of the decoder", self.padded, tokens),
+            (f"LM head: {SCORING} x tokens that are scored", SCORING * self.padded, SCORING * self.scored),
+            (f"mask: {MASKED} / {self.hidden_size} x pairs of tokens", MASKED / self.hidden_size * self.squares, 0.0),
+        ]
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """The speed line by line: terms, their sum, their ratio, and what makes it the speed."""
+        terms = self.terms(self.tokens)
+        padded, ours = sum(term[1] for term in terms), sum(term[2] for term in terms)
+        rows = [(name, f"{of_trl:,.0f}", f"{of_ours:,.0f}") for name, of_trl, of_ours in terms]
+        ratio, smaller = padded / ours, self.by_tokens**GROWTH
+        return [
+            *rows,
+            ("together", f"{padded:,.0f}", f"{ours:,.0f}"),
+            ("TRL's over ours", "", f"{ratio:.2f}"),
+            (f"smaller batches: (tokens, TRL's over ours) to the power of {GROWTH}", "", f"{smaller:.2f}"),
+            ("speed: the product of these two", "", f"{ratio * smaller:.1f}"),
+        ]
 
     def to_dict(self, data: str) -> dict[str, Any]:
         """For JSON, with what follows from the counts, and the verdict on `data` in words."""
         derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
-        return asdict(self) | derived | {"lines": verdict_lines(self, data)}
+        terms = self.terms(self.tokens) if self.trainer in FITTED else []
+        return asdict(self) | derived | {"terms": terms, "lines": verdict_lines(self, data)}
 
 
 @dataclass(frozen=True)
@@ -106,24 +133,33 @@ class PrefixTree:
     common: np.ndarray
 
 
-def sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> list[dict[str, Any]]:
+def sample(
+    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, trainer: str = "",
+    generations: int = 8, completion_length: int = 256, seed: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
     """
-    The first rows of a dataset, tokenized as TRL does, truncated at the end.
+    The first rows of a dataset, tokenized as TRL does for a `trainer`, truncated at the end.
 
-    They have `prompt_ids`, `chosen_ids` and `rejected_ids`, or `input_ids`, and `scored`, how many tokens are trained
-    on.
+    They have the columns of [`token_rows`] and `scored`, how many tokens are trained on. Prompts of GRPO have
+    `completions`: `generations` random ones, a quarter more or less than `completion_length`.
     """
-    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer)
-    kept = []
+    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)
+    draw, kept = np.random.default_rng(seed), []
+    low, high = max(1, round(completion_length * 0.75)), round(completion_length * 1.25)
     for row in rows:
         if "input_ids" in row:
             ids = row["input_ids"][:max_length]
             kept.append({"input_ids": ids, "scored": max(0, len(ids) - row["prompt"])})
             continue
         prompt = len(row["prompt_ids"])
+        if trainer in ("grpo", "rloo"):
+            made_up = [draw.integers(2**31, size=draw.integers(low, high + 1)).tolist() for _ in range(generations)]
+            kept.append({**row, "completions": made_up, "scored": sum(map(len, made_up))})
+            continue
         if max_length is not None and prompt >= max_length:
             continue  # TRL leaves them out
-        cut = {side: row[side][: None if max_length is None else max_length - prompt] for side in _SIDES}
+        sides = [side for side in _SIDES if side in row]
+        cut = {side: row[side][: None if max_length is None else max_length - prompt] for side in sides}
         kept.append({"prompt_ids": row["prompt_ids"], **cut, "scored": sum(map(len, cut.values()))})
     return kept
 
@@ -135,19 +171,21 @@ def tokenized(dataset: Any) -> list[dict[str, Any]]:
         if "labels" in row:
             rows.append({"input_ids": row["input_ids"], "scored": sum(label != -100 for label in row["labels"])})
         else:
-            rows.append({**row, "scored": sum(len(row[side]) for side in _SIDES)})
+            rows.append({**row, "scored": len(row["chosen_ids"]) + len(row["rejected_ids"])})
     return rows
 
 
 def advise(
-    rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0, hidden_size: int = 512
-) -> Verdict:
+    rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0, hidden_size: int = 512,
+    trainer: str = "",
+) -> Verdict:  # fmt: skip
     """Count what the batches of a [`sample`] cost in every way; `budget` is the `max_tokens_per_batch` to name."""
     draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
     order = draw.permutation(len(rows))
-    is_text = "input_ids" in rows[0]
-    costs = (TextMeasure(sharing=True) if is_text else PairMeasure(sharing=True)).examples(rows)
-    grouped = group_rows(order, costs, size)
+    measures = {"input_ids": TextMeasure, "chosen_ids": PairMeasure, "completion_ids": UnpairedMeasure}
+    measure = next((measure for column, measure in measures.items() if column in rows[0]), None)
+    # Completions are generated for the prompts of a batch: there is no other order.
+    grouped = order if measure is None else group_rows(order, measure(sharing=True).examples(rows), size)
     longest = np.array([max(map(len, _sequences(row))) for row in rows])
     # As transformers does it: sorted by length within fifty batches.
     parts = np.split(order, range(50 * size, len(order), 50 * size))
@@ -171,7 +209,7 @@ def advise(
     real, auto = np.mean([counts(batch) for batch in random], axis=0)
     return Verdict(
         batch_size=size,
-        trainer="sft" if is_text else "dpo",
+        trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
         padded=float(np.mean([padded(batch) for batch in random])),
         grouped_by_length=float(np.mean([padded(batch) for batch in batches(by_length)])),
         real=float(real),
@@ -182,6 +220,7 @@ def advise(
         budget=budget,
         squares=float(np.mean([square(batch) for batch in random])),
         hidden_size=hidden_size,
+        generations=len(rows[0].get("completions", [0])),
     )
 
 
@@ -193,45 +232,52 @@ def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
 
 
 def verdict_lines(found: Verdict, data: str) -> list[str]:
-    """The verdict in words: at most eight lines."""
+    """The verdict in words: at most eight lines. `data` is what `bench` is to be given, with its flags."""
     saved, more = 1 - found.auto / found.real, 1 - found.grouped / found.auto
     pads = 1 - found.real / found.padded
     settings = ["padding_free=True", 'prefix_sharing="auto"' if found.shares else "prefix_sharing=False"]
     settings += ["group_by_prefix=True"] * found.groups
-    unit = "rows" if found.trainer == "sft" else "pairs"
+    unit, is_online = UNITS[found.trainer], found.generations > 1
     grouping = f"grouped ones save {more:.0%} more" if found.groups else f"grouping would save {max(more, 0):.0%}"
+    each = f" x {found.generations} completions" if is_online else ""
+    tokens = f"{found.by_tokens:.1f}x by the tokens of the decoder alone"
+    on_cpu = f"about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, " if found.speed else "at most "
     lines = [
-        f"Use {', '.join(settings)}; {found.batch_size} {unit} a batch, or max_tokens_per_batch={found.budget}.",
-        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes, and "
-        f"{grouping}.",
-        f"Speed: about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, {found.by_tokens:.1f}x by "
-        "the tokens of the decoder alone, as with a fused LM head.",
+        f"Use {', '.join(settings)}; {found.batch_size} {unit}{each} a batch, or max_tokens_per_batch={found.budget}.",
+        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"
+        + (f", and {grouping}." if not is_online else "."),
+        f"Speed: {on_cpu}{tokens}" + (", as with a fused LM head." if found.speed else "."),
         f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
-        f"TRL's group_by_length: {found.padded / found.grouped_by_length:.1f}x by tokens.",
     ]
+    if not is_online:
+        lines.append(f"TRL's group_by_length: {found.padded / found.grouped_by_length:.1f}x by tokens.")
     if found.trainer == "sft":
         lines.append(
             f"TRL's padding_free (with FlashAttention) and packing: {found.padded / found.real:.1f}x by tokens, with "
             "no prefix shared."
         )
     else:
-        lines.append("TRL's padding_free and packing: none for DPO.")
-    flag = " --group-by-prefix" if found.groups else ""
-    lines.append(
-        f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} --variants "
-        f"trl,padding_free,auto{flag}"
-    )
+        lines.append(f"TRL's padding_free and packing: none for {found.trainer.upper()}.")
+    if found.trainer in ("dpo", "sft", "grpo"):  # what `bench` has a step of
+        more_flags = " --group-by-prefix" if found.groups else f" --generations {found.generations}" * is_online
+        lines.append(
+            f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} "
+            f"--variants trl,padding_free,auto{more_flags}"
+        )
     return lines
 
 
-_SIDES = ("chosen_ids", "rejected_ids")
+UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
+"""What the batches of a trainer are counted in."""
+
+_SIDES = ("chosen_ids", "rejected_ids", "completion_ids")
 
 
 def _sequences(row: dict[str, Any]) -> list[list[int]]:
     """The sequences that a batch has of a row."""
     if "input_ids" in row:
         return [row["input_ids"]]
-    return [row["prompt_ids"] + row[side] for side in _SIDES]
+    return [row["prompt_ids"] + side for side in row.get("completions") or [row[s] for s in _SIDES if s in row]]
 
 
 def _counts(sequences: list[list[int]]) -> tuple[int, int]:

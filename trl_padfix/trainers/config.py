@@ -169,7 +169,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Raises:
         ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
-            for a budget that a row of `max_length` exceeds, and for `generation_kwargs` that `generate` would refuse.
+            and for `generation_kwargs` that `generate` would refuse.
 
     Example:
 

@@ -49,8 +49,8 @@ class OnlineBudgetConfig:
 def check_token_budget(config: Any) -> None:
     """
     Raises:
-        ValueError: If `max_tokens_per_batch` is no number of tokens, is less than one row may have, or is set without
-            `padding_free` or with `packing`.
+        ValueError: If `max_tokens_per_batch` is no number of tokens, is less than a completion may have that is yet to
+            be generated, or is set without `padding_free` or with `packing`.
     """
     budget = getattr(config, "max_tokens_per_batch", None)
     if budget is None:
@@ -67,13 +67,12 @@ def check_token_budget(config: Any) -> None:
             "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
             "of `packing` and `max_tokens_per_batch`."
         )
-    for name in ("max_length", "max_completion_length"):
-        longest = getattr(config, name, None)
-        if longest is not None and longest > budget:
-            raise ValueError(
-                f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and no batch "
-                f"could hold it. Raise the budget to {longest} at least, or lower `{name}`."
-            )
+    longest = getattr(config, "max_completion_length", None)  # rows of a dataset are compared when they are there
+    if longest is not None and longest > budget:
+        raise ValueError(
+            f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and no "
+            f"batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
+        )
 
 
 def check_grouping(config: Any) -> None:

@@ -224,7 +224,7 @@ class StepOrder(Part):
             raise ValueError(
                 f"{(longest > budget).sum()} rows of the train dataset have a sequence of more tokens than "
                 f"`max_tokens_per_batch={budget}`, the longest {longest.max()} (row {longest.argmax()}), and no "
-                "forward could hold it. Raise the budget, set `max_length`, or drop these rows."
+                f"forward could hold it. Raise the budget to {longest.max()} at least, set `max_length`, or drop them."
             )
         over = costs.each > budget
         if over.any():
