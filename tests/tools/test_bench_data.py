@@ -37,6 +37,7 @@ FORMATS = {
         "plain completions": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PLAIN],
         "unpaired": [{**row, "label": True} for row in COMPLETED],
         "ShareGPT": SHAREGPT,
+        "Alpaca": [{"instruction": row["prompt"], "input": "", "output": row["chosen"]} for row in PLAIN],
     },
     "grpo": {"prompts": PLAIN, "chats": CHATS, "answers": [{"prompt": r["prompt"], "solution": "4"} for r in CHATS]},
 }
@@ -60,7 +61,7 @@ def test_a_format_of_the_trainer_is_measured(trainer, name, tmp_path):
     assert result.exit_code == 0, result.output
     tokens = {variant["name"]: variant["tokens"] for variant in found["variants"]}
     assert tokens["prefix_sharing"] <= tokens["padding_free"] < tokens["trl"]
-    chats = not any(isinstance(value, str) for value in rows[0].values() if value != "4")
+    chats = name == "Alpaca" or not any(isinstance(value, str) for value in rows[0].values() if value != "4")
     assert ("Conversations were rendered with a plain chat template" in result.output) == chats
     assert (found["chat_template"] is not None) == chats
 
@@ -75,9 +76,9 @@ def test_sft_on_pairs_with_prompts_reads_the_prompts():
 @pytest.mark.parametrize(
     ("trainer", "rows", "message"),
     [
-        ("dpo", COMPLETED, "DPO needs `chosen` and `rejected`"),
-        ("sft", [{"instruction": "a"}], "SFT needs `messages`, or `text`"),
-        ("grpo", [{"text": "a"}], "GRPO needs `prompt`"),
+        ("dpo", COMPLETED, "dpo needs `chosen` and `rejected`"),
+        ("sft", [{"instruction": "a"}], "sft needs `text`, or `messages`"),
+        ("grpo", [{"text": "a"}], "grpo needs `prompt`"),
         ("dpo", [{**row, "images": ["a.png"]} for row in CHATS], "the models that are measured read text"),
         ("sft", [{"text": None}, {"text": "a"}], "Row 0 (counted from 0) has None in column `text`"),
         ("grpo", PLAIN[:3], "The data gives 3 rows, and 4 are needed"),

@@ -242,10 +242,8 @@ def _dataset(
         if settings.trainer == "grpo":
             raise ValueError(f"{data} is for dpo and sft: of grpo give --prompt-length and --completion-length.")
         return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
-    where = {"split": split, "columns": columns}
-    if settings.trainer == "sft":
-        return b.load_dialogues(data, settings.expand_turns, **where), Path(data).name
-    return {"dpo": b.load_pairs, "grpo": b.load_prompts}[settings.trainer](data, **where), Path(data).name
+    rows = b.load_examples(data, settings.trainer, expand_turns=settings.expand_turns, split=split, columns=columns)
+    return rows, Path(data).name
 
 
 def _table(results: list[VariantResult], title: str) -> Table:

@@ -24,7 +24,6 @@ __all__ = [
     "load_rows",
     "rename_columns",
     "texts_of_row",
-    "to_dialogues",
 ]
 
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
@@ -111,19 +110,6 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
     return splits[split]
-
-
-def to_dialogues(dataset: Any) -> Any:
-    """The chosen side of preference pairs, as prompts with completions, chats or texts; other data as it is."""
-    from trl.data_utils import is_conversational
-
-    columns = set(dataset.column_names or next(iter(dataset)))
-    if "chosen" not in columns:
-        return dataset
-    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
-    name = "completion" if "prompt" in columns else alone
-    kept = columns & {"prompt", "tools", "chat_template_kwargs"}
-    return dataset.rename_column("chosen", name).select_columns([name, *sorted(kept)])
 
 
 def give_template(tokenizer: Any) -> bool:

@@ -30,9 +30,7 @@ from ...trainers.steps.grouping import group_rows
 from .building import build, computed_dtype
 from .data import (
     equal_length_pairs,
-    load_dialogues,
-    load_pairs,
-    load_prompts,
+    load_examples,
     made_up,
     pairs_of_lengths,
     parse_lengths,
@@ -62,9 +60,7 @@ __all__ = [
     "VariantResult",
     "describe",
     "equal_length_pairs",
-    "load_dialogues",
-    "load_pairs",
-    "load_prompts",
+    "load_examples",
     "made_up",
     "pairs_of_lengths",
     "parse_lengths",

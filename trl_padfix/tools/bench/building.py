@@ -14,7 +14,8 @@ from trl.data_utils import is_conversational
 
 from ...trainers.data.turns import expand_turns
 from ...trainers.steps.grouping import group_rows
-from ..data import give_template, to_dialogues
+from ..data import give_template
+from ..formats import of_trainer
 from ..reading import load_tokenizer
 from ..stats import texts_of
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
@@ -41,7 +42,7 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     if settings.trainer == "grpo":
         return _online(data, settings, count)
     if settings.trainer == "sft":
-        data = to_dialogues(data)
+        data = of_trainer(data, "sft") if "chosen" in data.column_names else data
         if "chosen_ids" in data.column_names:
             data = data.map(lambda row: {"input_ids": row["prompt_ids"] + row["chosen_ids"]})
             data = data.select_columns("input_ids")
@@ -83,13 +84,13 @@ def _tokenizer(data: Dataset | None, settings: BenchSettings) -> tuple[Any, str 
     """The tokenizer that is named, or one that is trained on the data; and with what it renders conversations."""
     text = data is not None and not {"prompt_ids", "input_ids"} & set(data.column_names)
     if (name := settings.tokenizer) is None:
-        texts = texts_of(data.select(range(min(len(data), EPOCH)))) if text else [""]
+        texts = [""] if data is None or not text else texts_of(data.select(range(min(len(data), EPOCH))))
         tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
         template = "a plain chat template; `--tokenizer ID` takes that of a model"
     else:
         tokenizer = load_tokenizer(name)
         template = f"a plain chat template, as {name} has none" if give_template(tokenizer) else f"that of {name}"
-    return tokenizer, template if text and is_conversational(data[0]) else None
+    return tokenizer, template if data is not None and text and is_conversational(data[0]) else None
 
 
 def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) -> list[dict[str, Any]]:

@@ -3,80 +3,55 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
-from trl.data_utils import maybe_convert_to_chatml
 
 from ...trainers.data.row_checks import sound_rows
 from ..data import load_rows, rename_columns
+from ..formats import as_trl_takes_them, of_trainer
 from .tree import parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
     "equal_length_pairs",
-    "load_dialogues",
-    "load_pairs",
-    "load_prompts",
+    "load_examples",
     "made_up",
     "pairs_of_lengths",
     "random_completions",
 ]
 
 
-PAIRS = (("chosen", "rejected"),)  # with a prompt, or beginning with it
-TEXTS = (("messages",), ("text",), ("completion", "prompt"))
-PROMPTS = (("prompt",),)
-"""Columns that a trainer takes; the last of these that data has are taken."""
-
-MORE = {"chat_template_kwargs", "tools"}
-"""Columns that belong to conversations."""
-
-
-def load_pairs(data: str, **where: Any) -> Dataset:
-    """Preference pairs, as texts or conversations, from wherever [`load_rows`] finds them; see [`_load`]."""
-    return _load(data, "DPO", PAIRS, **where)
-
-
-def load_dialogues(data: str, expand_turns: bool = False, **where: Any) -> Dataset:
-    """
-    Rows for SFT: `messages` (or `conversations`), `text`, `prompt` and `completion`, `question` and `answer` (as GSM8K
-    has them), or preference pairs, of which the chosen ones are taken. See [`_load`].
-    """
-    if expand_turns:
-        return _load(data, "a row for each turn", TEXTS[:1], **where)
-    return _load(data, "SFT", TEXTS + PAIRS, **where)
-
-
-def load_prompts(data: str, **where: Any) -> Dataset:
-    """Prompts for GRPO, as texts or conversations. See [`_load`]."""
-    return _load(data, "GRPO", PROMPTS, **where)
-
-
-def _load(
-    data: str, what: str, ways: tuple[tuple[str, ...], ...], split: str = "test", columns: str | None = None
+def load_examples(
+    data: str, trainer: str = "dpo", *, expand_turns: bool = False, split: str = "test", columns: str | None = None
 ) -> Dataset:
     """
-    Rows from wherever [`load_rows`] finds them, of a folder or Hub id this `split`, with `columns` renamed (as
-    `"question=prompt"`). Rows without text are a `ValueError`, and so are columns that the trainer does not take.
+    Rows for a trainer from wherever [`load_rows`] finds them, in a format that it takes or that
+    [`as_trl_takes_them`] knows: pairs for DPO; texts, conversations or pairs, of which the chosen ones are taken, for
+    SFT; prompts for GRPO. `question` and `answer`, as GSM8K has them, are `prompt` and `completion`.
+
+    Of a folder or Hub id it is this `split`, and `columns` are renamed (`"question=prompt"`). Rows without text and
+    columns that the trainer does not take are a `ValueError`.
     """
-    dataset = rename_columns(load_rows(data, split), columns)
-    given = dataset.column_names
-    if images := sorted({"image", "images"} & set(given)):
+    rows = rename_columns(load_rows(data, split), columns)
+    given = rows.column_names
+    if images := sorted({"image", "images"} & set(rows.column_names)):
         raise ValueError(f"{data} has {images}, and the models that are measured read text: remove these columns.")
-    if {"question", "answer"} <= set(given):
-        dataset = dataset.rename_columns({"question": "prompt", "answer": "completion"})
-    if "conversations" in given and "messages" not in given:
-        dataset = dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
-    found = [way for way in ways if {*way} <= set(dataset.column_names)]
-    if not found:
-        wanted = ", or ".join(" and ".join(f"`{name}`" for name in way) for way in ways)
-        raise ValueError(f"{data} has columns {sorted(given)}, and {what} needs {wanted}: rename them (`--columns`).")
-    kept = {*found[-1]} | MORE | ({"prompt"} if found[-1] in PAIRS else set())
-    dataset = dataset.select_columns([name for name in dataset.column_names if name in kept])
-    return sound_rows(dataset, "", sorted(kept - MORE))
+    if {"question", "answer"} <= set(rows.column_names):
+        rows = rows.rename_columns({"question": "prompt", "answer": "completion"})
+    rows = as_trl_takes_them(rows)
+    if expand_turns:
+        if "messages" not in rows.column_names:
+            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(given)}.")
+        return sound_rows(rows, "", ["messages"])
+    rows = of_trainer(rows, trainer)
+    ways = {"dpo": [{"chosen", "rejected", "prompt"}], "grpo": [{"prompt"}]}
+    texts = [names for names in ({"messages"}, {"text"}, {"prompt", "completion"}) if names <= set(rows.column_names)]
+    taken = ways.get(trainer, texts)[0]
+    more = {"tools", "chat_template_kwargs"}
+    rows = rows.select_columns([name for name in rows.column_names if name in taken | more])
+    return sound_rows(rows, "", sorted(taken))
 
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
