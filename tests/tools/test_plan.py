@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from trl_padfix.tools import counted_step
 from trl_padfix.tools.counted_step import Step
 from trl_padfix.tools.plan import FOUR_BITS, ModelSizes, Training, flags, load_sizes, memory, smallest_fit, splitting_flags
 
+
+try:
+    import bitsandbytes as bnb
+except ImportError:
+    bnb = None
 
 NARROW = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2)
 WIDE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
@@ -59,6 +65,18 @@ class Product(torch.autograd.Function):
         return grad @ Product.weight(ctx.layer), None
 
 
+def in_four_bits(layer):
+    """The layer as bitsandbytes makes it where that is installed, else as [`FourBitLinear`]."""
+    if bnb is None:
+        return FourBitLinear(layer)
+    made = bnb.nn.Linear4bit(
+        layer.in_features, layer.out_features, layer.bias is not None, torch.bfloat16, compress_statistics=False,
+        quant_type="nf4",
+    )  # fmt: skip
+    made.load_state_dict(layer.state_dict())
+    return made.to("cpu")
+
+
 def build(config, how):
     """The model that a training trains, as TRL makes it."""
     config.dtype = torch.bfloat16 if how.half and (how.lora or how.sharded) else torch.float32
@@ -68,7 +86,7 @@ def build(config, how):
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear and child is not head:
-                    setattr(module, name, FourBitLinear(child))
+                    setattr(module, name, in_four_bits(child))
     if how.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if how.lora:
@@ -99,7 +117,8 @@ def held(model, tokens, how):
             now += event.nbytes()
             peak = max(peak, now)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    kept = [*model.parameters(), *(p.grad for p in trained), *states]
+    scales = [m.weight.quant_state.absmax for m in model.modules() if hasattr(getattr(m, "weight", 0), "quant_state")]
+    kept = [*model.parameters(), *(p.grad for p in trained), *states, *scales]
     return peak + sum(t.numel() * t.element_size() for t in kept)
 
 
@@ -147,13 +166,48 @@ QWEN_30B = Qwen3MoeConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("config", "published", "active"), [(QWEN_7B, 7.61, 7.61), (LLAMA_70B, 70.6, 70.6), (QWEN_30B, 30.5, 3.3)]
-)
-def test_parameters_are_those_that_are_published(config, published, active):
+PUBLISHED = {
+    "Qwen2.5-7B": (QWEN_7B, 7_615_616_512, 7.6),
+    "Llama-3-70B": (LLAMA_70B, 70_553_706_496, 70.6),
+    "Qwen3-30B-A3B": (QWEN_30B, 30_532_122_624, 3.3),
+}
+PAGE = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_are_published(name):
+    config, published, active = PUBLISHED[name]
     sizes = ModelSizes.of(config)
-    assert sizes.parameters / 1e9 == pytest.approx(published, rel=0.002)
+    assert sizes.parameters == published
     assert sizes.active / 1e9 == pytest.approx(active, rel=0.02)
+    assert f"| {name} | {published:,} | the same |" in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_page_has_the_bytes_of_weights_that_are_planned(name):
+    sizes = ModelSizes.of(PUBLISHED[name][0])
+    page = re.search(rf"\| {name} \|.*?\|.*?\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", PAGE)
+    ways = ({}, {"lora": 16, "checkpointing": True}, {"lora": 16, "quantized": True, "checkpointing": True})
+    for way, figure in zip(ways, page.groups(), strict=True):
+        items = memory(sizes, Training(**way)).items
+        assert (sum(items.values()) - items["scores"]) / 1e9 == pytest.approx(float(figure), abs=0.06)
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_is_what_is_counted():
+    sizes = ModelSizes.of(LLAMA_70B)
+    found = {n: memory(sizes, Training(n, sharded=True, checkpointing=True, reference=True)) for n in (64, 512)}
+    rows = re.findall(r"^\| (\w+).*? \| ([\d.]+) GB \| ([\d.]+) GB \|$", PAGE, re.MULTILINE)
+    names = {"policy": "weights, gradients, moments", "reference": "reference", "two": "gathered layers, LM head"}
+    assert [row[0] for row in rows] == list(names)
+    for name, *figures in rows:
+        planned = [found[n].items[names[name]] / 1e9 for n in (64, 512)]
+        assert [float(figure) for figure in figures] == pytest.approx(planned, abs=0.06)
+    assert "a token costs 1.8 MB" in PAGE
+    assert found[64].token / 1e6 == pytest.approx(1.8, abs=0.05)
+    adapters = memory(sizes, Training(8, sharded=True, checkpointing=True, lora=16))
+    assert f"{adapters.total(4096) / 1e9:.1f} GB (`--gpus 8 --lora 16" in PAGE
 
 
 @pytest.fixture
