@@ -30,7 +30,7 @@ STAND_FOR = {  # what a reader puts in
     r"--gpus N --memory GB": "--gpus 2 --memory 80",
     r"nproc-per-node N": "nproc-per-node 2",
     r"<a CPU index>": "INDEX",
-    r'"TEXT( OF THE ERROR)?"': '"CUDA out of memory"',
+    r'"TEXT( OF THE ERROR)?"|(?<=--explain )-$': '"CUDA out of memory"',
     r"(--resume_from_checkpoint) latest": r"\1 false",  # nothing was trained here
 }
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time

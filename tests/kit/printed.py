@@ -40,6 +40,7 @@ PAGES = (
     "noxfile.py",
 )
 SCRIPTS = ("recipes/**/*.py", "recipes/**/*.yaml", "benchmarks/*.py", "docs/**/*.py")
+PIP = ("-q", "-U", "--upgrade", "--pre", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--force-reinstall")
 HISTORY = ("CHANGELOG.md",)  # names commands of their time
 
 
@@ -187,7 +188,7 @@ def _installed(words: list[str]) -> None:
         elif word == "--index-url":
             words.pop(0)
         elif word.startswith("-"):
-            assert word in ("-q", "--pre", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--force-reinstall")
+            assert word in PIP, word
         elif not word.startswith("git+https://"):
             needed = Requirement(word)
             if needed.name in ("trl-padfix", "trl_padfix"):
