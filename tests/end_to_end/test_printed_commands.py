@@ -54,7 +54,7 @@ NOT_RUN = {  # and only checked word by word
     r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
     r"python (docs/bench|benchmarks)/|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
-    r"python (docs/make_pages|recipes/data|tests)/?": "writes files of the repository; `--check` is run by .ci/run",
+    r"python (docs/\w+\.py|recipes/data/|tests/)": "writes files of the repository; `--check` is run by .ci/run",
     r"python -m trl_padfix": "as `trl-padfix`; test_llamafactory.py runs the plug-in where its stack is",
 }
 

@@ -212,11 +212,10 @@ def _tests(words: list[str]) -> None:
 
 
 def _sessions(words: list[str]) -> None:
-    source = (ROOT / "noxfile.py").read_text()
-    while words:
-        word = words.pop(0)
-        if word == "--":
-            return
-        value = re.match(r"\w+", words.pop(0))[0]
-        assert word in ("-s", "--tags"), word
-        assert f"def {value}(" in source if word == "-s" else f'"{value}"' in source, value
+    source, option = (ROOT / "noxfile.py").read_text(), "-s"
+    for word in words[: words.index("--") if "--" in words else None]:
+        if word in ("-s", "--tags"):
+            option = word
+        else:
+            name = re.match(r"\w+", word)[0]
+            assert (f"def {name}(" if option == "-s" else f'"{name}"') in source, word
