@@ -71,8 +71,8 @@ def troubleshooting() -> str:
     page = "# Troubleshooting\n\n" + MADE
     page += (
         f'{len(KNOWN_ERRORS)} errors and what to do. `trl-padfix doctor --explain "TEXT"` finds the entry for a text, '
-        "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add the "
-        "output of `trl-padfix doctor --json -`.\n"
+        "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add what "
+        "`trl-padfix doctor --json doctor.json` writes.\n"
     )
     for error in KNOWN_ERRORS:
         page += f"\n## {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"

@@ -9,6 +9,11 @@ import pytest
 from kit.commands import build_pairs, trl_padfix_command
 
 import trl_padfix
+from trl_padfix.cli import recipe, require_extra
+from trl_padfix.cli.bench import bench
+from trl_padfix.cli.doctor import doctor
+from trl_padfix.cli.parity import parity
+from trl_padfix.cli.stats import stats
 
 
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
@@ -154,3 +159,28 @@ def test_an_unknown_command_is_a_usage_error():
     result = trl_padfix_command("benchh")
     assert result.exit_code == 2
     assert "benchh" in result.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["doctor"], ["doctor", "--explain", "CUDA out of memory"], ["stats", "equal"], [*TINY, "--data", "equal"]],
+)
+def test_json_has_standard_output_to_itself(command):
+    result = trl_padfix_command(*command, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)
+    assert result.stderr.strip()  # what is printed without `--json`
+
+
+def test_summaries_are_listed_whole():
+    output = " ".join(trl_padfix_command("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output.split())
+    for command in (bench, doctor, parity, stats):
+        assert command.__doc__.partition(". ")[0] in output
+    recipes = " ".join(trl_padfix_command("recipe", "--help").output.split())
+    assert recipe.copy.__doc__ in recipes
+
+
+def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "matplotlib" else name)
+    with pytest.raises(SystemExit, match="the command line needs matplotlib, which the extra `cli` brings"):
+        require_extra()

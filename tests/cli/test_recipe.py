@@ -2,6 +2,7 @@
 
 import filecmp
 
+import pytest
 import yaml
 from kit.commands import trl_padfix_command
 
@@ -18,6 +19,11 @@ def test_every_recipe_is_listed_with_what_it_trains():
 def test_a_recipe_is_shown_as_it_is():
     printed = trl_padfix_command("recipe", "show", "dpo_tiny.yaml").output
     assert yaml.safe_load(printed) == yaml.safe_load((folder() / "dpo_tiny.yaml").read_text())
+
+
+def test_a_recipe_needs_no_ending():
+    for name in ("sft_tiny", "accelerate/cpu"):
+        assert trl_padfix_command("recipe", "show", name).output == (folder() / f"{name}.yaml").read_text()
 
 
 def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
@@ -39,3 +45,9 @@ def test_a_name_that_is_not_there_is_a_usage_error():
     result = trl_padfix_command("recipe", "show", "../pyproject.toml")
     assert result.exit_code == 2
     assert "there is no recipe '../pyproject.toml'" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("stf_tiny", "sft_tiny"), ("dpo_tiny.yml", "dpo_tiny.yaml")])
+def test_a_typo_is_answered_with_the_nearest_name(typed, meant):
+    said = " ".join(trl_padfix_command("recipe", "show", typed).output.replace("│", " ").split())
+    assert f"there is no recipe '{typed}'. Is '{meant}' meant?" in said

@@ -40,12 +40,12 @@ REPRESENTATIVES += ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepsee
 INTRODUCTION = """\
 # Families
 
-What becomes of every causal language model type of transformers 5.23 (and of a few settings that change what a layer
-does) under `remove_padding`: **exact**, or **refused** with the reason. Tiny random models, float32, ragged rows
-longer than every window and chunk, padded on the left and on the right, with common prefixes, with the type's default
-attention and the eager one. Exact: log-probabilities within 1e-4 and gradients within 1e-4 (relative) of each row
-computed alone; the largest difference found is in the table. Mixtures of experts also: router logits, auxiliary loss
-and its gradients as in the padded computation.
+Which causal language model types of transformers 5.23 `remove_padding` computes **exactly**, and which it **refuses**
+with the reason; some types are listed with a second setting that changes a layer. Each was tested as a tiny random
+model in float32, with its default attention and the eager one, on rows of different lengths that are longer than
+every window and chunk, padded on the left and on the right, with common prefixes. "Exact" means that log-probabilities
+and gradients (relative) are within 1e-4 of each row computed alone; the table has the largest difference. For mixtures
+of experts, router logits, the auxiliary loss and its gradients also equal the padded computation's.
 
 *Own padding* is how far transformers' own padded computation is from the rows computed alone, on the worse side, in
 nats; where it is large (learned positions, left padding), packing also repairs it. Router logits are compared where
@@ -63,7 +63,7 @@ equals both the padded batch and the rows alone:
   to the bit: torch leaves open which of them `topk` takes, and it takes others where a row has other padding. Tiny
   random models often score zero; here `topk` takes the first.
 - `xlstm`: one kernel computes the whole chunks of a row (`chunk_size`, 64), and another the tokens that are left, and
-  the two differ. What a token comes out as depends on the length of its row: with rows that are prefixes of others
+  the two differ. The output of a token depends on the length of its row: with rows that are prefixes of others
   log-probabilities differ by 4e-5 and gradients by up to 8e-3 (relative), between padded rows and rows alone by 8e-4.
 
 Where the parity check fails on a model with such a module, its message says so.

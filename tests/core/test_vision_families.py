@@ -34,11 +34,11 @@ NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl"
 INTRODUCTION = """\
 # Vision-language families
 
-What becomes of every image-text-to-text type of transformers 5.23 under `remove_padding`, on batches with images and
-on batches of text: **exact**, or **refused** with the reason. Tiny random models, float32; rows with one image, with
-two and with none, some with the same ids and another image, padded on the left and on the right. Exact:
-log-probabilities within 1e-4, and gradients, the vision tower's too, within 1e-4 (relative) of each row computed
-alone.
+Which image-text-to-text types of transformers 5.23 `remove_padding` computes **exactly**, on batches with images and
+on batches of text, and which it **refuses** with the reason. Each was tested as a tiny random model in float32, on
+rows with one image, two or none, some with the same ids and another image, padded on the left and on the right.
+"Exact" means that log-probabilities and gradients (relative; those of the vision tower too) are within 1e-4 of each
+row computed alone.
 
 *Exact as padded*: the model's own padded batch is not what its rows are alone (it numbers images through the batch, or
 rounds differently by more than 1e-4), and packed is within 1e-4 of that padded batch.

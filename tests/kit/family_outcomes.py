@@ -1,5 +1,5 @@
 """
-What becomes of a family: computed exactly, or refused with the reason. Or wrong, if the package has a mistake.
+How a family is computed: exactly, or refused with the reason. Or wrongly, if the package has a mistake.
 
 The reference is each row computed alone, without padding and without a mask: that is what a padded batch is meant to
 give. How far the model's own padded computation is from it (learned positions under left padding) is recorded beside

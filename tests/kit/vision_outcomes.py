@@ -1,5 +1,5 @@
 """
-What becomes of a vision-language type: computed exactly, or refused with the reason. Or wrong.
+How a vision-language type is computed: exactly, or refused with the reason. Or wrongly.
 
 As in `family_outcomes.py` the reference is each row computed alone, with its own images: without padding, and without
 another row's image in the tower. Chosen and rejected rows repeat their images, some rows have two images and some

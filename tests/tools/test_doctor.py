@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(model, monkeypatch):
 def test_json_says_the_same(qwen2):
     result = doctor("--json", "-", "--model", qwen2, "--attn", "telepathy")
     assert result.exit_code == 1
-    found = json.loads(result.output)
+    found = json.loads(result.stdout)
     assert found["versions"]["torch"] == torch.__version__
     assert found["tested"] is True
     assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
@@ -283,19 +283,21 @@ def test_an_error_is_found_in_the_middle_of_a_traceback():
 
 
 @pytest.mark.parametrize(
-    "text", ["KeyError: 'chosen'", "", "everything is fine", "{'loss': 0.6931, 'grad_norm': 2.1}"]
+    "text", ["KeyError: 'user_id'", "", "everything is fine", "{'loss': 0.6931, 'grad_norm': 2.1}"]
 )
 def test_an_error_that_is_not_known_is_said_to_be_so(text):
     result = doctor("--explain", text)
     assert result.exit_code == 1
     assert "This error is not known here" in result.output
+    assert f"looked for {text or 'an empty text'} (and the lines above it, in " in words(result.output)
+    assert "Then report it: an issue with the command" in words(result.output)
 
 
 def test_explanations_come_as_json_too():
     result = doctor("--json", "-", "--explain", "CUDA out of memory")
-    assert (result.exit_code, [error["name"] for error in json.loads(result.output)]) == (0, ["out of memory"])
+    assert (result.exit_code, [error["name"] for error in json.loads(result.stdout)]) == (0, ["out of memory"])
     result = doctor("--json", "-", "--explain", "no error")
-    assert (result.exit_code, json.loads(result.output)) == (1, [])
+    assert (result.exit_code, json.loads(result.stdout)) == (1, [])
 
 
 def test_a_text_is_explained_alone():

@@ -18,7 +18,15 @@ from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.tools.data import load_rows, rename_columns
 from trl_padfix.tools.formats import as_trl_takes_them, of_trainer
 from trl_padfix.tools.stats import (
-    Lengths, batch_tokens, measure, memory_of, texts_of, token_rows, truncated, waiting, with_completions,
+    Lengths,
+    batch_tokens,
+    measure,
+    memory_of,
+    texts_of,
+    token_rows,
+    truncated,
+    waiting,
+    with_completions,
 )  # fmt: skip
 from trl_padfix.tools.tiny import train_tokenizer
 from trl_padfix.tools.verdict import advise, sample
@@ -107,7 +115,7 @@ def test_answers_are_those_that_kto_trains_on(tokenizer, tmp_path):
     rows = of_trainer(pairs, "kto")
     assert len(rows) == 16
     trainer = trl.KTOTrainer(
-        args=trl.KTOConfig(**SETTINGS | {"output_dir": str(tmp_path), "max_length": None, "loss_type": "apo_zero_unpaired"}),
+        args=trl.KTOConfig(str(tmp_path), **SETTINGS, max_length=None, loss_type="apo_zero_unpaired"),
         processing_class=tokenizer, train_dataset=pairs, model=build_model(vocab_size=300),
         ref_model=build_model(vocab_size=300),
     )  # fmt: skip
@@ -149,7 +157,8 @@ CHAT = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAI
 FORMATS = {
     "ShareGPT": ({"conversations": SHAREGPT}, {"messages": CHAT}),
     "ShareGPT with a system prompt": (
-        {"conversations": SHAREGPT, "system": "Be kind."}, {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}
+        {"conversations": SHAREGPT, "system": "Be kind."},
+        {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]},
     ),
     "ShareGPT with tools": (
         {"conversations": [*SHAREGPT, {"from": "observation", "value": "7"}], "tools": "[]"},
@@ -166,9 +175,8 @@ FORMATS = {
                {"prompt": [{"role": "user", "content": "alpha\nbeta?"}], "completion": CHAT[1:]}),
     "Alpaca without input": ({"instruction": ASKED, "input": "", "output": SAID},
                              {"prompt": CHAT[:1], "completion": CHAT[1:]}),
-    "Alpaca with a history": ({"instruction": ASKED, "output": SAID, "history": [["a", "b"]]},
-                              {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *CHAT[:1]],
-                               "completion": CHAT[1:]}),
+    "Alpaca with a history": ({"instruction": ASKED, "output": SAID, "history": [[ASKED, SAID]]},
+                              {"prompt": [*CHAT, *CHAT[:1]], "completion": CHAT[1:]}),
     "Alpaca pairs": ({"instruction": ASKED, "chosen": SAID, "rejected": "No."},
                      {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "No."}]}),
     "TRL": ({"messages": CHAT, "id": 1}, {"messages": CHAT, "id": 1}),
@@ -185,7 +193,9 @@ def test_keys_of_messages_are_renamed():
     rows = Dataset.from_list([{"talk": [{"who": "human", "said": ASKED}, {"who": "gpt", "said": SAID}]}])
     renamed = rename_columns(rows, "talk=conversations,who=from,said=value")
     assert as_trl_takes_them(renamed).to_list() == [{"messages": CHAT}]
-    with pytest.raises(ValueError, match=r"no column \['when'\]; it has \['talk'\], and messages have \['said', 'who'\]"):
+    with pytest.raises(
+        ValueError, match=r"no column \['when'\]; it has \['talk'\], and messages have \['said', 'who'\]"
+    ):
         rename_columns(rows, "when=from")
 
 

@@ -1,5 +1,5 @@
 """
-Layouts that come with batches, of every trainer and every kind of batch: a step then waits for nothing of ours.
+Layouts that come with batches, of every trainer and every kind of batch: no step then waits to build one.
 
 Each is counted on the simulated device, beside the same batch without its layouts, where the host has to look.
 """
@@ -71,7 +71,7 @@ def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **con
 
 
 def assert_no_waits(gpu, trainer, batch, *, training: bool = True, without: int) -> None:
-    """A step waits for nothing of ours; without its layouts, `without` times. Losses are equal."""
+    """A step waits for no layout; without its layouts it waits `without` times. Losses are equal."""
     place_models(trainer)
     carried = on_simulated(batch)
     plain, layouts = without_layouts(carried)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -27,7 +29,26 @@ __all__ = [
 
 console = Console()
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file; - prints them.")]
+_figures: TextIO | None = None  # where `--json -` of this command writes; `None` without it
+
+
+def _leave_it_to_json(ctx: typer.Context, path: Path | None) -> Path | None:
+    """With `-`, standard output is the JSON's alone: whatever else the command prints goes to standard error."""
+    global _figures
+    _figures = sys.stdout if str(path) == "-" else None
+    if _figures is not None:
+        ctx.with_resource(redirect_stdout(sys.stderr))
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        callback=_leave_it_to_json,
+        help="Write what was found to this file, as JSON; - prints it, and all else to standard error.",
+    ),
+]
 
 
 def print_as_is(*lines: str) -> None:
@@ -102,6 +123,11 @@ def write_text(option: str, path: Path, text: str) -> None:
 
 
 def write_json(path: Path | None, found: Any) -> None:
-    """What `--json` asks for: nothing without it, else [`write_text`] of the figures."""
-    if path is not None:
-        write_text("--json", path, json.dumps(found, indent=2))
+    """What `--json` asks for: nothing without it, else [`write_text`] of the figures; with `-` as it says there."""
+    if path is None:
+        return
+    text = json.dumps(found, indent=2)
+    if _figures is not None:
+        typer.echo(text, file=_figures)
+    else:
+        write_text("--json", path, text)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..versions import TESTED
-from .console import one_of, outputs, write_json
+from .console import JsonOption, one_of, outputs, write_json
 
 
 if TYPE_CHECKING:
@@ -23,20 +23,18 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="Path or Hub id: what becomes of it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Path or Hub id of a model: whether and how it is packed.")] = None,
     attn: Annotated[str | None, typer.Option(help="Attention implementation that is to run.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write everything to this file, for a bug report; - prints it.")
-    ] = None,
+    json: JsonOption = None,
     explain: Annotated[
         str | None,
         typer.Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
     ] = None,
 ) -> None:
-    """Say what runs here and what becomes of a model, or what an error means; 1 if what was asked for cannot run."""
+    """Say what runs here and how a model is packed, or explain an error; 1 if what was asked for cannot run."""
     outputs(json=json)
     if explain is not None:
         if model or attn or dtype:
@@ -48,9 +46,8 @@ def doctor(
     from ..tools.doctor import diagnose
 
     found = diagnose(model, attn, dtype)
-    if str(json) != "-":
-        for line in describe(found):
-            typer.echo(line)
+    for line in describe(found):
+        typer.echo(line)
     write_json(json, found.to_dict())
     raise typer.Exit(1 if found.problems else 0)
 
@@ -140,15 +137,23 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 def _explain(text: str, json: Path | None) -> int:
     """Print what is known of a text; the exit status."""
-    from ..tools.known_errors import explain
+    from ..tools.known_errors import KNOWN_ERRORS, explain, last_error
 
     errors = explain(text)
-    if str(json) != "-":
-        for error in errors:
-            lines = _wrapped("cause", error.cause) + _wrapped("what to do", error.fix)
-            lines += _wrapped("text from", error.source)
-            typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
-        if not errors:
-            typer.echo("This error is not known here. `trl-padfix doctor` shows what is installed and what can run.")
+    for error in errors:
+        lines = _wrapped("cause", error.cause) + _wrapped("what to do", error.fix)
+        lines += _wrapped("text from", error.source)
+        typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
+    if not errors:
+        looked_for = last_error(text) or "an empty text"
+        said = _wrapped("", "This error is not known here.")
+        said += _wrapped("looked for", f"{looked_for} (and the lines above it, in {len(KNOWN_ERRORS)} known errors)")
+        said += _wrapped(
+            "what to do",
+            "Give the whole traceback to `trl-padfix doctor --explain -`: what brought it about may be further up. "
+            "Then report it: an issue with the command or script, the whole traceback, and the file that "
+            "`trl-padfix doctor --json doctor.json` writes.",
+        )
+        typer.echo("\n".join(said))
     write_json(json, [asdict(error) for error in errors])
     return 0 if errors else 1

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from .methods import METHODS
 
 
-__all__ = ["DEBUG", "MISTAKE", "MistakesExplained", "describe", "explained", "mistakes_of"]
+__all__ = ["DEBUG", "MISTAKE", "MistakesExplained", "WholeSummaries", "describe", "explained", "mistakes_of"]
 
 DEBUG = "TRL_PADFIX_DEBUG"
 """Environment variable that `--debug` sets, so that the processes of a training see it."""
@@ -48,7 +48,18 @@ _OF_THE_SYSTEM = {
 }
 
 
-class MistakesExplained(TyperGroup):
+class WholeSummaries(TyperGroup):
+    """Commands whose summaries are wrapped in `--help`, where click would cut them."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command]
+            )
+
+
+class MistakesExplained(WholeSummaries):
     """The commands, with the errors that they do not explain themselves explained in one place."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -43,7 +43,7 @@ def plan(
 
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
     if load_in_4bit and not lora:
-        raise typer.BadParameter("needs adapters, which are trained instead: give `--lora 16`.", param_hint="--load-in-4bit")
+        raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
     if lora and find_spec("peft") is None:
         raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
     outputs(accelerate=accelerate, json=json)
@@ -80,12 +80,13 @@ def plan(
         )
     if load_in_4bit and sizes.active < sizes.parameters:
         in_bits = sizes.linear_weights / sizes.parameters
-        console.print(f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights: stacked experts stay as they are")
+        console.print(f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights, and no stacked experts")
     console.print("a count of a step in bfloat16 (docs/scaling.md); nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
     launch = f"accelerate launch --config_file {path}{p.splitting_flags(how)}"
     command = f"{launch} -m trl_padfix {method} --model_name_or_path {sizes.name} --dataset_name {data}"
-    print_as_is("\n" + " \\\n  ".join([command, *p.flags(found, None if is_online else tokens, sequences, sizes.active < sizes.parameters)]))
+    more = p.flags(found, None if is_online else tokens, sequences, sizes.active < sizes.parameters)
+    print_as_is("\n" + " \\\n  ".join([command, *more]))
     shipped = "fsdp2" if how.sharded else "multi_gpu" if gpus > 1 else "single_gpu"
     config = yaml.safe_load((folder() / f"accelerate/{shipped}.yaml").read_text()) | {"num_processes": gpus}
     config = yaml.safe_dump(config, sort_keys=False)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .console import console
+from .mistakes import WholeSummaries
 
 
 __all__ = ["app", "folder"]
 
 app = typer.Typer(
+    cls=WholeSummaries,
     no_args_is_help=True,
     help="List, show and copy the recipes and configurations of accelerate.",
     rich_markup_mode=None,
@@ -32,9 +35,13 @@ def folder() -> Path:
 def _find(name: str) -> Path:
     root = folder()
     known = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in _SHIPPED)
+    if f"{name}.yaml" in known:
+        name = f"{name}.yaml"
     if name not in known:
+        near = get_close_matches(name, [*known, *(path.removesuffix(".yaml") for path in known)], n=1)
+        mean = f" Is {near[0]!r} meant?" if near else ""
         raise typer.BadParameter(
-            f"there is no recipe {name!r}. `trl-padfix recipe list` names them.", param_hint="NAME"
+            f"there is no recipe {name!r}.{mean} `trl-padfix recipe list` names them.", param_hint="NAME"
         )
     return root / name
 

@@ -92,7 +92,7 @@ def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | N
     return build_tiny(script.tiny_model, rows, Path(training.output_dir) / "initial_model")
 
 
-def build_tiny(shape: str, rows: Any, directory: Path) -> str:
+def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
 
     def build(folder: Path) -> None:

@@ -218,7 +218,11 @@ def _print(verdict: Verdict, measured: str) -> None:
     from ..tools.verdict import FITTED, verdict_lines
 
     if verdict.trainer in FITTED:
-        headings = (f"a batch, in tokens of a decoder of hidden size {verdict.hidden_size}", "TRL, padded", "as advised")
+        headings = (
+            f"a batch, in tokens of a decoder of hidden size {verdict.hidden_size}",
+            "TRL, padded",
+            "as advised",
+        )
         console.print(figure_table(headings, verdict.table()))
     print_as_is(*verdict_lines(verdict, measured))
 

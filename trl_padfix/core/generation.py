@@ -76,8 +76,8 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     `model.generate`, for a batch of any padding side.
 
     It appends tokens to the right of every row, so the rows have to end together: padding belongs on the left. Every
-    prompt is continued as it would be alone: the batch is left-aligned first, with everything that it holds for
-    each token; what it holds of images goes along. The model generates in evaluation mode and is then as it was, after
+    prompt is continued as it would be alone: the batch is left-aligned first, with all its values for each
+    token; its images stay as they are. The model generates in evaluation mode and is then as it was, after
     an exception too. Padding removal that is attached stays attached.
 
     Args:

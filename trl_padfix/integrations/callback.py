@@ -22,7 +22,7 @@ from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
-from ..trainers.watch.parity import compare, tensors_of_call
+from ..trainers.watch.parity import compare, say, tensors_of_call
 from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
 
 
@@ -187,6 +187,7 @@ class PaddingRemovalCallback(TrainerCallback):
         models = [trainer.model_wrapped, *models_of(trainer)[1:]]
         try:
             compare(trainer, models, call, self.reports, gradients=True)
+            say(trainer, self.reports)
         except BaseException:
             self.remove()  # of a training that ends here no other event comes
             raise

@@ -1,13 +1,14 @@
 """
 The bytes that a training step holds, counted without a GPU and without the memory.
 
-A step of the model runs on tensors that have shapes and types but no numbers (torch's `FakeTensorMode`): what transformers,
-PEFT and autograd allocate and free is what they would allocate and free. Attention keeps what FlashAttention keeps;
+A step of the model runs on tensors that have shapes and types but no numbers (torch's `FakeTensorMode`): transformers,
+PEFT and autograd allocate and free what they would allocate and free. Attention keeps what FlashAttention keeps;
 4-bit layers are stand-ins that make a layer's weights for each product and forget them, as bitsandbytes does.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,8 +36,8 @@ except ImportError:  # before transformers 5
 __all__ = ["Numbers", "Step", "count_step", "experts_of"]
 
 TOKENS = (256, 65536)
-"""Of the two steps that are counted. The most that is held is convex in the tokens (with few of them it is at the LM head,
-with many in a layer), so that in between the line through both is no less than it."""
+"""Of the two steps that are counted. The most that is held is convex in the tokens (with few of them it is at the LM
+head, with many in a layer), so that in between the line through both is no less than it."""
 
 ATTENTION = "padfix_counted"
 
@@ -84,7 +85,8 @@ def count_step(config: Any, how: Numbers, layers: tuple[int, int]) -> Step:
 
 def _count(config: Any, how: Numbers) -> tuple[float, float, float, float]:
     """Trained parameters, bytes that a token keeps, bytes of a token at the peak, and bytes whatever the tokens."""
-    with torch.device("meta"), _counted():
+    with torch.device("meta"), _counted(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what these libraries say is for those who train
         model = _build(config, how)
     with FakeTensorMode(), _counted():
         _put_on_cpu(model)
@@ -95,7 +97,7 @@ def _count(config: Any, how: Numbers) -> tuple[float, float, float, float]:
             (few, least), (many, most) = (_run(model, how, tokens) for tokens in TOKENS)
         except DataDependentOutputException as error:
             raise NotImplementedError(
-                f"A step of `{config.model_type}` cannot be counted: what it allocates depends on its numbers ({error})."
+                f"A step of `{config.model_type}` cannot be counted: what it allocates depends on numbers ({error})."
             ) from error
     more = TOKENS[1] - TOKENS[0]
     peak = (most - least) / more
@@ -135,7 +137,9 @@ def _build(config: Any, how: Numbers) -> nn.Module:
 
         dropout = 0 if has_experts else DROPOUT  # PEFT puts adapters on experts without dropout only
         adapters = LoraConfig(r=how.lora, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
-        model = get_peft_model(model, adapters, autocast_adapter_dtype=how.autocast and not how.quantized)
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=how.autocast)
+        for parameter in (p for p in model.parameters() if p.requires_grad and how.quantized):
+            parameter.data = parameter.data.bfloat16()  # as TRL does on quantized layers
         if how.checkpointing:
             model.enable_input_require_grads()
     return model.train()

@@ -1,6 +1,5 @@
 """
-What there is on this machine, what of it can be used, and what becomes of a model: the figures behind
-`trl-padfix doctor`.
+What this machine has, what of it can be used, and how a model is packed: the figures of `trl-padfix doctor`.
 
 A model is judged by its configuration alone: it is built without weights.
 """
@@ -60,7 +59,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What becomes of a model."""
+    """Whether and how a model is packed."""
 
     name: str
     family: str  # `model_type`
@@ -68,7 +67,7 @@ class ModelReport:
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
     checks_padding_side: bool  # whether this transformers raises the `padding_side` error for it
     mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
-    images: str = "no images"  # what becomes of batches with images, with the attention that they need
+    images: str = "no images"  # how batches with images run, and with which attention
     rows_share: float = 0.0  # share of the decoder's work, by its weights, that runs on rows and not on packed tokens
 
 
@@ -190,7 +189,7 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
 
 
 def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
-    """What becomes of images; told by the source, since there is no batch."""
+    """How images run, by the source of the model, since there is no batch."""
     composite = find_multimodal(model, decoder)
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"

@@ -7,6 +7,8 @@ from typing import Any
 from datasets import Dataset
 from trl.data_utils import is_conversational, maybe_extract_prompt, unpair_preference_dataset
 
+from .reading import reading
+
 
 __all__ = ["TAKES", "as_trl_takes_them", "of_trainer", "rename_message_keys", "trainer_of"]
 
@@ -15,6 +17,8 @@ ROLES = {
     "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 """Names of roles in ShareGPT's messages, and what chat templates call them."""
+
+_ADVICE = "Text is UTF-8: convert the file, or mend the row."
 
 _PAIRS, _TEXTS = {"chosen", "rejected"}, ({"text"}, {"messages"}, {"prompt", "completion"})
 
@@ -29,8 +33,8 @@ def as_trl_takes_them(rows: Dataset) -> Dataset:
     """
     ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) as messages.
 
-    Columns are those that axolotl and LLaMA-Factory document: also `system`, `tools`, `history`, `kto_tag`, and answers
-    in `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
+    Columns are those that axolotl and LLaMA-Factory name: also `system`, `tools`, `history`, `kto_tag`, and answers in
+    `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
     """
     columns = set(rows.column_names)
     is_alpaca = "instruction" in columns and ("output" in columns or columns >= _PAIRS)
@@ -43,7 +47,8 @@ def as_trl_takes_them(rows: Dataset) -> Dataset:
         label = row.get("kto_tag", row.get("label"))
         return convert(row) | {name: row[name] for name in kept} | ({} if label is None else {"label": label})
 
-    return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
+    with reading("the data", _ADVICE):
+        return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
 def trainer_of(rows: Dataset) -> str:
@@ -80,7 +85,7 @@ def of_trainer(rows: Dataset, trainer: str) -> Dataset:
         return rows
     if trainer == "kto":
         return unpair_preference_dataset(rows.map(maybe_extract_prompt, load_from_cache_file=False))
-    alone = "messages" if is_conversational(rows[0]) else "text"
+    alone = "messages" if is_conversational(_first(rows)) else "text"
     return rows.remove_columns("rejected").rename_column("chosen", "completion" if "prompt" in columns else alone)
 
 
@@ -104,12 +109,18 @@ def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
             for name, value in row.items()
         }
 
-    return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
+    with reading("the data", _ADVICE):
+        return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
+
+
+def _first(rows: Dataset) -> dict[str, Any]:
+    with reading("row 0 (counted from 0) of the data", _ADVICE):
+        return rows[0]
 
 
 def _message_keys(rows: Dataset) -> set[str]:
     """The keys of the messages of the first row."""
-    values = rows[0].values() if len(rows) else ()
+    values = _first(rows).values() if len(rows) else ()
     messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
     return {key for message in messages if isinstance(message, dict) for key in message}
 
@@ -133,7 +144,7 @@ def _of_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
     messages = [_message(message) for message in said or []]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
-    if _PAIRS <= row.keys():
+    if row.keys() >= _PAIRS:
         return {"prompt": messages} | {side: _answer(row[side]) for side in sorted(_PAIRS)}
     if "completion" in row:
         return {"prompt": messages, "completion": _answer(row["completion"])}
@@ -150,7 +161,7 @@ def _of_alpaca(row: dict[str, Any]) -> dict[str, Any]:
     if row.get("system"):
         turns.insert(0, ("system", row["system"]))
     prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", asked)]]
-    sides = sorted(_PAIRS) if _PAIRS <= row.keys() else ["output"]
+    sides = sorted(_PAIRS) if row.keys() >= _PAIRS else ["output"]
     return {"prompt": prompt} | {"completion" if side == "output" else side: _answer(row[side]) for side in sides}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ class ModelSizes:
         kinds = set(getattr(text, "layer_types", None) or [])
         if mixers := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
             raise NotImplementedError(
-                f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what their "
-                "kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` prints what "
-                "the steps of a small model of such layers hold."
+                f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what "
+                "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` "
+                "prints what the steps of a small model of such layers hold."
             )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(text)
@@ -241,9 +242,10 @@ def smallest_fit(
     more = [gpus * 2**i for i in range(1, MOST_GPUS.bit_length()) if gpus * 2**i <= MOST_GPUS]
     enough = (n for n in more if any(p.tokens >= needed for p in (frugal(n), *with_shared_rows(n))))
     would = [f"{n} GPUs of this size (`--gpus {n}`)" for n in islice(enough, 1)]
-    if not how.get("lora") and frugal(lora=lora, reference=False).tokens >= needed:
+    has_peft = find_spec("peft") is not None
+    if has_peft and not how.get("lora") and frugal(lora=lora, reference=False).tokens >= needed:
         would.append(f"adapters (`--lora {lora}`)")
-    if not how.get("quantized") and frugal(lora=lora, reference=False, quantized=True).tokens >= needed:
+    if has_peft and not how.get("quantized") and frugal(lora=lora, reference=False, quantized=True).tokens >= needed:
         would.append(f"adapters on four-bit weights (`--lora {lora} --load-in-4bit`)")
     if plan.tokens:
         would.append(f"at most {plan.tokens} tokens in a forward (a lower `--max-length`)")

@@ -226,21 +226,23 @@ def waiting(
     if grouped:
         epochs = [group_rows(epoch, costs, rows) for epoch in epochs]
     order = np.concatenate(epochs)[: steps * rows].reshape(steps, rows)
-    fixed = split_up = np.zeros(2)  # tokens, and processes times those of the fullest one
+    fixed, split_up = np.zeros((2, 2))  # tokens, and processes times those of the fullest one
     for step in order:
         own = costs[step] if grouped else text_costs(costs.each[step])
         forwards = np.arange(rows).reshape(accumulation, processes, batch_size)
-        loads = np.array([[own.total(part) for part in parts] for parts in forwards])
-        fixed = fixed + (loads.sum(), processes * loads.max(1).sum())
+        loads = own.each[forwards].sum(2)
+        if grouped:
+            loads = np.array([[own.total(part) for part in parts] for parts in forwards])
+        fixed += [loads.sum(), processes * loads.max(1).sum()]
         slowest: list[int] = []
         for part in balance(own, processes):
             of_part = own[part]
             for i, micro_batch in enumerate(split(of_part, budget)):
                 slowest += [0] * (i + 1 - len(slowest))
-                load = of_part.total(micro_batch)
+                load = of_part.total(micro_batch) if grouped else int(of_part.each[micro_batch].sum())
                 slowest[i] = max(slowest[i], load)
-                split_up = split_up + (load, 0)
-        split_up = split_up + (0, processes * sum(slowest))
+                split_up[0] += load
+        split_up[1] += processes * sum(slowest)
     return Waiting(processes, float(fixed[0] / fixed[1]), float(split_up[0] / split_up[1]))
 
 

@@ -24,13 +24,20 @@ __all__ = [
 
 PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
+_SAID = (
+    "{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}" + EOS
+)
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    f"{START}" + "{{ message['role'] }}\n{{ message['content'] or '' }}"
-    "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}" + f"{EOS}\n"
+    f"{START}" + "{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}" + _SAID + "{% endgeneration %}"
+    "{% else %}" + _SAID + "{% endif %}{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
+"""What the assistant says, up to its end token, is marked for `assistant_only_loss`."""
 
 VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ message['content'] or '' }}",

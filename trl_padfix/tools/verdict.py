@@ -241,7 +241,9 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
     grouping = f"grouped ones save {more:.0%} more" if found.groups else f"grouping would save {max(more, 0):.0%}"
     each = f" x {found.generations} completions" if is_online else ""
     tokens = f"{found.by_tokens:.1f}x by the tokens of the decoder alone"
-    on_cpu = f"about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, " if found.speed else "at most "
+    on_cpu = (
+        f"about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, " if found.speed else "at most "
+    )
     lines = [
         f"Use {', '.join(settings)}; {found.batch_size} {unit}{each} a batch, or max_tokens_per_batch={found.budget}.",
         f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"

@@ -309,7 +309,10 @@ class PaddingFreeMixin:
 def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the first of `owners` by name, also those that it passes on to the next ones."""
     signature = inspect.signature(owners[0].__init__)
-    named = dict(signature.bind(None, *args, **kwargs).arguments)
+    try:
+        named = dict(signature.bind(None, *args, **kwargs).arguments)
+    except TypeError as error:  # as Python words it for a call
+        raise TypeError(f"{owners[0].__name__}.__init__() {error}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args, kwargs = named.pop(kinds.get(VAR_POSITIONAL), ()), named.pop(kinds.get(VAR_KEYWORD), {})
     try:
@@ -331,7 +334,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
     A trainer class like another one, without padding.
 
     Its forwards are packed, compared with the padded ones on the first batch of training and of evaluation, and
-    counted; the loss, the loop and the data are those of `trainer_class`. It has what our trainers have beside:
+    counted; the loss, the loop and the data are those of `trainer_class`. It also has what our trainers have:
     `trainer.padding`, `perf/tokens_per_second` and `padfix/pad_fraction` in the log, checkpoints that are whole.
 
     Args:

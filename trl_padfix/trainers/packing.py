@@ -76,12 +76,12 @@ class Padding:
 
     @property
     def handle(self) -> PaddingRemoval | None:
-        """What is attached to the policy."""
+        """Handle of the policy; `None` before padding is removed."""
         return self.handles[0] if self.handles else None
 
     @property
     def ref_handle(self) -> PaddingRemoval | None:
-        """What is attached to the reference or the teacher, if it is a model of its own."""
+        """Handle of the reference or the teacher, where that is a second model."""
         return self.handles[1] if len(self.handles) > 1 else None
 
     @property
@@ -99,7 +99,7 @@ class Padding:
         return next(part for part in self.parts if isinstance(part, kind))
 
     def restore(self) -> None:
-        """What `trainer.restore_padding()` does."""
+        """Detach from the models, as `trainer.restore_padding()` does."""
         for part in self.parts:
             part.restore()
 

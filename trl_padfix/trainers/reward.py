@@ -84,8 +84,8 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
 
     Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, with
     `prefix_sharing=True` the prompt of a pair once; batches are padded on the tokenizer's side, or on `padding_side`.
-    Rewards, losses, metrics and gradients are those of the padded computation, but that `pool_last_token=True` scores
-    the last token of each row also where it is the pad token.
+    Rewards, losses, metrics and gradients are those of the padded computation, except that `pool_last_token=True`
+    scores the last token of each row also where it is the pad token.
 
     Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
     [`DPOTrainer`] does.

@@ -40,6 +40,18 @@ def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monke
         assert log[f"{prefix}padfix/shared_fraction"] == pytest.approx(1 - packed / real)
 
 
+def test_the_parity_check_says_one_line_for_each_model(make, capsys):
+    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"eval_on_start": True})
+    trainer.train()
+    assert trainer.padding.parity.keys() == {"train", "eval"}
+    alone = make(config=SHORT | MODES["prefix sharing, left"])
+    alone.evaluate()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
+    name = type(trainer.model).__name__
+    assert [line.partition(":")[0] for line in lines] == [f"{name} (model)", f"{name} (reference model)"] * 2
+    assert ["gradient off by" in line for line in lines] == [True, False, False, False]
+
+
 def test_a_log_covers_all_batches_since_the_last(make):
     config = {"max_steps": 10, "logging_steps": 5, "gradient_accumulation_steps": 2, "padding_free": True}
     ours = run(make(config=config))

@@ -153,7 +153,8 @@ def test_what_we_override_has_the_signature_that_we_assume(name):
 def test_the_parity_check_says_in_one_line_what_it_compared(make, capsys):
     trainer = make(config=MODES["padding-free"] | {"max_steps": 2})
     trainer.train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("parity ok")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "parity" in line]
     assert len(lines) == 1
+    assert lines[0].startswith(f"{type(trainer.model).__name__} (model): parity ok ")
     assert "(padding-free, sdpa, torch.float32): difference of" in lines[0]
     assert "(at most 1e-04)" in lines[0]

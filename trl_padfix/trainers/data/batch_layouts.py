@@ -2,10 +2,10 @@
 Layouts that travel with their batches.
 
 Workers of the data loader build the layouts of a batch on the host, beside the batch itself: they are pinned and
-uploaded with the batch, and a step of training waits for the device on their account nowhere. Where batches are made
-in the main process, of completions that the model has generated, one copy to the host serves all of a generation. A
-batch remembers the tensors that it was placed with: what somebody replaces or writes to later gets a layout of its
-own, with one wait.
+uploaded with the batch, so no step of training waits for the device to build them. Where batches are made in the main
+process, from completions that the model has generated, one copy to the host serves a whole generation. A batch
+remembers the tensors that it was placed with: a tensor that is replaced or written to later gets a new layout, with
+one wait.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ class Layouts(Part):
     """
     Layouts that come with the batches of data loaders.
 
-    A step, in training and evaluation, then waits for the device on their account nowhere. In a stream of which one
-    process collates the batches of all (accelerate's default there, `dispatch_batches`) they cannot be brought: that
-    process cuts batches, and sends them on tensor by tensor.
+    Building them then makes no step wait for the device, in training and evaluation. They cannot be brought in a
+    stream of which one process collates the batches of all processes (`dispatch_batches`, accelerate's default
+    there): that process cuts batches, and sends them on tensor by tensor.
     """
 
     def __init__(self, trainer: Any):

@@ -52,7 +52,7 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
             Conversations in the column `messages` (or `conversations`). Other columns (`tools`,
             `chat_template_kwargs`) are kept.
         name (`str`, *optional*, defaults to `"train"`):
-            Of the dataset, for messages.
+            Name of the dataset in messages.
 
     Returns:
         [`~datasets.Dataset`] with `prompt` and `completion` instead.
@@ -136,7 +136,7 @@ def check_turn_settings(config: Any) -> None:
         if getattr(config, field, None) is refused:
             raise ValueError(
                 f"`expand_turns=True` makes a row of each turn and trains on that turn, and `{field}={refused}` asks "
-                "for other tokens. Leave one of them out."
+                f"for other tokens. Leave `{field}` out: each turn of the assistant is trained on, and nothing else."
             )
 
 

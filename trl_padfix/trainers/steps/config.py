@@ -70,8 +70,8 @@ def check_token_budget(config: Any) -> None:
     longest = getattr(config, "max_completion_length", None)  # rows of a dataset are compared when they are there
     if longest is not None and longest > budget:
         raise ValueError(
-            f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and no "
-            f"batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
+            f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
+            f"no batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
         )
 
 

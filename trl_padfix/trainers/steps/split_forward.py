@@ -84,7 +84,7 @@ class Splits:
         for known in self.known:
             if known.given[0] is ids and known.given[1] is mask:
                 return known
-        # One copy to the host for all; it is the only time that a step waits for the device on their account.
+        # One copy to the host for all pieces: the only wait for the device that splitting needs.
         both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
         parts = self._parts(*both)
         rows = [torch.tensor(part, device=ids.device) for part in parts]

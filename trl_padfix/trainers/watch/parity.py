@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from tqdm.auto import tqdm
 
 from ...core.model.find import find_pretrained
 from ...core.parity.check import check_parity
 from ...core.parity.report import ParityReport
-from ..launches import models_of
+from ..launches import models_of, named_models_of
 from ..parts import Part, Step
 
 
-__all__ = ["Parity", "compare", "tensors_of_call"]
+__all__ = ["Parity", "compare", "say", "tensors_of_call"]
 
 logger = get_logger(__name__)
 
@@ -42,12 +44,14 @@ class Parity(Part):
                 images = padding.task.parity_inputs(step.inputs, batch)
                 self.compare(step, batch | _multimodal(padding.handle.multimodal, images))
         if step.batches:
+            self.say(step)
             yield
             return
         with _first_call(step.model) as call:
             yield
         if call and padding.handle.layout_of(call) is not None:
             self.compare(step, call)
+            self.say(step)
 
     def compare(self, step: Step, inputs: dict[str, Any]) -> None:
         """
@@ -58,6 +62,12 @@ class Parity(Part):
         reports = trainer.padding.parity.setdefault(step.mode, [])
         trains = step.mode == "train" and self.settings.parity_check is True
         compare(trainer, [step.model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
+
+    def say(self, step: Step) -> None:
+        """Print what was found in training, gradients included; what was found in evaluation only without training."""
+        trainer, parity = self.trainer, self.trainer.padding.parity
+        if step.mode in parity and (step.mode == "train" or not (trainer.is_in_train or "train" in parity)):
+            say(trainer, parity[step.mode])
 
 
 def compare(
@@ -78,10 +88,22 @@ def compare(
         report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
         reports.append(report)
         report.raise_if_failed()
-        if report.compared:
-            trainer.accelerator.print(report)  # one line: what was compared, the figure, the limit
-        else:
+        if not report.compared:
             logger.warning(str(report))
+
+
+def say(trainer: Any, reports: list[ParityReport]) -> None:
+    """
+    Print a line for each model of the trainer, below which a progress bar goes on: its name, and the comparison with
+    the largest difference. `reports` are those of [`compare`], of one batch or several.
+    """
+    models = named_models_of(trainer)
+    for i, (role, model) in enumerate(models.items()):
+        compared = [report for report in reports[i :: len(models)] if report.compared]
+        if compared and trainer.accelerator.is_local_main_process:
+            found = find_pretrained(model)
+            name = Path(getattr(found.config, "_name_or_path", "")).name or type(found).__name__
+            tqdm.write(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
 def tensors_of_call(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,74 @@
+"""The guides: each script runs as it is printed and prints what the page says, and no figure is made up."""
+
+import doctest
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from kit.processes import run_processes
+
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, DOCS / "experimental.md"] if path.stem != "common"}
+FAST = ("grpo", "reward")
+AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def script_and_output(page: Path) -> tuple[str, str]:
+    """The first block of Python on a page, and the block of text after it."""
+    script, printed = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", page.read_text(), re.DOTALL).groups()
+    return script, printed
+
+
+def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """What a script prints, run as in a clone of the repository."""
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(folder)
+    exec(compile(script, "guide", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in WITH_SCRIPTS])
+def test_a_script_prints_what_its_guide_says(name, tmp_path, monkeypatch, capsys):
+    script, printed = script_and_output(WITH_SCRIPTS[name])
+    printed = f"...{printed}"  # packages that are loaded first may have said something
+    assert re.search(r"'padfix/pad_fraction': '?0\.\d\d", printed)  # the figures are on the page, not only `...`
+    got = run(script, tmp_path, monkeypatch, capsys)
+    checker = doctest.OutputChecker()
+    assert checker.check_output(printed, got, AS_PRINTED), got
+    wrong = re.sub(r"('padfix/pad_fraction': '?0\.)\d", r"\g<1>X", printed, count=1)
+    assert not checker.check_output(wrong, got, AS_PRINTED)
+
+
+@pytest.mark.slow
+def test_rloo_is_grpos_script_with_two_other_names(tmp_path, monkeypatch, capsys):
+    script = script_and_output(WITH_SCRIPTS["grpo"])[0].replace("GRPO", "RLOO")
+    assert "padfix/shared_fraction" in run(script, tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_a_script_runs_on_two_processes_as_it_is(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(script_and_output(WITH_SCRIPTS["dpo"])[0].replace('"runs/', f'"{tmp_path}/'))
+    launch = "--config_file recipes/accelerate/multi_gpu.yaml --num_processes 2 --mixed_precision no"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), "--main_process_port", "0"]
+    done = run_processes([*command, "tests/kit/processes.py", str(script)], {"HF_HUB_OFFLINE": "1"}, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert "parity ok" in done.stdout
+    counted = [int(count) for count in re.findall(r"packed_tokens=(\d+)", done.stdout)]
+    assert len(counted) == 2
+    assert sum(counted) > 3948 > max(counted)  # what one process computes
+
+
+def test_a_guide_is_short_and_its_speed_ups_are_measured_ones():
+    measured = set(re.findall(r"\b[\d.]+x", (DOCS / "speed.md").read_text()))
+    claimed = set()
+    for page in [*GUIDES, DOCS / "experimental.md"]:
+        text = page.read_text()
+        assert len(text.split()) <= 500 or page not in GUIDES, page.name
+        claimed |= set(re.findall(r"\b\d[\d.]*x", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
+    assert len(claimed) > 10
+    assert claimed <= measured
