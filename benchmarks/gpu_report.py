@@ -37,7 +37,7 @@ from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import refuse_output, write_whole
-from trl_padfix.tools.bench import load_pairs, measure, pairs_of_lengths, parse_lengths, prepare
+from trl_padfix.tools.bench import load_examples, measure, pairs_of_lengths, parse_lengths, prepare
 from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, Variant, WrongNumbersError
 from trl_padfix.tools.bench.steps import Step
 from trl_padfix.versions import installed_version
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pairs = None
     try:
         if given.data is not None and parse_lengths(given.data) is None:
-            pairs = load_pairs(given.data)
+            pairs = load_examples(given.data)
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
     plan = plan_of(toy=given.device == "cpu", backend=given.compile_backend)

@@ -27,7 +27,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
-from trl_padfix.tools.bench.data import load_pairs
+from trl_padfix.tools.bench.data import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     options = parser.parse_args()
     count = options.rows * (options.steps + options.warmup)
-    pairs = load_pairs(options.data)
+    pairs = load_examples(options.data)
     pairs = pairs.select(range(min(count, len(pairs))))
     with tempfile.TemporaryDirectory() as folder:
         shape = SHAPES[options.shape]

@@ -47,10 +47,11 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
     elif described == "equal":
         rows = bench.equal_length_pairs(count * 2)
     elif described in SHIPPED:
-        load = bench.load_dialogues if settings.expand_turns else bench.load_pairs
-        rows = load(str(SHIPPED[described]), **{"expand_turns": True} if settings.expand_turns else {})
+        rows = bench.load_examples(
+            str(SHIPPED[described]), settings.trainer, expand_turns=settings.expand_turns, split="train"
+        )
     else:
-        rows = bench.load_pairs(data)
+        rows = bench.load_examples(data)
     rows = verdict.tokenized(bench.prepare(rows, settings).rows)[settings.pairs * settings.warmup :]
     if "group_by_prefix" in settings.variants:  # its batches are made of all rows
         return [verdict.advise(rows, batch_size=settings.pairs, budget=0, hidden_size=hidden_size)]

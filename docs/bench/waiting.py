@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from trl_padfix import DPOConfig, DPOTrainer
-from trl_padfix.tools.bench import load_pairs
+from trl_padfix.tools.bench import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 from trl_padfix.trainers.steps.costs import RowCosts, prefix_costs, truncated_tokens
 from trl_padfix.trainers.steps.dealing import StepPlan, split
@@ -58,7 +58,7 @@ def measure(data, tokenizer, **more) -> tuple[float, float]:
 def main(path: str) -> None:
     torch.set_num_threads(1)
     processes = PartialState().num_processes
-    pairs = load_pairs(path)
+    pairs = load_examples(path)
     tokenizer = train_tokenizer((row[side] for row in pairs for side in ("chosen", "rejected")), 8192)
     data = pairs.shuffle(seed=1).select(range(processes * PAIRS * STEPS))
     budget = {"max_tokens_per_batch": BUDGET}

@@ -56,6 +56,13 @@ def test_every_option_of_bench_has_a_help_text():
         assert len(line.split()) > 4
 
 
+@pytest.mark.parametrize("command", [[], ["bench"], ["stats"], ["plan"], ["parity"], ["doctor"], ["recipe", "show"]])
+def test_h_is_help(command):
+    result = trl_padfix_command(*command, "-h")
+    assert result.exit_code == 0
+    assert result.output == trl_padfix_command(*command, "--help").output
+
+
 @pytest.mark.parametrize("command", ["bench", "stats", "parity", "doctor", "recipe"])
 def test_help_fits_a_terminal_and_cuts_no_name(command):
     output = trl_padfix_command(command, "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output

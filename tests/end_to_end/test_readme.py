@@ -1,18 +1,12 @@
-"""What the README and the page on speed show, runs."""
+"""The examples of the README run, and its figures are measured. For commands see test_printed_commands.py."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import load_dataset
-from kit.cells import slow_but
-from typer.testing import CliRunner
 
-from trl_padfix.cli.app import app
-from trl_padfix.cli.launch import parse
-from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
@@ -82,45 +76,6 @@ def test_its_figures_are_those_of_the_page_on_speed():
     shown = re.search(r"^\| SFT, 32 turns of \[rollouts\]\([^)]*\) \|(.*)$", README, re.MULTILINE)[1]
     held = re.search(r"^\| SFT on a tree:(.*)$", SPEED, re.MULTILINE)[1]
     assert all(figure in held for figure in re.findall(r"[\d.]+x", shown)), shown
-
-
-COMMANDS = sorted({" ".join(found.split()) for found in re.findall(r"`(trl-padfix \w[^`]*)`", README + SPEED)})
-TINY = {  # what stands for what a test has not: the Hub, a GPU, time
-    "--model Qwen/Qwen2.5-0.5B-Instruct": "--model {model}",
-    "plan Qwen/Qwen2.5-7B-Instruct": "plan {model}",
-    "parity --config recipes/dpo_qwen2.5_0.5b.yaml": "parity --model {model} --data recipes/data/preferences --rows 2",
-    "--device cuda --dtype bfloat16 --shape 0.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
-    "--data test.jsonl.gz": "--data lengths:20/6 --shape tiny",
-    "--data equal": "--data equal --shape tiny",
-    "--data tree:4x8/600/80": "--data tree:4x4/12/6 --shape tiny",
-    "lengths:1024/256": "lengths:20/6",
-    "lengths:4096/512": "lengths:20/6",
-    "--shape tiny --steps": "--shape tiny --pairs 2 --warmup 0 --steps",
-    "--trainer grpo": "--trainer grpo --shape tiny --prompt-length 20 --completion-length 8",
-}
-
-
-BENCHES = [c for c in COMMANDS if c.startswith("trl-padfix bench")]
-SLOW = [c for c in BENCHES if "--data equal" not in c and "--trainer" not in c] + [c for c in COMMANDS if "2048" in c]
-
-
-@pytest.mark.parametrize(
-    "command", slow_but(set(COMMANDS) - set(SLOW), [c for c in COMMANDS if c.split()[1] not in METHODS])
-)
-def test_every_command_runs(command, tiny_model, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for shown, here in TINY.items():
-        command = command.replace(shown, here.format(model=tiny_model))
-    command = re.sub(r"--(steps|pairs) \d+", r"--\1 2", command)
-    result = CliRunner().invoke(app, shlex.split(command)[1:], env={"COLUMNS": "120", "HF_HUB_OFFLINE": "1"})
-    assert result.exit_code == 0, result.output
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in METHODS])
-def test_every_training_command_parses(command, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, method, *args = shlex.split(command)
-    parse(method, [*args, "--use_cpu", "true", "--bf16", "false"])  # `test_recipes.py` trains with each
 
 
 def test_ci_runs_what_is_to_be_typed():

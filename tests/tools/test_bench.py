@@ -227,19 +227,19 @@ def test_pairs_are_loaded_from_a_local_file(suffix, tmp_path):
         pairs.to_parquet(path)
     else:
         pairs.to_json(path, compression="gzip" if suffix.endswith("gz") else None)
-    assert bench.load_pairs(str(path)).to_list() == pairs.to_list()
+    assert bench.load_examples(str(path)).to_list() == pairs.to_list()
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no file .*pairs\.jsonl\. Give"):
-        bench.load_pairs(str(tmp_path / "pairs.jsonl"))
+        bench.load_examples(str(tmp_path / "pairs.jsonl"))
 
 
 def test_a_file_without_pairs_is_an_error(tmp_path):
     path = tmp_path / "pairs.jsonl"
     build_pairs(3).remove_columns("rejected").to_json(path)
-    with pytest.raises(ValueError, match=r"has no column \['rejected'\]; it has \['chosen'\]"):
-        bench.load_pairs(str(path))
+    with pytest.raises(ValueError, match=r"has columns \['chosen'\], and dpo needs `chosen` and `rejected`"):
+        bench.load_examples(str(path))
 
 
 # Data that branches
@@ -280,17 +280,17 @@ def test_turns_are_made_rows_of(tmp_path):
     Dataset.from_list([{"messages": messages}] * 6).to_json(tmp_path / "talks.jsonl")
     Dataset.from_dict({"question": ["alpha"] * 3, "answer": ["beta"] * 3}).to_json(tmp_path / "answers.jsonl")
     settings = dataclasses.replace(TINY, trainer="sft", memory=False, expand_turns=True)
-    rows = bench.load_dialogues(str(tmp_path / "talks.jsonl"), expand_turns=True)
+    rows = bench.load_examples(str(tmp_path / "talks.jsonl"), "sft", expand_turns=True)
     trl, _, sharing = bench.run(rows, settings)
     assert sharing.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
-    assert bench.load_dialogues(str(tmp_path / "answers.jsonl")).column_names == ["prompt", "completion"]
+    assert bench.load_examples(str(tmp_path / "answers.jsonl"), "sft").column_names == ["prompt", "completion"]
     with pytest.raises(ValueError, match="no column `messages`"):
-        bench.load_dialogues(str(tmp_path / "answers.jsonl"), expand_turns=True)
+        bench.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True)
 
 
 def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
-    data = bench.load_dialogues(write_rollouts(tmp_path / "rollouts.jsonl"), expand_turns=True)
+    data = bench.load_examples(write_rollouts(tmp_path / "rollouts.jsonl"), "sft", expand_turns=True)
     variants = ("trl", "padding_free", "auto", "group_by_prefix")
     settings = dataclasses.replace(
         TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,

@@ -1,6 +1,7 @@
 """`trl-padfix parity`: every mode and backend on the user's model and data, against eager float32."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -101,6 +102,34 @@ def test_a_yaml_of_a_training_names_model_and_data(material, tmp_path):
     assert padded[4] == "-"
 
 
+def test_a_recipe_with_a_tiny_model_needs_nothing_else(material, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    datasets = [{"path": "json", "data_files": material["data"]}]
+    path.write_text(yaml.safe_dump({"tiny_model": "tiny", "datasets": datasets}))
+    result = trl_padfix_command("parity", "--config", str(path), "--attn", "sdpa", "--json", f"{path}.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "recipe.yaml.json").read_text())
+    assert found["model"] == "tiny_model tiny"
+    assert [r["ok"] for r in found["results"]] == [True] * 3
+    path.write_text(yaml.safe_dump({"tiny_model": "tinny", "datasets": datasets}))
+    result = trl_padfix_command("parity", "--config", str(path))
+    assert result.exit_code == 2
+    assert "'tinny' is not one of tiny, small" in " ".join(result.output.split())
+
+
+def test_conversations_get_a_plain_template_where_the_model_has_none(material, tokenizer, tmp_path):
+    chats = [{"messages": [{"role": "user", "content": p["prompt"]}] * (i + 1)} for i, p in enumerate(PAIRS)]
+    Dataset.from_list(chats).to_json(tmp_path / "chats.jsonl")
+    model = tmp_path / "model"
+    shutil.copytree(material["model"], model)
+    (model / "chat_template.jinja").unlink()
+    command = ["parity", "--model", str(model), "--attn", "sdpa", "--no-gradients", "--data"]
+    result = trl_padfix_command(*command, str(tmp_path / "chats.jsonl"))
+    assert result.exit_code == 0, result.output
+    assert "conversations in a plain chat template" in result.output
+    assert "plain chat template" not in trl_padfix_command(*command, material["data"]).output
+
+
 def test_the_figures_are_written_as_json(material, tmp_path):
     result = parity(material, "--attn", "sdpa", "--device", "auto", "--json", str(tmp_path / "parity.json"))
     assert result.exit_code == 0, result.output
@@ -153,6 +182,8 @@ MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content"
         ({"chosen": "Who? Me.", "rejected": "Who? You."}, ["Who? Me.", "Who? You."]),
         ({"prompt": "Who?", "completion": " Me."}, ["Who? Me."]),
         ({"text": "Who? Me."}, ["Who? Me."]),
+        ({"prompt": "Who?"}, ["Who?"]),
+        ({"conversations": [{"from": "user", "value": "Who?"}]}, ["<|start|>user\nWho?<|end|>\n"]),
         ({"messages": MESSAGES}, ["<|start|>user\nWho?<|end|>\n<|start|>assistant\nMe.<|end|>\n"]),
     ],
 )

@@ -19,6 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="TRL's trainers without padding.",
     pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
 app.command()(bench.bench)

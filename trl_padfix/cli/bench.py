@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +26,7 @@ from .console import (
     write_output,
 )
 from .mistakes import mistakes_of
+from .progress import progress
 
 
 if TYPE_CHECKING:
@@ -31,20 +34,29 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
 
 def bench(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Local file of preference pairs (sft: also of texts or conversations), Hub id, 'equal', "
-            "'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair for each turn. "
-            "[default: Anthropic/hh-rlhf]"
+            help="Local file, folder, Hub id, or YAML of a recipe: pairs (sft: also texts or conversations; grpo: "
+            "prompts); or 'equal', 'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair "
+            "for each turn. [default: test split of Anthropic/hh-rlhf; grpo: random prompts]"
         ),
     ] = None,
+    split: Annotated[str, typer.Option(help="Split of a folder or Hub id.")] = "train",
+    columns: Annotated[
+        str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
+    ] = None,
     trainer: Annotated[
-        str,
-        typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions, without data."),
+        str, typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions.")
     ] = "dpo",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="In about 30 seconds, roughly: shape tiny, 3 steps, no memory.")
+    ] = False,
     variants: Annotated[
         str,
         typer.Option(
@@ -54,7 +66,7 @@ def bench(
     ] = "trl,padding_free,prefix_sharing",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
     generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
-    prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a prompt, about.")] = 512,
+    prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a random prompt, about.")] = 512,
     completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
     logprob_passes: Annotated[
         bool,
@@ -66,8 +78,8 @@ def bench(
         float,
         typer.Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
     ] = 0.25,
-    steps: Annotated[int, typer.Option(min=1, help="Counted steps.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, help="Counted steps. [default: 10; quick: 3]")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Steps before them. [default: 2; quick: 1]")] = None,
     group_by_prefix: Annotated[
         bool,
         typer.Option(
@@ -78,8 +90,16 @@ def bench(
         bool, typer.Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
     ] = False,
     shape: Annotated[
-        str, typer.Option(help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one.")
-    ] = "small",
+        str | None,
+        typer.Option(
+            help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one. "
+            "[default: small; quick: tiny]"
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Id or path: its tokens and chat template. [default: a BPE trained on the data]"),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
@@ -92,7 +112,10 @@ def bench(
     lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory; on CPU one more step of each variant.")] = True,
+    memory: Annotated[
+        bool | None,
+        typer.Option(help="Measure peak memory; on CPU one more step of each variant. [default: yes; quick: no]"),
+    ] = None,
     peak_tflops: Annotated[
         float | None,
         typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
@@ -108,28 +131,34 @@ def bench(
     profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
-    data, device = data or "Anthropic/hh-rlhf", device_of(device)
+    device = device_of(device)
+    warnings.simplefilter("ignore", FutureWarning)  # transformers', of what TRL calls
     from ..core.attention.attention import refuse_implementation
     from ..tools import bench as b
+    from ..tools.reading import load_tokenizer
     from ..tools.tiny import BENCH_SHAPES
 
+    shape = shape or ("tiny" if quick else "small")
     one_of("--shape", shape, BENCH_SHAPES)
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
+    if data is None and trainer != "grpo":
+        data, split = "Anthropic/hh-rlhf", "test"
     if reason := refuse_implementation(attn):
         raise typer.BadParameter(reason, param_hint="--attn")
     with mistakes_of("--data"):
-        tree = b.parse_tree(data)
+        tree = b.parse_tree(data or "")
     if expand_turns and (trainer != "sft" or tree is not None):
         raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
     try:
         settings = b.BenchSettings(
             trainer=trainer, variants=_named(variants, compile, group_by_prefix), pairs=pairs, generations=generations,
             prompt_length=prompt_length, completion_length=completion_length, logprob_passes=logprob_passes,
-            steps=steps, warmup=warmup, shape=shape, device=device, dtype=dtype, attn=attn,
+            steps=steps or (3 if quick else 10), warmup=warmup if warmup is not None else 1 if quick else 2,
+            shape=shape, device=device, dtype=dtype, attn=attn, tokenizer=tokenizer,
             max_tokens_per_batch=max_tokens_per_batch, lora=lora, gradient_checkpointing=gradient_checkpointing,
-            optimizer=optimizer, memory=memory, peak_tflops=peak_tflops, seed=seed, liger=liger,
-            compile_backend=compile_backend,
+            optimizer=optimizer, memory=not quick if memory is None else memory, peak_tflops=peak_tflops, seed=seed,
+            liger=liger, compile_backend=compile_backend,
             max_length=max_length or (1024 if tree is None else max(tree.longest, 1024)), expand_turns=expand_turns,
             shuffle=tree is None or group_by_prefix,
         )  # fmt: skip
@@ -144,18 +173,26 @@ def bench(
     if liger and find_spec("liger_kernel") is None:
         raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
     outputs(json=json, plot=plot)
+    if tokenizer is not None:
+        with mistakes_of("--tokenizer"):
+            load_tokenizer(tokenizer)
     with mistakes_of("--data"):
-        dataset, name = _dataset(data, settings, spread)
+        dataset, name = _dataset(data, settings, spread, split, columns)
         step = b.prepare(dataset, settings)
-    results = b.measure(step, settings)
-    about = b.describe(settings, name)
+    partial_results = False
+    with progress() as watch:
+        try:
+            results = b.measure(step, settings, watch=watch)
+        except b.Interrupted as interrupted:
+            results, partial_results = interrupted.results, True
+    about = b.describe(settings, name) | {"chat_template": step.rendered, "rough": quick, "partial": partial_results}
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
     family = "Qwen3.5" if shape.startswith("hybrid") else "Qwen2"
     title = f"{what}, {family} shape '{shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
-    console.print(f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants")
-    if profile:
+    print_as_is(*_notes(results, step.rendered, settings, quick, partial_results))
+    if profile and not partial_results:
         for variant, operations in b.profile(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
@@ -163,6 +200,26 @@ def bench(
         from ..tools.report import plot_bench
 
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
+    if partial_results:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _notes(
+    results: list[VariantResult], rendered: str | None, settings: BenchSettings, quick: bool, stopped: bool
+) -> Iterator[str]:
+    """What is to be known of the figures."""
+    yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
+    if rendered is not None:
+        yield f"Conversations were rendered with {rendered}."
+    if quick:
+        yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
+    if stopped:
+        left_out = sorted(set(settings.variants) - {result.name for result in results})
+        yield (
+            f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"
+            + (f"; without {', '.join(left_out)}, whose batches hold other rows" if left_out else "")
+            + "."
+        )
 
 
 def _named(variants: str, compile: bool, group_by_prefix: bool) -> tuple[str, ...]:
@@ -173,17 +230,20 @@ def _named(variants: str, compile: bool, group_by_prefix: bool) -> tuple[str, ..
     return (*named, *(f"{name}_compiled" for name in packed))
 
 
-def _dataset(data: str, settings: BenchSettings, spread: float) -> tuple[Any, str]:
+def _dataset(
+    data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None
+) -> tuple[Any, str]:
     from ..tools import bench as b
 
-    if settings.trainer == "grpo":
+    if data is None:
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
     if (rows := b.made_up(data, settings.trainer, count, spread, settings.seed)) is not None:
+        if settings.trainer == "grpo":
+            raise ValueError(f"{data} is for dpo and sft: of grpo give --prompt-length and --completion-length.")
         return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
-    if settings.trainer == "sft":
-        return b.load_dialogues(data, settings.expand_turns), Path(data).name
-    return b.load_pairs(data), Path(data).name
+    rows = b.load_examples(data, settings.trainer, expand_turns=settings.expand_turns, split=split, columns=columns)
+    return rows, Path(data).name
 
 
 def _table(results: list[VariantResult], title: str) -> Table:

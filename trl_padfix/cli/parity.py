@@ -41,10 +41,13 @@ def parity(
     import transformers
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
+    from trl.data_utils import is_conversational
 
-    from ..tools.data import load_recipe, load_rows
+    from ..tools.data import give_template, load_recipe, load_rows
     from ..tools.parity import compare, tokenize_rows
     from ..tools.reading import TRUSTING_NOTHING, load_model, load_tokenizer
+    from ..tools.stats import texts_of
+    from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
     transformers.logging.disable_progress_bar()
     one_of("--dtype", dtype, DTYPES)
@@ -53,8 +56,14 @@ def parity(
     with mistakes_of("--config"):
         recipe = load_recipe(str(config)) if config is not None else {}
     model = model or recipe.get("model_name_or_path")
+    tiny = recipe.get("tiny_model") if model is None else None
+    if tiny is not None:
+        one_of("--config (tiny_model)", tiny, SHAPES)
+        model = f"tiny_model {tiny}"
     if not isinstance(model, str):
-        raise typer.BadParameter("give a model, here or as `model_name_or_path` of `--config`.", param_hint="--model")
+        raise typer.BadParameter(
+            "give a model, here or as `model_name_or_path` (or `tiny_model`) of `--config`.", param_hint="--model"
+        )
     if data is None and config is None:
         raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
     max_length = max_length or recipe.get("max_length") or 512
@@ -64,14 +73,21 @@ def parity(
         )
     with mistakes_of("--data" if data else "--config"):
         dataset = load_rows(data or str(config))
-    with mistakes_of("--model"):
-        tokenizer = load_tokenizer(model)
+    if tiny is not None:  # as the training builds it
+        with mistakes_of("--data" if data else "--config"):
+            tokenizer = train_tokenizer(texts_of(dataset), SHAPES[tiny]["vocab_size"])
+    else:
+        with mistakes_of("--model"):
+            tokenizer = load_tokenizer(model)
+    plain = give_template(tokenizer) and is_conversational(dataset[0])
     with mistakes_of("--data" if data else "--config"):
         batch = tokenize_rows(dataset, tokenizer, rows, max_length)
     batch = {name: value.to(device) for name, value in batch.items()}
 
     def load(backend: str, precision: torch.dtype) -> torch.nn.Module:
         how = {"attn_implementation": backend, "dtype": precision}
+        if tiny is not None:
+            return build_qwen2(tokenizer, **SHAPES[tiny] | {"vocab_size": len(tokenizer)}, **how).to(device, precision)
         if backend == "eager":  # the yardstick comes first: what it cannot be loaded for is the model's fault
             return load_model(model, **how).to(device)
         return AutoModelForCausalLM.from_pretrained(model, **TRUSTING_NOTHING, **how).to(device)
@@ -90,12 +106,13 @@ def parity(
             table.add_row(c.attention, c.mode, tokens, *figures, "ok" if c.ok else "FAILED")
             if not c.ok:
                 failed.append(f"{c.attention}, {c.mode}: {c.note or c.parity or 'too far from the yardstick'}")
-    longest = max(map(len, backends))
-    Console(width=WIDTH + max(0, longest - len(COLUMNS[0]))).print(table)  # a name is not cut
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
     lengths = batch["attention_mask"].sum(1).tolist()
+    longest = max(map(len, backends))
+    Console(width=WIDTH + max(0, longest - len(COLUMNS[0]))).print(table)  # a name is not cut
     typer.echo(
-        f"{Path(model).name} in {dtype} on {device}, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens.\n"
+        f"{Path(model).name} in {dtype} on {device}, {len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens"
+        f"{', conversations in a plain chat template' if plain else ''}.\n"
         "logps, gradient: largest difference of a log-probability, and relative\n"
         "difference of the gradient, from padded eager float32. packed: largest\n"
         f"difference between packed and padded.\n{versions},\nPython {platform.python_version()}."

@@ -15,7 +15,16 @@ from .formats import rename_message_keys
 from .reading import reading
 
 
-__all__ = ["TEXT_COLUMNS", "check_row", "checked_rows", "load_recipe", "load_rows", "rename_columns", "texts_of_row"]
+__all__ = [
+    "TEXT_COLUMNS",
+    "check_row",
+    "checked_rows",
+    "give_template",
+    "load_recipe",
+    "load_rows",
+    "rename_columns",
+    "texts_of_row",
+]
 
 TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
 """Columns that TRL trains on."""
@@ -101,6 +110,16 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     if split not in splits:
         raise ValueError(f"{path} has no split {split!r}; it has {', '.join(splits)}.")
     return splits[split]
+
+
+def give_template(tokenizer: Any) -> bool:
+    """Give a tokenizer without a chat template a plain one: roles, contents and its EOS; whether it had none."""
+    from .tiny import CHAT_TEMPLATE, EOS, START
+
+    if tokenizer.chat_template is not None:
+        return False
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(START, "").replace(EOS, tokenizer.eos_token or "")
+    return True
 
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:

@@ -79,10 +79,12 @@ def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int)
 
 def _ids(example: dict[str, Any], dataset: Dataset, tokenizer: Any, max_length: int) -> list[list[int]]:
     """Token ids of the rows of an example: of a pair, both."""
-    from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
+    from trl.data_utils import maybe_apply_chat_template, maybe_convert_to_chatml, maybe_extract_prompt
 
-    row = maybe_apply_chat_template(maybe_extract_prompt(dict(example)), tokenizer)
+    row = maybe_apply_chat_template(maybe_extract_prompt(maybe_convert_to_chatml(dict(example))), tokenizer)
     ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
+    if not ends and isinstance(row.get("prompt"), str):
+        ends = [""]  # prompts alone, as online trainers take them
     if not ends:
         raise ValueError(_no_text(dataset))
     texts = [row.get("prompt", "") + end for end in ends]
@@ -94,8 +96,8 @@ def _ids(example: dict[str, Any], dataset: Dataset, tokenizer: Any, max_length: 
 
 def _no_text(dataset: Dataset) -> str:
     return (
-        f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` and "
-        "`completion`, `messages` or `text`. Rename them, or map them to one of these."
+        f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` (and "
+        "`completion`), `messages` or `text`. Rename them, or map them to one of these."
     )
 
 

@@ -12,7 +12,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
@@ -28,9 +28,24 @@ from ...core.version import __version__
 from ...trainers.steps.dealing import split
 from ...trainers.steps.grouping import group_rows
 from .building import build, computed_dtype
-from .data import equal_length_pairs, load_dialogues, load_pairs, made_up, pairs_of_lengths, parse_lengths
+from .data import (
+    equal_length_pairs,
+    load_examples,
+    made_up,
+    pairs_of_lengths,
+    parse_lengths,
+)
 from .peak import Peak
-from .settings import TOLERANCE, TRAINERS, VARIANTS, BenchSettings, Variant, VariantResult, WrongNumbersError
+from .settings import (
+    TOLERANCE,
+    TRAINERS,
+    VARIANTS,
+    BenchSettings,
+    Interrupted,
+    Variant,
+    VariantResult,
+    WrongNumbersError,
+)
 from .steps import Step, attached, decoder_inputs, step_flops
 from .tree import RolloutTree, parse_tree, tree_pairs, tree_rows
 
@@ -39,13 +54,13 @@ __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
+    "Interrupted",
     "RolloutTree",
     "Variant",
     "VariantResult",
     "describe",
     "equal_length_pairs",
-    "load_dialogues",
-    "load_pairs",
+    "load_examples",
     "made_up",
     "pairs_of_lengths",
     "parse_lengths",
@@ -55,11 +70,13 @@ __all__ = [
     "tree_rows",
 ]
 
+Watch = Callable[[str, int, int], None]
+
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
-    Time all variants on the same random rows: preference pairs, as text or tokenized (SFT trains on what was chosen);
-    GRPO takes no data. See [`measure`].
+    Time all variants on the same random rows, in a format that the trainer takes or tokenized (SFT trains on what was
+    chosen); GRPO draws prompts where it is given none. See [`measure`].
     """
     return measure(prepare(data, settings), settings)
 
@@ -69,16 +86,21 @@ def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
     return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
 
 
-def measure(step: Step, settings: BenchSettings, deadline: float | None = None) -> list[VariantResult]:
+def measure(
+    step: Step, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
+) -> list[VariantResult]:
     """
     The figures of all variants, TRL's padded step first.
 
-    No batch is begun after `deadline`, by `time.monotonic()`; for variants with the same batches only.
+    No batch is begun after `deadline`, by `time.monotonic()`. `watch` is told before each step what is measured, how
+    many steps are done, and of how many.
 
     Raises:
         WrongNumbersError: If losses or gradients of the variants differ.
         ImpossibleFigureError: If a step seems to do more than the device can.
         TimeoutError: If no counted batch was done before the deadline.
+        Interrupted: On Ctrl-C after a counted batch. It holds the figures of the batches until then; of variants with
+            the same batches only, as after a deadline.
     """
     variants = [VARIANTS[name] for name in settings.variants]
     fixed = _in_parts(range(len(step.rows)), settings.batch_rows)
@@ -89,52 +111,76 @@ def measure(step: Step, settings: BenchSettings, deadline: float | None = None) 
     dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
-    for i in range(max(map(len, plans.values()))):
-        if deadline is not None and time.monotonic() > deadline:
-            counted = counted[: max(0, i - settings.warmup)]
-            break
-        # Each variant is first, second and so on equally often.
-        shift = i % len(variants)
-        for variant in variants[shift:] + variants[:shift]:
-            if i >= len(plans[variant.name]):
-                continue
-            batch = _batch(step, variant, plans[variant.name][i])
-            with attached(step, variant):
-                found = step.run(batch, variant)
-            if i >= settings.warmup:
-                figures[variant.name].append(found | _counts(step, variant, batch))
-        peak.measure()
+    extra = len(variants) if settings.memory and settings.device == "cpu" else 0  # steps in which memory is measured
+    rounds, done, total = 0, 0, sum(map(len, plans.values())) + extra
+    stopped: KeyboardInterrupt | None = None
+    try:
+        while rounds < max(map(len, plans.values())) and (deadline is None or time.monotonic() <= deadline):
+            # Each variant is first, second and so on equally often.
+            shift = rounds % len(variants)
+            for variant in variants[shift:] + variants[:shift]:
+                if rounds >= len(plans[variant.name]):
+                    continue
+                watch(variant.name, done, total)
+                batch = _batch(step, variant, plans[variant.name][rounds])
+                with attached(step, variant):
+                    found = step.run(batch, variant)
+                if rounds >= settings.warmup:
+                    figures[variant.name].append(found | _counts(step, variant, batch))
+                done += 1
+            peak.measure()
+            rounds += 1
+    except KeyboardInterrupt as error:
+        stopped = error
+    if rounds < max(map(len, plans.values())):
+        counted = counted[: max(0, rounds - settings.warmup)]
+        variants = [v for v in variants if v.batching == "fixed"]
+        figures = {v.name: figures[v.name][: len(counted)] for v in variants}
     if not counted:
-        raise TimeoutError("No counted step was done in the time that there was.")
+        raise stopped or TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
     needed = _needed_flops(step, counted)
-    baseline = figures[variants[0].name]
-    padded = sum(f["tokens"] for f in baseline)
-    results = []
-    for variant in variants:
-        plan = plans[variant.name][settings.warmup :]
-        found = figures[variant.name]
-        seconds = [f["seconds"] for f in found]
-        tokens = int(sum(f["tokens"] for f in found))
-        results.append(
-            VariantResult(
-                name=variant.name,
-                seconds=statistics.median(seconds),
-                low=min(seconds),
-                high=max(seconds),
-                speedup=_speedup(variant, baseline, found),
-                steps=len(found),
-                tokens=tokens,
-                tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
-                token_limit=padded / tokens,
-                mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
-                loss=_weighted(found, "loss"),
-                grad_norm=statistics.mean(f["grad_norm"] for f in found),
-                step_seconds=[round(s, 4) for s in seconds],
-                **_memory(step, variant, plan, found, settings),
-            )
-        )
+    results = [_result(v, figures, peak, needed, settings) for v in variants]
+    try:
+        for variant, result in zip(variants, results, strict=True) if extra and not stopped else ():
+            watch(f"memory of {variant.name}", done, total)
+            largest = max(range(result.steps), key=lambda i: figures[variant.name][i]["tokens"])
+            batch = _batch(step, variant, plans[variant.name][settings.warmup + largest])
+            with attached(step, variant):
+                result.peak_gib, result.kept_mib = step.peak_gib(batch, variant), step.kept_mib(batch, variant)
+            done += 1
+    except KeyboardInterrupt as error:
+        stopped = error
+    watch("done", done, total)
+    if stopped is not None:
+        raise Interrupted(results) from stopped
     return results
+
+
+def _result(
+    variant: Variant, figures: dict[str, list[dict[str, float]]], peak: Peak, needed: float, settings: BenchSettings
+) -> VariantResult:
+    """What the steps of a variant come to, beside TRL's; on CPU without memory."""
+    found, baseline = figures[variant.name], figures["trl"]
+    seconds = [f["seconds"] for f in found]
+    tokens = int(sum(f["tokens"] for f in found))
+    on_gpu = settings.memory and settings.device == "cuda"
+    return VariantResult(
+        name=variant.name,
+        seconds=statistics.median(seconds),
+        low=min(seconds),
+        high=max(seconds),
+        speedup=_speedup(variant, baseline, found),
+        steps=len(found),
+        tokens=tokens,
+        tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
+        token_limit=sum(f["tokens"] for f in baseline) / tokens,
+        mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
+        loss=_weighted(found, "loss"),
+        grad_norm=statistics.mean(f["grad_norm"] for f in found),
+        step_seconds=[round(s, 4) for s in seconds],
+        peak_gib=max(f["peak_gib"] for f in found) if on_gpu else None,
+    )
 
 
 def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
@@ -231,19 +277,6 @@ def _speedup(variant: Variant, baseline: list[dict[str, float]], found: list[dic
     if variant.batching == "fixed":
         return statistics.median(t["seconds"] / f["seconds"] for t, f in zip(baseline, found, strict=True))
     return sum(t["seconds"] for t in baseline) / sum(f["seconds"] for f in found)
-
-
-def _memory(
-    step: Step, variant: Variant, plan: list[list[int]], found: list[dict[str, float]], settings: BenchSettings
-) -> dict[str, float | None]:
-    if not settings.memory:
-        return {"peak_gib": None}
-    if settings.device == "cuda":
-        return {"peak_gib": max(f["peak_gib"] for f in found)}
-    largest = max(range(len(found)), key=lambda i: found[i]["tokens"])
-    batch = _batch(step, variant, plan[largest])
-    with attached(step, variant):
-        return {"peak_gib": step.peak_gib(batch, variant), "kept_mib": step.kept_mib(batch, variant)}
 
 
 def _weighted(figures: list[dict[str, float]], quantity: str) -> float:

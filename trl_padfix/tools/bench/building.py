@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 from datasets import Dataset
+from trl.data_utils import is_conversational
 
 from ...trainers.data.turns import expand_turns
 from ...trainers.steps.grouping import group_rows
-from ..data import TEXT_COLUMNS
+from ..data import give_template
+from ..formats import of_trainer
+from ..reading import load_tokenizer
 from ..stats import texts_of
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
@@ -37,10 +40,13 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches); too few raise `ValueError`.
     """
     if settings.trainer == "grpo":
-        return _online(settings, count)
-    is_tokenized = data is None or {"prompt_ids", "input_ids"} & set(data.column_names)
-    texts = [""] if is_tokenized else _texts(data, settings)
-    tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+        return _online(data, settings, count)
+    if settings.trainer == "sft":
+        data = of_trainer(data, "sft") if "chosen" in data.column_names else data
+        if "chosen_ids" in data.column_names:
+            data = data.map(lambda row: {"input_ids": row["prompt_ids"] + row["chosen_ids"]})
+            data = data.select_columns("input_ids")
+    tokenizer, rendered = _tokenizer(data, settings)
     grouped = settings.shuffle and "group_by_prefix" in settings.variants
     # Twice as many as needed, since TRL leaves out pairs whose prompt fills `max_length`; what is grouped is an epoch.
     needed = EPOCH if grouped else 2 * count
@@ -50,8 +56,6 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
         data = expand_turns(data.select(range(min(len(data), EPOCH))))
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
     data = data.select(range(min(len(data), needed)))
-    if settings.trainer == "sft" and {"chosen", "chosen_ids"} & set(data.column_names):
-        data = data.map(_dialogue, remove_columns=data.column_names)
     given = dict(
         args=_arguments(settings, max_length=settings.max_length),
         train_dataset=data,
@@ -68,8 +72,25 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     prepared = trainer.train_dataset
     rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
     if len(rows) < count:
-        raise ValueError(f"The data gives {len(rows)} rows, and {count} are needed: fewer steps, or smaller batches.")
-    return Step(trainer, (_grouped(rows, count, settings) if grouped else rows)[:count], settings)
+        raise _too_few(len(rows), count)
+    return Step(trainer, (_grouped(rows, count, settings) if grouped else rows)[:count], settings, rendered)
+
+
+def _too_few(rows: int, needed: int) -> ValueError:
+    return ValueError(f"The data gives {rows} rows, and {needed} are needed: fewer steps, or smaller batches.")
+
+
+def _tokenizer(data: Dataset | None, settings: BenchSettings) -> tuple[Any, str | None]:
+    """The tokenizer that is named, or one that is trained on the data; and with what it renders conversations."""
+    text = data is not None and not {"prompt_ids", "input_ids"} & set(data.column_names)
+    if (name := settings.tokenizer) is None:
+        texts = [""] if data is None or not text else texts_of(data.select(range(min(len(data), EPOCH))))
+        tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
+        template = "a plain chat template; `--tokenizer ID` takes that of a model"
+    else:
+        tokenizer = load_tokenizer(name)
+        template = f"a plain chat template, as {name} has none" if give_template(tokenizer) else f"that of {name}"
+    return tokenizer, template if data is not None and text and is_conversational(data[0]) else None
 
 
 def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) -> list[dict[str, Any]]:
@@ -83,13 +104,6 @@ def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) ->
     warmup, counted = found[: settings.warmup * settings.pairs], found[settings.warmup * settings.pairs : count]
     draw.shuffle(counted)
     return [rows[i] for i in [*warmup, *counted]]
-
-
-def _dialogue(pair: dict[str, Any]) -> dict[str, Any]:
-    """What SFT trains on."""
-    if "prompt_ids" in pair:
-        return {"input_ids": pair["prompt_ids"] + pair["chosen_ids"]}
-    return {"text": pair["chosen"]}
 
 
 class _GivenTokens(trl.DPOTrainer):
@@ -131,9 +145,19 @@ class _OnlineStep(Step):
         return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
 
 
-def _online(settings: BenchSettings, count: int) -> Step:
-    """GRPO on `pairs` random prompts with `generations` random completions each, of about the lengths asked for."""
-    tokenizer = train_tokenizer([""], 1024)
+def _online(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
+    """
+    GRPO on `pairs` prompts with `generations` random completions each, of about the lengths asked for; prompts are
+    random too, where no data has them.
+    """
+    tokenizer, rendered = _tokenizer(data, settings)
+    prompts: list[Any] = [settings.pairs] * count
+    if data is not None:
+        data = data.shuffle(seed=settings.seed) if settings.shuffle else data
+        if len(data) < settings.pairs * count:
+            raise _too_few(len(data), settings.pairs * count)
+        ids = [_prompt_ids(row, tokenizer) for row in data.select(range(settings.pairs * count))]
+        prompts = [ids[i : i + settings.pairs] for i in range(0, len(ids), settings.pairs)]
     policy = _model(tokenizer, settings, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         if settings.logprob_passes and not settings.lora:  # TRL loads the reference from where the policy is from
@@ -154,9 +178,18 @@ def _online(settings: BenchSettings, count: int) -> Step:
             peft_config=_lora(settings),
         )
     draw = torch.Generator().manual_seed(settings.seed)
-    sizes = (settings.pairs, settings.generations, settings.prompt_length, settings.completion_length)
-    vocab_size = BENCH_SHAPES[settings.shape]["vocab_size"]
-    return _OnlineStep(trainer, [random_completions(*sizes, vocab_size, draw) for _ in range(count)], settings)
+    sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
+    return _OnlineStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
+
+
+def _prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
+    """A prompt as TRL's online trainers generate from it."""
+    if isinstance(row["prompt"], str):
+        return tokenizer(row["prompt"])["input_ids"]
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    how = {"add_generation_prompt": True, "tools": tools, **(row.get("chat_template_kwargs") or {})}
+    return tokenizer.apply_chat_template(row["prompt"], tokenize=True, return_dict=True, **how)["input_ids"]
 
 
 def _arguments(settings: BenchSettings, **more: Any) -> Any:
@@ -175,7 +208,8 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
 
 
 def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
-    shape = BENCH_SHAPES[settings.shape]
+    shape = dict(BENCH_SHAPES[settings.shape])
+    shape["vocab_size"] = max(shape["vocab_size"], len(tokenizer))
     with torch.device(settings.device):  # where a large model takes seconds, and not minutes
         dtype = weights_dtype(settings.dtype)
         build = build_hybrid if "linear_heads" in shape else build_qwen2
@@ -199,10 +233,3 @@ def _lora(settings: BenchSettings) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=settings.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def _texts(data: Dataset, settings: BenchSettings) -> Iterator[str]:
-    if not {"chosen", "rejected"} <= set(data.column_names):
-        return texts_of(data)
-    names = ["chosen"] if settings.trainer == "sft" else [n for n in TEXT_COLUMNS if n in data.column_names]
-    return texts_of(data.select_columns(names))

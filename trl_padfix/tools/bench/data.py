@@ -6,52 +6,52 @@ import re
 
 import torch
 from datasets import Dataset
+from torch.nn.utils.rnn import pad_sequence
 
-from ..data import checked_rows, load_rows
+from ...trainers.data.row_checks import sound_rows
+from ..data import load_rows, rename_columns
+from ..formats import as_trl_takes_them, of_trainer
 from .tree import parse_tree, tree_pairs, tree_rows
 
 
-__all__ = ["equal_length_pairs", "load_dialogues", "load_pairs", "made_up", "pairs_of_lengths", "random_completions"]
+__all__ = [
+    "equal_length_pairs",
+    "load_examples",
+    "made_up",
+    "pairs_of_lengths",
+    "random_completions",
+]
 
 
-def load_pairs(data: str) -> Dataset:
-    """Preference pairs as texts, from wherever [`load_rows`] finds them; of a Hub id the test split."""
-    dataset = load_rows(data, split="test")
-    if missing := {"chosen", "rejected"} - set(dataset.column_names):
-        raise ValueError(f"{data} has no column {sorted(missing)}; it has {dataset.column_names}.")
-    for row in checked_rows(dataset):
-        if not all(isinstance(row[side], str) for side in ("chosen", "rejected")):
-            raise ValueError(
-                f"{data} has conversations in `chosen` and `rejected`, and texts are measured. Render them with the "
-                "chat template of your model (`trl.apply_chat_template`), and give the file of that."
-            )
-    return dataset
-
-
-def load_dialogues(data: str, expand_turns: bool = False) -> Dataset:
+def load_examples(
+    data: str, trainer: str = "dpo", *, expand_turns: bool = False, split: str = "test", columns: str | None = None
+) -> Dataset:
     """
-    Rows for SFT, from wherever [`load_rows`] finds them: `messages`, `text`, `prompt` and `completion`, `question` and
-    `answer` (as GSM8K has them), or preference pairs, of which the chosen ones are taken.
+    Rows for a trainer from wherever [`load_rows`] finds them, in a format that it takes or that
+    [`as_trl_takes_them`] knows: pairs for DPO; texts, conversations or pairs, of which the chosen ones are taken, for
+    SFT; prompts for GRPO. `question` and `answer`, as GSM8K has them, are `prompt` and `completion`.
+
+    Of a folder or Hub id it is this `split`, and `columns` are renamed (`"question=prompt"`). Rows without text and
+    columns that the trainer does not take are a `ValueError`.
     """
-    dataset = load_rows(data, split="test")
-    columns = set(dataset.column_names)
+    rows = rename_columns(load_rows(data, split), columns)
+    given = rows.column_names
+    if images := sorted({"image", "images"} & set(rows.column_names)):
+        raise ValueError(f"{data} has {images}, and the models that are measured read text: remove these columns.")
+    if {"question", "answer"} <= set(rows.column_names):
+        rows = rows.rename_columns({"question": "prompt", "answer": "completion"})
+    rows = as_trl_takes_them(rows)
     if expand_turns:
-        if "messages" not in columns:
-            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(columns)}.")
-        return dataset
-    if {"chosen", "rejected"} <= columns:
-        return load_pairs(data)
-    if {"question", "answer"} <= columns:
-        dataset = dataset.rename_columns({"question": "prompt", "answer": "completion"})
-    names = next(
-        (n for n in (["messages"], ["text"], ["prompt", "completion"]) if {*n} <= {*dataset.column_names}), None
-    )
-    if names is None:
-        raise ValueError(
-            f"{data} has columns {sorted(columns)}, and SFT is measured on `messages`, `text`, `prompt` and "
-            "`completion`, `question` and `answer`, or `chosen` and `rejected`: rename them."
-        )
-    return dataset.select_columns(names)
+        if "messages" not in rows.column_names:
+            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(given)}.")
+        return sound_rows(rows, "", ["messages"])
+    rows = of_trainer(rows, trainer)
+    ways = {"dpo": [{"chosen", "rejected", "prompt"}], "grpo": [{"prompt"}]}
+    texts = [names for names in ({"messages"}, {"text"}, {"prompt", "completion"}) if names <= set(rows.column_names)]
+    taken = ways.get(trainer, texts)[0]
+    more = {"tools", "chat_template_kwargs"}
+    rows = rows.select_columns([name for name in rows.column_names if name in taken | more])
+    return sound_rows(rows, "", sorted(taken))
 
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
@@ -96,17 +96,26 @@ def parse_lengths(data: str) -> tuple[int, int] | None:
 
 
 def random_completions(
-    prompts: int, generations: int, prompt_length: int, completion_length: int, vocab_size: int, draw: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right."""
-    rows = prompts * generations
+    prompts: int | list[list[int]], generations: int, prompt_length: int, completion_length: int, vocab_size: int,
+    draw: torch.Generator,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """
+    A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right. Of
+    prompts their ids are given, or how many are drawn.
+    """
+    rows = (prompts if isinstance(prompts, int) else len(prompts)) * generations
 
     def ragged(count: int, about: int) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = _ragged(count, about, 0.25, draw)[:, None]
         ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
         return ids, (torch.arange(ids.shape[1]) < lengths).long()
 
-    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in ragged(prompts, prompt_length))
+    if isinstance(prompts, int):
+        backwards = ragged(prompts, prompt_length)
+    else:
+        ids = [torch.tensor(prompt).flip(0) for prompt in prompts]
+        backwards = tuple(pad_sequence(x, batch_first=True) for x in (ids, [torch.ones_like(row) for row in ids]))
+    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in backwards)
     completion_ids, completion_mask = ragged(rows, completion_length)
     return {
         "prompt_ids": prompt_ids,

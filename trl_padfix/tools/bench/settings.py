@@ -16,6 +16,7 @@ __all__ = [
     "VARIANTS",
     "BenchSettings",
     "ImpossibleFigureError",
+    "Interrupted",
     "Variant",
     "VariantResult",
     "WrongNumbersError",
@@ -28,6 +29,14 @@ class WrongNumbersError(RuntimeError):
 
 class ImpossibleFigureError(RuntimeError):
     """A step seems to do more arithmetic than the device can."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C after some counted steps: their `results`, of the variants with the same batches as TRL."""
+
+    def __init__(self, results: list[VariantResult]):
+        super().__init__()
+        self.results = results
 
 
 TRAINERS = ("dpo", "sft", "grpo")
@@ -99,6 +108,7 @@ class BenchSettings:
     compile_backend: str = "inductor"
     shuffle: bool = True
     expand_turns: bool = False
+    tokenizer: str | None = None
 
     @property
     def batch_rows(self) -> int:
@@ -141,8 +151,8 @@ class VariantResult:
     tokens_per_second: float  # real tokens of all rows over the time of all steps
     token_limit: float  # tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone
     mfu: float  # arithmetic that the distinct tokens need at the least (`step_flops`), over time and peak
-    peak_gib: float | None  # of the largest step
     loss: float  # mean over rows, for SFT over labelled tokens
     grad_norm: float  # mean over steps
     step_seconds: list[float] = field(repr=False)
+    peak_gib: float | None = None  # of the largest step
     kept_mib: float | None = None  # what the graph of the largest step keeps for the backward

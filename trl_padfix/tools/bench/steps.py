@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -37,8 +38,9 @@ COLLATORS = {
 class Step:
     """A training step of one of TRL's trainers, on any batch of the prepared `rows` it was built for."""
 
-    def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings):
+    def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: BenchSettings, rendered: str | None = None):
         self.trainer, self.rows, self.settings = trainer, rows, settings
+        self.rendered = rendered  # by what chat template conversations were; `None` for other data
         self.compiled: dict[Any, Any] = {}  # layers, compiled once for all steps
         if settings.liger:
             from transformers.integrations.liger import apply_liger_kernel  # `train()` calls it
@@ -130,7 +132,7 @@ class Step:
     def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
         """Peak memory of a step on CPU: models and optimizer, and the most that is held beside them at one time."""
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with _profiled(activities=activities, profile_memory=True) as profile:
             self.run(batch, variant)
         held = peak = 0
         for event in profile.profiler.kineto_results.events():
@@ -146,10 +148,15 @@ class Step:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.settings.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profile:
+        with _profiled(activities=activities) as profile:
             self.run(batch, variant)
         key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
         return profile.key_averages().table(sort_by=key, row_limit=top, max_name_column_width=50)
+
+
+def _profiled(**how: Any) -> torch.profiler.profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its log is for its makers; read before the first profile
+    return torch.profiler.profile(**how)
 
 
 def _projected(gradient: torch.Tensor) -> float:

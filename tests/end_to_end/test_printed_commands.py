@@ -1,0 +1,184 @@
+"""What pages, messages and tools tell a user to type, works."""
+
+import os
+import re
+import shlex
+
+import pytest
+import typer
+from datasets import load_dataset
+from kit.cells import slow_but
+from kit.commands import build_pairs, trl_padfix_command
+from kit.printed import ROOT, check, everywhere, of_text
+
+from trl_padfix.cli.methods import METHODS
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+FOUND = everywhere()
+TEMPLATES = [command for command in FOUND if "{" in command]
+"""Commands of messages in which something is put."""
+COMMANDS = [command for command in FOUND if "{" not in command]
+
+STAND_FOR = {  # what a reader puts in
+    r"\bDATA(?=.* --expand-turns)": "recipes/data/airline/rollouts.jsonl.gz",
+    r"\bDATA\b": "recipes/data/preferences",
+    r"(--model|--tokenizer|--model_name_or_path) ID": r"\1 model",
+    r"\b(FILE|run\.yaml)\b(?! --model)": "figures",
+    r"--config (FILE|figures)": "--config recipes/dpo_tiny.yaml",
+    r"plan MODEL": "plan model",
+    r"--gpus N --memory GB": "--gpus 2 --memory 80",
+    r"nproc-per-node N": "nproc-per-node 2",
+    r"<a CPU index>": "INDEX",
+    r'"TEXT( OF THE ERROR)?"|(?<=--explain )-$': '"CUDA out of memory"',
+    r"(--resume_from_checkpoint) latest": r"\1 false",  # nothing was trained here
+}
+TINY = {  # what stands for what a test has not: the Hub, a GPU, time
+    r"Qwen/Qwen2\.5-[\w.]+-Instruct": "model",
+    r"parity --config recipes/dpo_qwen2\.5_0\.5b\.yaml": "parity --config recipes/dpo_tiny.yaml --rows 2",
+    r"--device cuda --dtype \w+ --shape 0\.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
+    r"--compile\b": "--compile --compile-backend aot_eager",
+    r"[\w-]*test\.jsonl\.gz": "pairs.jsonl",
+    r"lengths:\d+/\d+": "lengths:20/6",
+    r"tree:\d+x\d+/\d+/\d+": "tree:4x4/12/6",
+    r"--trainer grpo": "--trainer grpo --shape tiny --prompt-length 20 --completion-length 8",
+    r"--(steps|pairs|batch-size) \d+": r"--\1 2",
+    r"--train-tokenizer \d+": "--train-tokenizer 300",
+    r"(?<=bench)(?!.*--shape)": " --shape tiny",
+}
+NOT_RUN = {  # and only checked word by word
+    r"pip install ": "brings packages from an index",
+    r"(pytest|nox) ": "the tests, which CI runs",
+    r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py, test_vlm_recipe.py",
+    r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
+    r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
+    rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
+    r"python (docs/bench|benchmarks)/|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
+    r"python (docs/\w+\.py|recipes/data/|tests/)": "writes files of the repository; `--check` is run by .ci/run",
+    r"python -m trl_padfix": "as `trl-padfix`; test_llamafactory.py runs the plug-in where its stack is",
+}
+
+
+def filled(command: str, *tables: dict[str, str]) -> str:
+    for table in tables:
+        for shown, here in table.items():
+            command = re.sub(shown, here, command)
+    return command
+
+
+def is_run(command: str) -> bool:
+    """Whether it is more than the name of a command, and none of those that are not run."""
+    words = command.split()
+    named = words[0] == "trl-padfix" and (len(words) < 3 or (len(words) == 3 and words[2].startswith("-")))
+    return not named and not any(re.match(pattern, command) for pattern in NOT_RUN)
+
+
+RUN = {command: tiny for command in COMMANDS if is_run(tiny := filled(command, STAND_FOR, TINY))}
+FAST = ("doctor", "plan", "recipe", "bench --data equal", "bench --trainer grpo")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder like a clone: with the recipes, a tiny model, and pairs in the format of HH-RLHF."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
+    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"]), vocab_size=512)
+    tokenizer.save_pretrained(folder / "model")
+    build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}).save_pretrained(folder / "model")
+    build_pairs(64).to_json(folder / "pairs.jsonl")
+    load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:80]").to_json(folder / "chats.jsonl")
+    (folder / "accelerate.yaml").write_text((ROOT / "recipes/accelerate/cpu.yaml").read_text())
+    return folder
+
+
+def run(command: str, here, monkeypatch) -> str:
+    monkeypatch.chdir(here)
+    result = trl_padfix_command(*shlex.split(command)[1:], env={"HF_HUB_OFFLINE": "1"})
+    assert result.exit_code == 0, f"{command}\n{result.output}"
+    return result.output
+
+
+def test_there_are_commands_and_none_is_left_out_in_vain():
+    assert len(COMMANDS) > 100
+    assert len(set(RUN.values())) > 20
+    for pattern in NOT_RUN:
+        assert any(re.match(pattern, command) for command in COMMANDS), pattern
+    for pattern in TINY:
+        assert any(re.search(pattern, filled(command, STAND_FOR)) for command in RUN), pattern
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_word_of_a_command_is_known(command, here, monkeypatch):
+    monkeypatch.chdir(here)
+    check(filled(command, STAND_FOR))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trl-padfix bench --stepps 1",
+        "trl-padfix stats --jsonn",
+        "trl-padfix benchh --data equal",
+        "trl-padfix dpo --learning_rat 1 --nonsense 2",
+        "accelerate launch --cpuu recipes/dpo.py",
+        "accelerate launch recipes/dpoo.py --max_steps 1",
+        "python docs/bench/once.py --repeets 5",
+        "pip install -e '.[clii]'",
+        "pytest -m slowly",
+        "nox -s storys",
+    ],
+)
+def test_a_word_that_is_not_known_is_found(command, here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    with pytest.raises((AssertionError, ValueError, KeyError, typer.BadParameter.__base__, SystemExit)):
+        check(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    slow_but(
+        [c for c in sorted(set(RUN.values())) if c.removeprefix("trl-padfix ").startswith(FAST)],
+        sorted(set(RUN.values())),
+    ),
+)
+def test_a_command_runs(command, here, monkeypatch):
+    run(command, here, monkeypatch)
+
+
+PRINTING = [  # tools that end in a command
+    "trl-padfix stats chats.jsonl --train-tokenizer 300 --world-size 2 --batch-size 2",
+    "trl-padfix stats recipes/data/airline/rollouts.jsonl.gz --expand-turns --train-tokenizer 300 --batch-size 4",
+    "trl-padfix stats tree:4x4/12/6 --trainer sft --shape tiny",
+    "trl-padfix plan model --gpus 8 --memory 80",
+    "trl-padfix plan model --gpus 8 --memory 80 --method dpo --lora 16",
+    "trl-padfix doctor",
+]
+
+
+@pytest.mark.parametrize("command", slow_but(PRINTING[0:1] + PRINTING[3:], PRINTING))
+def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
+    printed = [*dict.fromkeys(of_text(run(command, here, monkeypatch)))]
+    assert printed or "doctor" in command
+    for next_one in printed:
+        check(next_one)
+        if next_one.startswith("trl-padfix bench"):
+            output = run(f"{next_one} --quick", here, monkeypatch)
+            assert "equal in all variants" in output
+            assert ("Conversations were rendered" in output) == ("chats" in command or "rollouts" in command)
+
+
+@pytest.mark.slow
+def test_what_stats_prints_on_the_data_that_ships_runs_verbatim(here, monkeypatch):
+    (readme,) = [c for c in COMMANDS if c.startswith("trl-padfix stats recipes/") and "README.md" in FOUND[c]]
+    (command,) = [c for c in of_text(run(readme, here, monkeypatch)) if c.startswith("trl-padfix bench")]
+    assert "Conversations were rendered with" in run(command, here, monkeypatch)
+
+
+def test_messages_with_something_put_in_are_pip_lines_or_come_from_a_tool_that_is_run():
+    for template in TEMPLATES:
+        if template.startswith("pip install"):
+            check(re.sub(r"\{[^}]*\}", "1.0", template))
+        else:
+            (where,) = FOUND[template]
+            assert os.path.basename(where) in ("launch.py", "plan.py", "verdict.py", "stats.py"), (template, where)
