@@ -142,7 +142,7 @@ CASES = (
           for name, message in OF_DATA.items()
           if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
           and not name.startswith(("no_", "messages_")) and not name.endswith(".yaml")),
-        ("bench", [*TINY, "--data", "good.jsonl"], "has no column ['chosen', 'rejected']"),
+        ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
         ("bench", [*TINY, "--data", "lengths:0/0"], "gives no lengths"),
         ("bench", [*TINY, "--data", "lengths:5/0"], "gives no lengths"),

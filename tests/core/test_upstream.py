@@ -277,6 +277,10 @@ TRL = [
         needs="trl>=1.16",
     ),
     *of_trainers(
+        "_compute_kl_logps", "trainers.kto", "replaced within a step: takes the KL term of all its rows at once",
+        takes("model", "batch"), "KTO", needs="trl>=1.16",
+    ),
+    *of_trainers(
         "_get_per_token_logps_and_entropies", "trainers.online, tools.bench.building",
         "overridden: its forwards are split by tokens; called by a step that is measured",
         takes("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"), *ONLINE, needs="trl>=0.20",
@@ -404,6 +408,10 @@ OTHERS = [
     ),
     Upstream(
         "_modules", "torch.nn.Module", "core.attention.compiled", "the children of a module, by name",
+        lambda owner, name: name in vars(owner()),
+    ),
+    Upstream(
+        "_buffers", "torch.nn.Module", "tools.counted_step", "the buffers of a module, by name",
         lambda owner, name: name in vars(owner()),
     ),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "core.towers", "a module that draws", has),

@@ -111,7 +111,7 @@ def say(trainer: Any, reports: list[ParityReport]) -> None:
         compared = [report for report in reports[i :: len(models)] if report.compared]
         if compared and trainer.accelerator.is_local_main_process:
             found = find_pretrained(model)
-            name = Path(getattr(found.config, "_name_or_path", "")).name or type(found).__name__
+            name = Path(getattr(found.config, "name_or_path", None) or "").name or type(found).__name__
             tqdm.write(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
