@@ -287,6 +287,7 @@ def test_figures_are_printed_before_a_file_that_cannot_be_written(option, materi
     assert target.read_text() == "as it was"
 
 
+@pytest.mark.slow
 def test_json_to_standard_output(material):
     result = trl_padfix_command("stats", "good.jsonl", "--tokenizer", "models/good", "--json", "-")
     assert result.exit_code == 0

@@ -141,6 +141,7 @@ def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypat
     assert graphs() == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_wrong_layout_gives_other_numbers(monkeypatch):
     model, (ids, mask) = build(), batches(1)[0]
     want = step(model, ids, mask)

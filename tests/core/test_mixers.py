@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit import family_outcomes
-from kit.cells import MATRIX, every_pair
+from kit.cells import MATRIX, every_pair, every_second
 from kit.families import build
 from kit.family_outcomes import (
     LEAK,
@@ -192,7 +192,7 @@ def test_each_mixer_runs_in_its_way(family, ways):
 @pytest.mark.parametrize(
     ("family", "sharing", "how"),
     [
-        *every_pair(KINDS, [False, True], WAYS),
+        *every_second(every_pair(KINDS, [False, True], WAYS)),
         *(pytest.param(*cell, marks=MATRIX) for cell in product(OTHERS, [False, True], WAYS)),
     ],
 )

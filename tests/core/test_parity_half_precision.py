@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kit import gpu_runs
-from kit.cells import once_each, slow_but
+from kit.cells import every_second, once_each, slow_but
 from kit.gpu_models import build, pairs, rows, second_row_sees_the_first, small
 from kit.simulated_cuda import to_simulated
 
@@ -21,7 +21,7 @@ from trl_padfix.core.context import within
 @pytest.mark.parametrize(
     ("initializer", "layers", "precision"),
     [
-        *once_each([(0.02, 2), (0.08, 2), (0.2, 4)], ["bf16", "fp16", "autocast"]),
+        *every_second(once_each([(0.02, 2), (0.08, 2), (0.2, 4)], ["bf16", "fp16", "autocast"])),
         *slow_but([], [(i, 24, p) for i in (0.02, 0.08) for p in ("bf16", "fp16", "autocast")]),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import MATRIX
+from kit.cells import MATRIX, once_each
 from kit.families import build
 from kit.models import ROWS, batch
 
@@ -119,8 +119,7 @@ def test_rows_that_cross_chunks_pass(family, sharing):
     assert report.packed_tokens > 3 * chunk
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
-@pytest.mark.parametrize("family", SCANS)
+@pytest.mark.parametrize(("family", "sharing"), once_each(SCANS, [False, True]))
 def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
     over_blocks, chunk = NodeTree.over_blocks, SCANS[family]
 

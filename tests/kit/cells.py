@@ -37,6 +37,14 @@ def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(*_parameters(case), marks=() if case in fast else MATRIX) for case in cases]
 
 
+def every_second(cells: Iterable[Any]) -> list[Any]:
+    """Cells as parameters of a test, every second one of those that are fast slow instead."""
+    cells = [cell if hasattr(cell, "marks") else pytest.param(*_parameters(cell)) for cell in cells]
+    fast = [i for i, cell in enumerate(cells) if not cell.marks]
+    return [cell if i not in fast[1::2] else pytest.param(*cell.values, marks=pytest.mark.slow)
+            for i, cell in enumerate(cells)]  # fmt: skip
+
+
 def every_pair(*axes: Iterable[Any]) -> list[Any]:
     """
     The product of several axes as parameters of a test: as many cells are fast as it takes for any two values of any

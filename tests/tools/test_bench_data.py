@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from datasets import Dataset
+from kit.cells import every_second
 from kit.commands import build_pairs, trl_padfix_command
 
 from trl_padfix.cli import progress
@@ -54,7 +55,7 @@ def measured(path, rows, *options: str):
     return result, found
 
 
-@pytest.mark.parametrize(("trainer", "name"), CASES)
+@pytest.mark.parametrize(("trainer", "name"), every_second(CASES))
 def test_a_format_of_the_trainer_is_measured(trainer, name, tmp_path):
     rows = FORMATS[trainer][name]
     result, found = measured(tmp_path, rows, "--trainer", trainer)
@@ -176,6 +177,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_much_is_left(monkeypatc
     assert "s left" not in result.stdout
 
 
+@pytest.mark.slow
 def test_no_log_of_the_profiler_reaches_the_terminal():
     command = [sys.executable, "-m", "trl_padfix", *OPTIONS, "--steps", "1", "--warmup", "0", "--profile"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -423,6 +423,7 @@ def test_bad_input_is_an_error_that_says_so(arguments, message, files):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     HH_RLHF is None, reason="set TRL_PADFIX_HH_RLHF to the pairs of Anthropic/hh-rlhf, harmless-base/test"
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import every_pair, slow_but
+from kit.cells import every_pair, every_second, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
@@ -138,7 +138,7 @@ def is_stopped(kind: str, mode: str, edit: str) -> bool:
     return edit in UNSEEN and (mode == "prefix sharing" or edit == "permuted_through_data")
 
 
-@pytest.mark.parametrize(("kind", "edit", "mode"), every_pair(KINDS, EDITS, MODES))
+@pytest.mark.parametrize(("kind", "edit", "mode"), every_second(every_pair(KINDS, EDITS, MODES)))
 def test_an_edited_batch_gives_trls_figures_or_stops(kind, edit, mode, tmp_path, trls):
     check(kind, "compute_loss", edit, mode, tmp_path, trls)
 

@@ -6,7 +6,7 @@ DPO has a folder of its own.
 
 import pytest
 import torch
-from kit.cells import MATRIX, once_each, slow_but
+from kit.cells import MATRIX, every_second, once_each, slow_but
 from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, build_pairs
 from kit.sft_cases import OBJECTIVES
 from kit.trainer_runs import MODES, Run, assert_mode_ran, assert_same, break_mode, build_model
@@ -82,7 +82,7 @@ RLOO = [("RLOO", "two iterations", "padding-free"), ("RLOO", "normalised advanta
 SET_UPS += slow_but(RLOO, [("RLOO", case, mode) for case in METHODS["RLOO"].set_ups for mode in PACKED])
 
 
-@pytest.mark.parametrize(("name", "case", "mode"), SET_UPS)
+@pytest.mark.parametrize(("name", "case", "mode"), every_second(SET_UPS))
 def test_every_set_up_is_trls(name, case, mode, make):
     ours = assert_case_is_trls(make, case, mode)
     if not make.method.side:

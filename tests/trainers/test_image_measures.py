@@ -19,7 +19,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit import vision_budget_runs
-from kit.cells import once_each, slow_but
+from kit.cells import every_second, once_each, slow_but
 from kit.processes import run_processes
 from kit.torchvision_stand_in import torchvision_loads
 from kit.vision_budget_runs import BATCH, LAUNCHED, ROWS, STEPS, build_trainer, figures, pictured
@@ -92,7 +92,7 @@ AVERAGES_TOKENS = {"qwen2_5_vl", "qwen3_vl"}
 
 @pytest.mark.parametrize(
     ("kind", "case", "family"),
-    once_each(product(KINDS, CASES), sorted(PROCESSORS, key=lambda family: family in NEEDS_TORCHVISION)),
+    every_second(once_each(product(KINDS, CASES), sorted(PROCESSORS, key=lambda family: family in NEEDS_TORCHVISION))),
 )
 def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(family, kind, case, tmp_path):
     if family in NEEDS_TORCHVISION and not torchvision_loads():

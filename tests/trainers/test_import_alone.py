@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import once_each, slow_but
+from kit.cells import every_second, once_each, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy, without_groups
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from transformers import PrinterCallback, TrainerCallback
@@ -75,7 +75,7 @@ def ours(name: str) -> bool:
     return name.startswith(("perf/", "padfix/")) or name in CLOCK
 
 
-@pytest.mark.parametrize(("kind", "configs"), once_each(KINDS, ["trl", "trl_padfix"], fully=["DPO"]))
+@pytest.mark.parametrize(("kind", "configs"), every_second(once_each(KINDS, ["trl", "trl_padfix"], fully=["DPO"])))
 def test_every_figure_is_trls_to_the_bit(kind, configs, logged):
     expected, got = logged(kind, trl, trl), logged(kind, trl_padfix, {"trl": trl, "trl_padfix": trl_padfix}[configs])
     assert len([log for log in expected if "loss" in log]) == STEPS
