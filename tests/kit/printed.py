@@ -41,7 +41,7 @@ PAGES = (
 )
 SCRIPTS = ("recipes/**/*.py", "recipes/**/*.yaml", "benchmarks/*.py", "docs/**/*.py")
 PIP = ("-q", "-U", "--upgrade", "--pre", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--force-reinstall")
-HISTORY = ("CHANGELOG.md",)  # names commands of their time
+HISTORY = ("CHANGELOG.md", "changelog.md")  # and its copy in the site: they name commands of their time
 
 
 def of_text(text: str) -> Iterator[str]:
