@@ -11,7 +11,6 @@ from kit.online_runs import (
     load_policy,
     reward_words,
     save_policy,
-    watch_forwards,
 )
 from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
@@ -156,7 +155,7 @@ def train(name, policy, folder, forwards, ours, **config):
     layer.register_forward_pre_hook(lambda m, args: forwards.append(args[0].shape[:2].numel()))
     with_graph = trainer.with_graph = []
     layer.register_forward_pre_hook(lambda m, args: with_graph.append(args[0].shape[1] * torch.is_grad_enabled()))
-    return run(trainer, watch_forwards([]))
+    return run(trainer, lambda *args: None)
 
 
 def watch_losses(monkeypatch):
@@ -225,16 +224,28 @@ def test_losses_that_compare_tokens_of_all_rows_take_two_passes(config, policy, 
     assert sum(runs[0].trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
 
 
-def test_a_loss_of_the_users_own_takes_two_passes(policy, tmp_path, monkeypatch):
-    """Nobody knows whether it is a sum over rows."""
+class OwnLoss:
+    def _compute_loss(self, *args):
+        return 2 * super()._compute_loss(*args)
 
-    class Own(GRPOTrainer):
-        def _compute_loss(self, *args):
-            return super()._compute_loss(*args)
 
+class OwnScores:
+    """Compares rows where TRL's loss compares none."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logps - 0.5 * logps.mean(), *others
+
+
+@pytest.mark.parametrize("own", [OwnLoss, OwnScores])
+def test_a_loss_of_the_users_own_takes_two_passes(own, policy, tmp_path, monkeypatch):
+    """Nobody knows whether it is a sum over rows, nor whether what it calls is."""
     steps = watch_losses(monkeypatch)
-    monkeypatch.setitem(TRAINERS, "grpo", (Own, *TRAINERS["grpo"][1:]))
-    ours = train("grpo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    ours, config, theirs, trls = TRAINERS["grpo"]
+    own_trainers = type("Ours", (own, ours), {}), config, type("Theirs", (own, theirs), {}), trls
+    monkeypatch.setitem(TRAINERS, "grpo", own_trainers)
+    ours, theirs = (train("grpo", policy, tmp_path, [], ours, **WHOLE) for ours in (True, False))
+    assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     assert sum(ours.trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
 
 

@@ -16,8 +16,10 @@ Images go with their rows as long as their collator makes the batches, so forwar
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -176,11 +178,8 @@ class Splitting(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if not (torch.is_grad_enabled() and trainer.model.training and task.compares_rows()) or self.has_images():
             return False
-        # What somebody has made of TRL's loss is not known here, nor what its experiments have.
-        known = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
-        losses = {"compute_loss", "_compute_loss"}
-        owners = [c for c in type(trainer).__mro__ if losses & vars(c).keys()]
-        is_trls = all(c.__module__.startswith(known) for c in owners) and not losses & vars(trainer).keys()
+        replaced = [vars(trainer)[name] for name in _methods_of_loss(type(trainer)) & vars(trainer).keys()]
+        is_trls = _has_loss_of_trl(type(trainer)) and all(new.__module__.startswith(KNOWN) for new in replaced)
         whole_step = trainer.args.gradient_accumulation_steps == 1 and not trainer.is_deepspeed_enabled
         return is_trls and whole_step and task.loss_weight(inputs, inputs) is not None
 
@@ -347,6 +346,30 @@ class Budget(Splitting):
             yield
         if self.weight is not None:
             step.result = step.result * self.weight
+
+
+KNOWN = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
+"""Modules whose losses are known; what TRL's experiments or a user make of a loss may compare rows."""
+
+
+@cache
+def _methods_of_loss(trainer_class: type) -> frozenset[str]:
+    """The methods by which the loss of a trainer is computed: `compute_loss`, and those that these mention."""
+    found, left = set(), {"compute_loss"}
+    while left:
+        found.add(name := left.pop())
+        for owner in trainer_class.__mro__:
+            method = inspect.unwrap(vars(owner).get(name))
+            if owner.__module__.startswith(KNOWN) and inspect.isfunction(method):
+                mentioned = set(re.findall(r"self\.(\w+)", inspect.getsource(method)))
+                left |= {other for other in mentioned - found if callable(getattr(trainer_class, other, None))}
+    return frozenset(found)
+
+
+@cache
+def _has_loss_of_trl(trainer_class: type) -> bool:
+    methods = _methods_of_loss(trainer_class)
+    return all(owner.__module__.startswith(KNOWN) for owner in trainer_class.__mro__ if methods & vars(owner).keys())
 
 
 def _rows_of(inputs: dict[str, Any], rows: torch.Tensor, count: int) -> dict[str, Any]:

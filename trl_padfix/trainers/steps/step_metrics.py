@@ -73,9 +73,9 @@ class StepMetrics:
                 if size and values.get(name):
                     table[:, i] += torch.tensor([values[name][-1] * size, size], dtype=torch.float64)
         seen = trainer._total_train_tokens - self.tokens - tokens_again
-        totals = torch.cat([table.flatten(), table.new_tensor([seen])]).to(device)
-        if several:
-            totals = accelerator.reduce(totals)
+        totals = torch.cat([table.flatten(), table.new_tensor([seen])])
+        if several:  # else it stays on the host: not every device has float64
+            totals = accelerator.reduce(totals.to(device))
         *totals, seen = totals.tolist()
         sums, weights = totals[: len(names)], totals[len(names) :]
         means = {name: total / n if n else 0.0 for name, total, n in zip(names, sums, weights, strict=True)}
