@@ -79,6 +79,7 @@ def test_nothing_imports_upwards(layer):
     assert {name: imports for name, imports in found.items() if imports} == {}
 
 
+@pytest.mark.slow
 def test_core_leaves_trl_out():
     modules = [module_name(file) for file in FILES["core"]]
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"

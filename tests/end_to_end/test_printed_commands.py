@@ -169,6 +169,7 @@ def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # on every push it is measured with `--quick`, above
 def test_what_stats_prints_on_the_data_that_ships_runs_verbatim(here, monkeypatch):
     (readme,) = [c for c in COMMANDS if c.startswith("trl-padfix stats recipes/") and "README.md" in FOUND[c]]
     (command,) = [c for c in of_text(run(readme, here, monkeypatch)) if c.startswith("trl-padfix bench")]
