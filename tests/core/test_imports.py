@@ -37,7 +37,6 @@ NO_SOURCE = {  # tests of what no single module does
         "experimental",
         "expert_losses",
         "import_alone",
-        "liger",
         "mixers",
         "odd_rows",
         "overrides",
