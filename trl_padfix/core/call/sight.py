@@ -36,16 +36,10 @@ class States(dict[Any, tuple[torch.Tensor, ...]]):
 
 class Sight:
     """
-    States that a forward sees, and that it notes down for others.
+    States that a forward sees, of the forwards whose tokens lead its own (`outer`), and its `notes` for others.
 
-    Args:
-        outer (`list` of `States`):
-            Of the forwards whose tokens lead its own.
-        notes (`States`, *optional*):
-            Where its own go, if others need them.
-        closes (`list` of `tuple[torch.Tensor, torch.Tensor]`, *optional*):
-            States of other forwards whose backward comes with that of this one, and the leaves in which the gradients
-            of earlier ones were added up.
+    `closes` are states of other forwards whose backward comes with that of this one, each with the leaf in which the
+    gradients of earlier ones were added up.
     """
 
     def __init__(
