@@ -27,6 +27,11 @@ SHAPE: dict[str, Any] = dict(
     pad_token_id=PAD,
 )  # fmt: skip
 
+_GPT2_SHAPE: dict[str, Any] = dict(
+    vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.2, resid_pdrop=0.0,
+    embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+)  # fmt: skip
+
 
 def _config(name: str, **own: Any) -> Callable[..., PretrainedConfig]:
     return lambda **more: getattr(transformers, name)(**SHAPE | own | more)  # some versions do not have all of them
@@ -37,7 +42,7 @@ CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen2": _config("Qwen2Config"),
     "llama": _config("LlamaConfig"),
     "mistral": _config("MistralConfig", sliding_window=4),
-    "gpt2": _config("GPT2Config", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": lambda **more: transformers.GPT2Config(**_GPT2_SHAPE | more),
     "qwen3_moe": _config(
         "Qwen3MoeConfig", **_EXPERTS, num_experts=4, moe_intermediate_size=16, output_router_logits=True
     ),

@@ -17,9 +17,14 @@ from transformers import AutoModelForCausalLM
 
 __all__ = ["CASES", "EOS", "PAD", "ROWS", "alone", "backward", "build", "logps", "pad", "relative_error"]
 
+_SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 64}
+_SHAPES = dict.fromkeys(("qwen2", "llama", "mistral"), _SHAPE) | {
+    "gpt2": {"n_layer": 2, "n_positions": 64, "n_inner": 48}
+}
+
 CASES = [
     (name, implementation)
-    for name in ("qwen2", "llama", "mistral", "gpt2")
+    for name in _SHAPES
     for implementation in ("sdpa", "eager", "flash_attention_2")
     # transformers asks GPT-2 for the dtype of an `nn.Linear` there, and it has none.
     if (name, implementation) != ("gpt2", "flash_attention_2")
@@ -35,7 +40,7 @@ ROWS = [
 
 def build(name: str = "qwen2", implementation: str = "sdpa", auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
     """A model in evaluation mode; one with `flash_attention_2` inside `flash_attention_stand_in()` only."""
-    return models.build(name, implementation, auto=auto, **{"num_hidden_layers": 2, "bos_token_id": None} | config)
+    return models.build(name, implementation, auto=auto, **_SHAPES[name] | {"bos_token_id": None} | config)
 
 
 def pad(rows: list[list[int]], side: str, pad_id: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:
