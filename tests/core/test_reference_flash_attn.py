@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.reference_flash_attn import calls, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kit.reference_flash_attn import calls, flash_attn_varlen_func
 from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
@@ -55,20 +55,6 @@ def test_wrong_arguments_raise(changed, message):
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(**arguments | changed)
     assert calls == []
-
-
-@pytest.mark.parametrize(
-    "option", [{"dropout_p": 0.1}, {"alibi_slopes": torch.zeros(4)}, {"block_table": torch.zeros(1, 1)}]
-)
-def test_unsupported_options_raise(option):
-    q, k, v = torch.zeros(3, 5, 2, 3)
-    with pytest.raises(NotImplementedError, match=next(iter(option))):
-        flash_attn_varlen_func(q, k, v, bounds(0, 5), bounds(0, 5), 5, 5, **option)
-    if "block_table" not in option:
-        with pytest.raises(NotImplementedError, match=next(iter(option))):
-            flash_attn_func(q[None], k[None], v[None], **option)
-    with pytest.raises(NotImplementedError):
-        flash_attn_with_kvcache(q, k, v)
 
 
 def tiny_model(attn_implementation: str, model_type: str = "qwen2", **settings) -> PreTrainedModel:
