@@ -220,11 +220,10 @@ class _StepTrie:
                 tokens.append(new)
                 queries.append(len(new))
                 seen.append(path)
-        positions, packed = (
-            torch.from_numpy(self.positions[np.concatenate(tokens)]),
-            torch.zeros(at, dtype=torch.int64),
-        )
-        packed[local[needed]] = torch.from_numpy(np.concatenate(columns))
+        positions = torch.from_numpy(self.positions[np.concatenate(tokens)])
+        place = np.zeros(at, dtype=np.int64)
+        place[local[needed]] = np.concatenate(columns)
+        packed = torch.from_numpy(place)
         batch: dict[str, Any] = {"batch_shape": self.masks[i].shape, "real_index": torch.from_numpy(real)}
         own, keys = None, [len(path) for path in seen]
         if seen:
