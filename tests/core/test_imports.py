@@ -43,7 +43,7 @@ NO_SOURCE = {  # tests of what no single module does
         "overrides",
         "sharing",
     }
-    | {"stacks_dpo", "trackers", "vision"},
+    | {"trackers", "vision"},
     "integrations": set(),
     "tools": {"entry", "gpu_report"},
     "cli": set(),

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch._dynamo
 import trl
-from datasets import Dataset
 from kit.cells import slow_but
 from kit.liger_stand_in import liger_stand_in
+from kit.methods import build_examples, build_pairs
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_model, build_tokenizer, run
@@ -24,18 +24,6 @@ import trl_padfix
 pytestmark = pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL also asks for Liger's losses")
 
 
-def build_pairs(count: int) -> Dataset:
-    rows = build_rows(2 * count).to_list()
-    pairs = zip(rows[:count], rows[count:], strict=True)
-    return Dataset.from_list(
-        [{"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]} for a, b in pairs]
-    )
-
-
-def build_unpaired(count: int) -> Dataset:
-    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
-
-
 def train(kind: str, package, tmp_path, liger: bool = True, **config):
     """Three steps, and the tokens that Liger's kernels saw in them."""
     settings = {"per_device_train_batch_size": 4, "max_steps": 3, "output_dir": str(tmp_path / "run")}
@@ -44,7 +32,7 @@ def train(kind: str, package, tmp_path, liger: bool = True, **config):
         given = {"model": load_policy(save_policy(tmp_path / "policy")), "reward_funcs": reward_words}
         given["train_dataset"] = build_prompts(24)
     else:
-        data = {"DPO": build_pairs, "SFT": build_rows, "KTO": build_unpaired}[kind](12)
+        data = {"DPO": build_pairs, "SFT": build_rows, "KTO": build_examples}[kind](12)
         given = {"model": build_model(), "train_dataset": data}
         if kind == "SFT":
             settings["eos_token"] = "<eos>"

@@ -38,7 +38,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .attention_choice import AttentionChoice
 from .checks import check_arguments
-from .compilation import Compilation
 from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
 from .generation.evaluation import Generation
@@ -65,7 +64,6 @@ PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
     SplitRows,  # of what is packed
-    Compilation,  # of layers that are packed
     ExactMeans,  # takes rows out of a batch, so before all that look at it
     Parity,  # not counted, and with layouts of its own
     Layouts,

@@ -137,32 +137,24 @@ class SFTTask(Task):
 
 class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     """
-    TRL's [`~trl.SFTTrainer`] without padding.
+    TRL's [`~trl.SFTTrainer`] without padding, as [`DPOTrainer`] is.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, also
-    with `max_length`, with a collator of your own and in evaluation; with `prefix_sharing=True` what rows have in
-    common at their beginning (a system prompt) once. Batches are padded on the tokenizer's side, or on
-    `padding_side`. With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any
-    attention implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of
-    the padded computation.
+    With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with a collator of your own
+    and in evaluation; with `prefix_sharing=True` what rows have in common at their beginning (a system prompt) once.
+    With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any attention
+    implementation, in memory that grows linearly with the row.
 
     With `expand_turns=True` a conversation becomes a row for each turn of the assistant, as the chat template renders
-    it at that moment, trained on that turn; see [`expand_turns`].
-
-    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
-    [`DPOTrainer`] does. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained
-    tokens, whatever the batch size; by default they are TRL's means over batches.
-
-    With `predict_with_generate=True` every evaluation also continues the prompts, as in [`DPOTrainer`]; the references
-    are the completions, or the last messages of the assistant.
+    it at that moment, trained on that turn; see [`expand_turns`]. With `exact_eval_means=True` the metrics of an
+    evaluation are means over all its trained tokens. With `predict_with_generate=True` the references are the
+    completions, or the last messages of the assistant.
 
     Args:
         *args, **kwargs:
             As [`~trl.SFTTrainer`]. `args` may be this package's [`SFTConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`].
         ValueError: For input that could not be trained on as meant: missing columns, no chat template, no row with a
             token to train on, no pad token.
 
