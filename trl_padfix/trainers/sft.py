@@ -15,6 +15,7 @@ from trl.data_utils import is_conversational, is_conversational_from_value
 from ..core.model.older import packing_with_any_attention
 from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
+from .data.batch_layouts import relabelled
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
@@ -117,7 +118,9 @@ class SFTTask(Task):
         return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
 
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return drop_first_labels(inputs) if self._labels_begin_rows and "attention_mask" in inputs else inputs
+        if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
+            return inputs
+        return relabelled(inputs, drop_first_labels(inputs)["labels"])
 
     def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.
@@ -126,7 +129,7 @@ class SFTTask(Task):
         mask = inputs["attention_mask"].to(logits.device)
         columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
         inputs.update(pad_right(inputs))  # with `include_for_metrics` they are handed over, too
-        return logits.take_along_dim(columns[..., None], dim=1), labels.gather(1, columns)
+        return logits.take_along_dim(columns[..., None], dim=1), inputs["labels"].to(logits.device)
 
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # transformers counts the labels of right-padded rows, for most models without the first column.
