@@ -43,7 +43,7 @@ NO_SOURCE = {  # tests of what no single module does
         "overrides",
         "sharing",
     }
-    | {"trackers", "vision"},
+    | {"trackers", "vision", "vision_unpaired"},
     "integrations": set(),
     "tools": {"entry", "gpu_report"},
     "cli": set(),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from kit.cells import every_pair, every_second, slow_but
-from kit.methods import build_examples, build_pairs
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
 import trl_padfix
 from trl_padfix import PaddingRemovalError
@@ -84,7 +85,17 @@ def edited(trainer_class: type, hook: str, edit: Callable[[Batch], None]) -> typ
     return made
 
 
-DATA = {"SFT": build_rows, "DPO": build_pairs, "Reward": build_pairs, "KTO": build_examples}
+def build_pairs(count: int) -> Dataset:
+    draw = random.Random(0)
+    keys = ("prompt", "chosen", "rejected")
+    return Dataset.from_list([{k: words(draw, 2, 9) for k in keys} for _ in range(count)])
+
+
+def build_unpaired(count: int) -> Dataset:
+    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
+
+
+DATA = {"SFT": build_rows, "DPO": build_pairs, "Reward": build_pairs, "KTO": build_unpaired}
 
 
 def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: Any) -> list[dict[str, float]]:

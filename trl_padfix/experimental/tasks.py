@@ -9,7 +9,7 @@ from typing import Any
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks import require_columns, require_teacher
 from ..trainers.config import PackingConfig
-from ..trainers.packing import datasets_of
+from ..trainers.launches import datasets_of
 from ..trainers.task import Task
 from . import of_trl
 

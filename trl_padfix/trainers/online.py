@@ -25,7 +25,8 @@ from .data.batch_layouts import with_layout_of_rows
 from .data.columns import blank_texts
 from .data.layouts import Layouts
 from .data.row_checks import sound_rows
-from .packing import Packing, datasets_of
+from .launches import datasets_of
+from .packing import Packing
 from .parts import Step, entered
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows

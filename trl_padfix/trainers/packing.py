@@ -20,13 +20,13 @@ from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
-from .launches import check_launch, is_zero_3, models_of, named_models_of, refuse_whole_rows
+from .launches import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
 from .parts import Part, Settings, entered
 from .task import Task
 from .watch.finite import check_weights
 
 
-__all__ = ["Packing", "Padding", "datasets_of"]
+__all__ = ["Packing", "Padding"]
 
 logger = get_logger(__name__)
 
@@ -248,9 +248,3 @@ class Packing(Part):
     def restore(self) -> None:
         self._undo.close()
         self.trainer.padding.handles = []
-
-
-def datasets_of(trainer: Any) -> dict[str, Any]:
-    """The datasets of a trainer by name, as far as there are any."""
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}

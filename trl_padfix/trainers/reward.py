@@ -14,7 +14,7 @@ from ..core.model.find import find_pretrained
 from .base import PaddingFreeMixin
 from .data.collators import DataCollatorForReward
 from .data.columns import rows_of_only
-from .packing import datasets_of
+from .launches import datasets_of
 from .steps.measures import RewardMeasure
 from .task import PairTask
 

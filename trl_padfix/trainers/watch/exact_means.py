@@ -11,8 +11,7 @@ from accelerate import Accelerator
 
 from ..data.batch_layouts import without_layouts
 from ..field_types import temporarily_set
-from ..launches import replicas
-from ..packing import datasets_of
+from ..launches import datasets_of, replicas
 from ..parts import Evaluation, Part, Step
 
 
