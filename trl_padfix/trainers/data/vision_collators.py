@@ -131,8 +131,8 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
 
     >>> _, processor = build_llava(train_tokenizer(["What is it? A cat."] * 4, vocab_size=400))
     >>> collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
-    >>> batch = collator([{"images": [], "messages": [{"role": "user", "content": text}]} for text in ("What?", "It")])
-    >>> batch["attention_mask"][:, 0]
+    >>> rows = [{"images": [], "messages": [{"role": "user", "content": text}]} for text in ("What is it?", "It")]
+    >>> collator(rows)["attention_mask"][:, 0]
     tensor([1, 0])
 
     ```
