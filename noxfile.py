@@ -38,11 +38,10 @@ TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 
-TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # beside DPO, whose tests are among the stacks
+TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
     "tests/test_versions.py",
     *(f"tests/core/test_{name}.py" for name in ("stacks", "reward_models")),
-    "tests/trainers/test_stacks_dpo.py",
 )
 STORIES = "tests/end_to_end/stories"
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out

@@ -42,7 +42,7 @@ NO_SOURCE = {  # tests of what no single module does
         "overrides",
         "sharing",
     }
-    | {"stacks_dpo", "trackers", "vision"},
+    | {"trackers", "vision", "vision_unpaired"},
     "integrations": set(),
     "tools": {"entry", "gpu_report"},
     "cli": set(),

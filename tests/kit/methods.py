@@ -1,5 +1,5 @@
 """
-Every method of TRL's but DPO, each with the set-ups that must give TRL's trajectory: their trainers, TRL's and ours.
+Every method of TRL's, each with the set-ups that must give TRL's trajectory: their trainers, TRL's and ours.
 
 A case of a method is a configuration, and what else its trainer is given, made anew for each.
 """
@@ -10,13 +10,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
-from kit import sft_cases, trainer_runs
+from kit import dpo_runs, sft_cases, trainer_runs
 from kit.online_runs import (
     ONLINE_SETTINGS,
     admitted,
@@ -25,6 +26,7 @@ from kit.online_runs import (
     reward_words,
     save_policy,
     watch_forwards,
+    without_groups,
 )
 from kit.sft_runs import METRICS as SFT_METRICS
 from kit.sft_runs import TEMPLATE, build_rows
@@ -105,7 +107,8 @@ class Method:
 
     def watch(self, config: dict[str, Any], completions: list) -> Callable[[Any, list], None]:
         if not self.side:
-            return watch_forwards(completions)
+            scores = getattr(self.ours.task_class, "scores")  # noqa: B009
+            return watch_forwards(completions, scores)
         has_kl = self.name == "KTO" and config.get("loss_type") != "apo_zero_unpaired"
         return watch_inputs("", *["KL_"] * has_kl)
 
@@ -128,7 +131,8 @@ class Maker:
         settings = method.settings | {"output_dir": str(self.folders.mktemp("run"))} | (config or {})
         given |= {name: default() for name, default in method.defaults.items() if name not in given}
         if not method.side:
-            given = {"model": load_policy(self.policy), "reward_funcs": reward_words} | given
+            rewards = {"reward_funcs": reward_words} if "reward_funcs" in signature(method.theirs).parameters else {}
+            given = {"model": load_policy(self.policy)} | rewards | given
         given.setdefault("args", config_class(**(settings if method.side else admitted(config_class, settings))))
         torch.manual_seed(0)  # some versions of TRL draw adapters and virtual tokens without a seed
         return trainer_class(**given)
@@ -167,6 +171,9 @@ def build_examples(count: int, seed: int = 0) -> Dataset:
 
 
 SHORT = {"max_steps": 5}
+IN_EVERY_VERSION = ("lora", "precomputed reference", "checkpointing", "reentrant checkpointing", "accumulation")
+"""Set-ups of DPO that are tried here, for `nox`; its folder has all."""
+
 REWARD = {
     "plain": ({}, dict),
     "accumulation": (SHORT | {"gradient_accumulation_steps": 2}, dict),
@@ -231,12 +238,21 @@ LOSSES = {
     f"{loss} loss": (SCATTERED | {"num_iterations": 2, "loss_type": loss}, dict)
     for loss in ("grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 }
+DISTILLATION = {name: ONLINE[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
+    "forward divergence, colder": (FOUR | {"beta": 0.0, "temperature": 0.7, "pad_to_multiple_of": 8}, dict),
+    "a wider teacher": (FOUR, lambda: {"teacher_model": build_model(seed=1, hidden_size=64, initializer_range=0.1)}),
+}
 ONLINE_METRICS = ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "num_tokens")
 ONLINE_DEFAULTS = {
     "train_dataset": lambda: build_prompts(24),
     "eval_dataset": lambda: build_prompts(4, seed=1),
     "processing_class": build_tokenizer,
 }
+
+
+def begun_alike(count: int, seed: int = 0) -> Dataset:
+    return build_prompts(count, seed).map(lambda row: {"prompt": f"w3 w5 w7 w9 {row['prompt']}"})
+
 
 METHODS = {
     method.name: method
@@ -256,6 +272,22 @@ METHODS = {
             elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES),
             # The last three call the model twice.
             uncounted=("checkpointing", "lora, checkpointing", "label smoothing", "a loss of one's own", "wrapped"),
+        ),
+        Method(
+            "DPO",
+            ("rewards/margins", "logps/chosen", "num_tokens"),
+            {"plain": ({}, dict), "short": (dpo_runs.SHORT, dict)}
+            | {name: (case.config, case.given) for name, case in dpo_runs.SET_UPS.items()},
+            {
+                "model": build_model,
+                "ref_model": lambda: build_model(seed=1),
+                "train_dataset": lambda: dpo_runs.build_pairs(40),
+                "eval_dataset": lambda: dpo_runs.build_pairs(12, seed=1),
+                "processing_class": build_tokenizer,
+            },
+            settings=SETTINGS | BATCHES | {"max_length": 26},
+            uncounted=("checkpointing", "reentrant checkpointing", "lora"),
+            elsewhere=("short", *(name for name in dpo_runs.SET_UPS if name not in IN_EVERY_VERSION)),
         ),
         Method(
             "Reward",
@@ -309,6 +341,21 @@ METHODS = {
             means=frozenset({"entropy"}),
             # After a step on the same completions, norms keep the rounding of the gradients that cancel.
             atol={"two iterations": 2e-5},
+        ),
+        Method(
+            "Distillation",
+            ("entropy", "completions/mean_length", "num_tokens"),
+            DISTILLATION,
+            ONLINE_DEFAULTS
+            | {
+                "teacher_model": lambda: build_model(seed=1),
+                "train_dataset": lambda: begun_alike(24),
+                "eval_dataset": lambda: begun_alike(4, seed=1),
+            },
+            settings=without_groups(ONLINE_SETTINGS),
+            side=False,
+            uncounted=("checkpointing", "lora"),
+            means=frozenset({"entropy"}),
         ),
     )
     if trl.__version__ in versions.NEWER.get(f"{method.name}Trainer", versions.BOUNDS["trl"])

@@ -59,24 +59,26 @@ def without_groups(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "num_generations"} | {"beta": 0.5}
 
 
-def watch_forwards(completions: list[list[int]]):
-    """Watch the forwards that take log-probabilities of the policy, and all completions that are generated."""
+def watch_forwards(completions: list[list[int]], scores: str = "_get_per_token_logps_and_entropies"):
+    """Watch the forwards by which the policy `scores` completions, and all completions that are generated."""
 
     def watch(trainer: Any, batches: list) -> None:
-        take, generate = trainer._get_per_token_logps_and_entropies, trainer._generate_single_turn
+        take, generate = getattr(trainer, scores), trainer._generate_single_turn
+        others = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
 
-        def taken(model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
-            if model is not trainer.ref_model:
-                size = batch_size or len(input_ids)
+        def taken(model, input_ids, attention_mask, logits_to_keep, *batch_size, **kwargs):
+            if not any(model is other for other in others):
+                size = next(filter(None, [*batch_size, kwargs.get("batch_size")]), len(input_ids))
                 batches.extend(zip(input_ids.split(size), attention_mask.split(size), strict=True))
-            return take(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+            return take(model, input_ids, attention_mask, logits_to_keep, *batch_size, **kwargs)
 
         def generated(*args, **kwargs):
             result = generate(*args, **kwargs)
             completions.extend(result[0] if isinstance(result, tuple) else result)
             return result
 
-        trainer._get_per_token_logps_and_entropies, trainer._generate_single_turn = taken, generated
+        setattr(trainer, scores, taken)
+        trainer._generate_single_turn = generated
 
     return watch
 

@@ -16,47 +16,16 @@ from unittest import mock
 
 import torch
 from datasets import load_from_disk
-from kit import dpo_runs
-from kit.methods import BATCHES, METHODS, ONLINE_DEFAULTS, SCATTERED, Maker, Method
-from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, save_policy, without_groups
+from kit.methods import METHODS, Maker, Method
+from kit.online_runs import build_prompts, save_policy
 from kit.split_runs import counted
-from kit.trainer_runs import MODES, SETTINGS, Run, build_model, build_tokenizer, run
+from kit.trainer_runs import MODES, Run, run
 
 from trl_padfix.core.handle import PaddingRemoval
 
 
 __all__ = ["REFUSED", "TRAININGS", "method_of", "save_material", "train"]
 
-
-def _student() -> Any:
-    model = build_model()
-    model.generation_config.eos_token_id = ENDS
-    return model
-
-
-ALL = METHODS | {
-    "DPO": Method(
-        "DPO",
-        ("rewards/margins", "logps/chosen", "num_tokens"),
-        {"plain": ({}, dict), "short": (dpo_runs.SHORT, dict)}
-        | {name: (case.config, case.given) for name, case in dpo_runs.SET_UPS.items()},
-        {
-            "model": build_model,
-            "ref_model": lambda: build_model(seed=1),
-            "train_dataset": lambda: dpo_runs.build_pairs(40),
-            "eval_dataset": lambda: dpo_runs.build_pairs(12, seed=1),
-            "processing_class": build_tokenizer,
-        },
-        settings=SETTINGS | BATCHES | {"max_length": 26},
-    ),
-    "Distillation": Method(
-        "Distillation",
-        ("completions/mean_length", "num_tokens"),
-        {"plain": ({}, dict), "accumulation": (SCATTERED, dict)},
-        ONLINE_DEFAULTS | {"model": _student, "teacher_model": lambda: build_model(seed=1)},
-        settings=without_groups(ONLINE_SETTINGS),
-    ),
-}
 
 KEYS = {"cp_attention": "keys"}
 BUDGET = {"max_tokens_per_batch": 60}
@@ -115,13 +84,13 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 def save_material(folder: Path) -> None:
     """What all processes read: of several, TRL lets one save a model, and one compute the reference for all."""
     save_policy(folder / "policy")
-    for method in (ALL["DPO"], ALL["KTO"]):
+    for method in (METHODS["DPO"], METHODS["KTO"]):
         for name in ("train_dataset", "eval_dataset"):
             method.defaults[name]().save_to_disk(folder / method.name / name)
 
 
 def method_of(name: str) -> Method:
-    return ALL[TRAININGS[name][0]]
+    return METHODS[TRAININGS[name][0]]
 
 
 def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
@@ -130,7 +99,7 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     [`save_material`] has made.
     """
     kind, case, own = (TRAININGS | {name: given[:3] for name, given in REFUSED.items()})[name]
-    method = ALL[kind]
+    method = METHODS[kind]
     settings, given = method.cases[case]
     maker = Maker(method, SimpleNamespace(mktemp=lambda part: folder / part))
     maker.policy = str(folder.parent / "policy")  # of the method

@@ -17,6 +17,7 @@ import trl
 from datasets import Dataset
 from kit.cells import once_each
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.methods import build_examples, build_pairs
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, reward_words, save_policy
 from kit.trainer_runs import MODES, SETTINGS, assert_same, build_model, build_tokenizer, lora, run, words
 from peft import get_peft_model
@@ -41,15 +42,6 @@ ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
 SHORT = {"max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "max_length": 26}
 
 
-def build_rows(kind: str, count: int = 16) -> Dataset:
-    draw = random.Random(0)
-    if kind == "KTO":
-        rows = [{"completion": words(draw, 1, 12), "label": i % 3 > 0} for i in range(count)]
-    else:
-        rows = [{"chosen": words(draw, 1, 12), "rejected": words(draw, 1, 12)} for _ in range(count)]
-    return Dataset.from_list([{"prompt": words(draw, 2, 18)} | row for row in rows])
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> str:
     return save_policy(tmp_path_factory.mktemp("policy"))
@@ -70,7 +62,7 @@ def make(tmp_path_factory, saved, saved_reward_model):
         settings = ONLINE_SETTINGS | {"max_steps": 2} if online else SETTINGS | SHORT
         defaults = {
             "model": saved_reward_model if kind == "Reward" else saved,
-            "train_dataset": build_prompts(8) if online else build_rows(kind),
+            "train_dataset": build_prompts(8) if online else (build_examples if kind == "KTO" else build_pairs)(16),
             "processing_class": build_tokenizer(),
         }
         if online:

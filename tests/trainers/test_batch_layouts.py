@@ -6,7 +6,6 @@ Each is counted on the simulated device, beside the same batch without its layou
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,11 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import every_second, once_each, slow_but
+from kit.methods import build_examples, build_pairs
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.simulated_steps import on_simulated, place_models, step, waits_and_losses
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, run, words
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, run
 from kit.vision_runs import build_captions, build_processor, build_vlm
 from kit.vision_runs import build_pairs as build_image_pairs
 
@@ -36,19 +36,9 @@ from trl_padfix.trainers.watch.exact_means import without_repeated_rows
 from trl_padfix.trainers.watch.token_counts import TokenCounts
 
 
-def build_pairs(count: int) -> Dataset:
-    draw = random.Random(0)
-    rows = [{k: words(draw, 2, 9) for k in ("prompt", "chosen", "rejected")} for _ in range(count)]
-    return Dataset.from_list(rows)
-
-
-def build_unpaired(count: int) -> Dataset:
-    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
-
-
 DATA: dict[str, Callable[[int], Dataset]] = {
     "DPO": build_pairs,
-    "KTO": build_unpaired,
+    "KTO": build_examples,
     "Reward": build_pairs,
     "SFT": build_rows,
 }

@@ -6,13 +6,19 @@ import trl.trainer.dpo_trainer as trl_dpo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_padfix import DataCollatorForPreference
+from trl_padfix import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForPreference,
+    DataCollatorForReward,
+    DataCollatorForUnpairedPreference,
+)
 
 
 PAIRS = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
     {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
 ]
+KTO = {"prompt_ids": [1], "completion_ids": [2], "label": True}
 
 
 def collate(pairs, **settings):
@@ -126,11 +132,20 @@ def test_no_padding_side_is_an_error():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("empty", ["chosen", "rejected"])
-def test_an_empty_completion_is_an_error_that_names_the_pair(empty, side):
-    broken = [PAIRS[0], PAIRS[1] | {f"{empty}_ids": []}]
-    with pytest.raises(ValueError, match=f"The {empty} completion of pair 1 of the batch has no token.*Drop the pair"):
-        collate(broken, padding_side=side)
+@pytest.mark.parametrize(
+    ("collator", "row", "column", "named"),
+    [
+        (DataCollatorForPreference, PAIRS[0], "chosen_ids", "chosen completion of pair"),
+        (DataCollatorForPreference, PAIRS[0], "rejected_ids", "rejected completion of pair"),
+        (DataCollatorForReward, PAIRS[0], "rejected_ids", "rejected sequence of pair"),
+        (DataCollatorForUnpairedPreference, KTO, "completion_ids", "completion of example"),
+        (DataCollatorForLanguageModeling, {"input_ids": [1]}, "input_ids", "text of row"),
+    ],
+)
+def test_an_empty_text_is_an_error_that_names_the_example(collator, row, column, named, side):
+    message = f"The {named} 1 of the batch has no token.*Drop the {named.split()[-1]}"
+    with pytest.raises(ValueError, match=message):
+        collator(pad_token_id=0, padding_side=side)([dict(row), row | {column: []}])
 
 
 def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row():

@@ -513,11 +513,3 @@ def test_rows_without_images_need_a_chat_template_too(tmp_path):
         SFTTrainer(
             build_vision_model("llava"), args=config, train_dataset=rows, eval_dataset=rows, processing_class=processor
         )
-
-
-@pytest.mark.parametrize("name", ["RewardConfig", "KTOConfig", "GRPOConfig", "RLOOConfig"])
-def test_other_trainers_do_not_have_it(name, tmp_path):
-    import trl_padfix
-
-    with pytest.raises(TypeError, match="predict_with_generate"):
-        getattr(trl_padfix, name)(str(tmp_path), predict_with_generate=True)

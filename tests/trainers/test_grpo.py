@@ -7,7 +7,7 @@ from kit.online_runs import build_prompts, load_policy, save_policy
 from kit.trainer_runs import MODES
 from packaging.version import Version
 
-from trl_padfix import GRPOConfig, GRPOTrainer
+from trl_padfix import GRPOTrainer
 from trl_padfix.trainers.online import group_prompts
 
 
@@ -71,13 +71,3 @@ def test_the_language_model_head_scores_completions_only(make, monkeypatch):
     monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "forward", staticmethod(watched))
     done = make.train("no reference", given={"eval_dataset": None}, **MODES["prefix sharing"], max_steps=2)
     assert sum(scored) == sum(map(len, done.completions))
-
-
-def test_sharing_without_padding_free_is_refused():
-    with pytest.raises(ValueError, match="needs `padding_free=True`"):
-        GRPOConfig(prefix_sharing=True, use_cpu=True, bf16=False)
-
-
-def test_there_is_no_padding_side():
-    with pytest.raises(TypeError, match="padding_side"):
-        GRPOConfig(padding_side="left", use_cpu=True, bf16=False)

@@ -1,20 +1,11 @@
-"""What KTO has of its own: its collator and its reference. `test_every_method.py` has the trajectories."""
+"""What KTO has of its own: its collator. `test_every_method.py` has the trajectories."""
 
 import pytest
 import torch
 import trl.trainer.kto_trainer as trl_kto
-from kit.trainer_runs import MODES
-from transformers import T5Config, T5ForConditionalGeneration
 
-from trl_padfix import DataCollatorForUnpairedPreference, PaddingRemovalError
+from trl_padfix import DataCollatorForUnpairedPreference
 
-
-@pytest.fixture(scope="module")
-def make(makers):
-    return makers("KTO")
-
-
-# -- the collator
 
 EXAMPLES = [
     {"prompt_ids": [1, 2], "completion_ids": [3, 4], "KL_completion_ids": [5], "label": True},
@@ -49,17 +40,3 @@ def test_a_row_without_a_prompt_cannot_be_padded_left():
     rows = [{**row, "prompt_ids": []} for row in EXAMPLES]
     with pytest.raises(ValueError, match=r"begin with a completion token.*Give every row a prompt"):
         DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(rows)
-
-
-def test_an_empty_completion_is_named():
-    with pytest.raises(ValueError, match="completion of example 1 of the batch has no token"):
-        DataCollatorForUnpairedPreference(pad_token_id=0)([EXAMPLES[0], EXAMPLES[1] | {"completion_ids": []}])
-
-
-# -- bad input
-
-
-def test_an_encoder_decoder_is_refused(make):
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(PaddingRemovalError, match="T5ForConditionalGeneration: it is an encoder-decoder"):
-        make(config=MODES["padding-free"], model=T5ForConditionalGeneration(config))

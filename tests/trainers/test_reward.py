@@ -20,13 +20,6 @@ def make(makers):
     return makers("Reward")
 
 
-def test_the_tokenizers_side_is_the_default(make):
-    trainer = make(processing_class=build_tokenizer(padding_side="left"))
-    assert isinstance(trainer.data_collator, DataCollatorForReward)
-    assert trainer.data_collator.padding_side == "left"
-    assert make(config={"padding_side": "right"}).data_collator.padding_side == "right"
-
-
 def test_the_model_is_left_as_it_was(make):
     trainer = make(config=MODES["prefix sharing"])
     ids = torch.tensor([[39, 39, 5, 6, 7], [2, 3, 4, 5, 6]])
@@ -48,16 +41,6 @@ def test_an_encoder_is_refused(make):
     config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_labels=1)
     with pytest.raises(PaddingRemovalError, match="BertForSequenceClassification"):
         make(config=MODES["padding-free"], model=BertForSequenceClassification(config))
-
-
-def test_an_empty_sequence_is_named():
-    with pytest.raises(ValueError, match="rejected sequence of pair 0 of the batch has no token"):
-        DataCollatorForReward(pad_token_id=39)([{"chosen_ids": [1], "rejected_ids": []}])
-
-
-def test_another_padding_side_is_refused():
-    with pytest.raises(ValueError, match="padding_side"):
-        RewardConfig(padding_side="both", use_cpu=True, bf16=False)
 
 
 # The token that is scored

@@ -163,6 +163,7 @@ CONTROLS = {
         ([{k: v for k, v in row.items() if k != "reward"} for row in ROWS], good_rollouts, "no column `reward`"),
         ([{"task": 0, "reward": 1.0, "text": "w3"}], good_rollouts, "no column `messages`"),
         ([*ROWS, ROWS[0] | {"reward": None}], rollout_pairs, r"1 of 11 rollouts have no number .* row 10"),
+        ([*ROWS, ROWS[0] | {"task": None}], rollout_pairs, "1 of 11 rollouts have no `task`.* row 10"),
         (ROWS[9:], rollout_pairs, "makes no pair of 1 rollouts: 1 of 1 tasks have one trial"),
         (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),
         (ROWS[3:6], good_rollouts, "None of the 3 rollouts has a `reward` of at least 1; the highest is 0"),

@@ -56,6 +56,32 @@ def test_compute_metrics_is_given_inputs_that_fit_the_labels(tmp_path):
     assert evaluate(trl_padfix, tmp_path, fit, **given)["eval_fit"]
 
 
+@pytest.mark.parametrize("config", [{}, {"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 40}])
+def test_a_loss_of_a_subclass_scores_no_token_from_padding(config, tmp_path):
+    """Labels of first tokens, which a left-padded batch is collated with, are gone before any `compute_loss`."""
+    logs = {}
+    for library, given in ((trl, {}), (trl_padfix, config | {"padding_side": "left"})):
+
+        class Own(library.SFTTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+                return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+        settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16} | given
+        trainer = Own(
+            model=build_model(),
+            args=library.SFTConfig(str(tmp_path), **settings),
+            train_dataset=TEXTS,
+            eval_dataset=TEXTS,
+            processing_class=build_tokenizer(),
+        )
+        trainer.train()
+        trainer.evaluate()
+        history = trainer.state.log_history
+        logs[library] = [log[name] for log in history for name in ("loss", "grad_norm", "eval_loss") if name in log]
+    assert logs[trl_padfix] == pytest.approx(logs[trl], rel=1e-4)
+
+
 @pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_a_budget_takes_a_loss_that_logs_nothing(name, tmp_path):
     losses = {}

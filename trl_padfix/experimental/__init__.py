@@ -7,8 +7,8 @@ release; what it has removed is gone here too, with an error that says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 from ..versions import TESTED, installed_version, require
 
@@ -16,17 +16,16 @@ from ..versions import TESTED, installed_version, require
 __all__ = ["of_trl"]
 
 
-@contextmanager
-def of_trl(name: str) -> Iterator[None]:
+def of_trl(name: str) -> Any:
     """
-    A block that imports `trl.experimental.NAME`.
+    The module `trl.experimental.NAME`.
 
     Raises:
         ImportError: If the installed TRL is older than those this was run with, or has the module no more.
     """
     require("trl", "experimental")
     try:
-        yield
+        return import_module(f"trl.experimental.{name}")
     except ImportError as error:
         if error.name != f"trl.experimental.{name}":
             raise

@@ -1,28 +1,14 @@
-"""GMPO without padding."""
+"""GMPO without padding; all that [`GRPOTrainer`] does."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from ..trainers.config import PackingConfig, ReferenceAttentionConfig
+from ..trainers.config import ReferenceAttentionConfig
 from ..trainers.grpo import GRPOTask
 from ..trainers.online import OnlineTrainer
 from ..trainers.steps.config import OnlineBudgetConfig
-from . import of_trl
+from .tasks import without_padding
 
-
-with of_trl("gmpo"):
-    import trl.experimental.gmpo as trl_gmpo
 
 __all__ = ["GMPOConfig", "GMPOTrainer"]
 
-
-@dataclass
-class GMPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl_gmpo.GMPOConfig):
-    """TRL's [`~trl.experimental.gmpo.GMPOConfig`] with padding removal, as [`GRPOConfig`] has it."""
-
-
-class GMPOTrainer(OnlineTrainer, trl_gmpo.GMPOTrainer):
-    """TRL's [`~trl.experimental.gmpo.GMPOTrainer`] without padding; all that [`GRPOTrainer`] does."""
-
-    task_class = GRPOTask
+GMPOConfig, GMPOTrainer = without_padding(
+    "gmpo", "GMPO", GRPOTask, ReferenceAttentionConfig, OnlineBudgetConfig, mixin=OnlineTrainer
+)

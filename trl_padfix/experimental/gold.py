@@ -1,27 +1,9 @@
-"""GOLD without padding."""
+"""GOLD without padding, in the forwards of student and teacher."""
 
-from __future__ import annotations
+from ..trainers.config import TeacherAttentionConfig
+from .tasks import MessagesTask, without_padding
 
-from dataclasses import dataclass
-
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import PackingConfig, TeacherAttentionConfig
-from . import of_trl
-from .tasks import MessagesTask
-
-
-with of_trl("gold"):
-    import trl.experimental.gold as trl_gold
 
 __all__ = ["GOLDConfig", "GOLDTrainer"]
 
-
-@dataclass
-class GOLDConfig(TeacherAttentionConfig, PackingConfig, trl_gold.GOLDConfig):
-    """TRL's [`~trl.experimental.gold.GOLDConfig`] with padding removal."""
-
-
-class GOLDTrainer(PaddingFreeMixin, trl_gold.GOLDTrainer):
-    """TRL's [`~trl.experimental.gold.GOLDTrainer`] without padding, in the forwards of student and teacher."""
-
-    task_class = MessagesTask
+GOLDConfig, GOLDTrainer = without_padding("gold", "GOLD", MessagesTask, TeacherAttentionConfig)

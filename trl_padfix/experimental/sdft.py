@@ -1,27 +1,9 @@
-"""SDFT without padding."""
+"""SDFT without padding, in the forwards of student and teacher."""
 
-from __future__ import annotations
+from ..trainers.config import AttentionConfig
+from .tasks import PromptTask, without_padding
 
-from dataclasses import dataclass
-
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import AttentionConfig, PackingConfig
-from . import of_trl
-from .tasks import PromptTask
-
-
-with of_trl("sdft"):
-    import trl.experimental.sdft as trl_sdft
 
 __all__ = ["SDFTConfig", "SDFTTrainer"]
 
-
-@dataclass
-class SDFTConfig(AttentionConfig, PackingConfig, trl_sdft.SDFTConfig):
-    """TRL's [`~trl.experimental.sdft.SDFTConfig`] with padding removal."""
-
-
-class SDFTTrainer(PaddingFreeMixin, trl_sdft.SDFTTrainer):
-    """TRL's [`~trl.experimental.sdft.SDFTTrainer`] without padding, in the forwards of student and teacher."""
-
-    task_class = PromptTask
+SDFTConfig, SDFTTrainer = without_padding("sdft", "SDFT", PromptTask, AttentionConfig)

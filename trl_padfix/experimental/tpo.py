@@ -1,36 +1,29 @@
-"""TPO without padding."""
+"""TPO without padding: the prompt once for three completions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..trainers.base import PaddingFreeMixin
 from ..trainers.config import AttentionConfig, PaddingConfig
-from ..trainers.data.collators import EMPTY, SidedCollator, empty_completion
+from ..trainers.data.collators import SidedCollator
 from ..trainers.task import Task
 from . import of_trl
+from .tasks import without_padding
 
 
-with of_trl("tpo"):
-    import trl.experimental.tpo as trl_tpo
-    from trl.experimental.tpo import tpo_trainer as trl_tpo_trainer
+TRLs = of_trl("tpo").tpo_trainer.DataCollatorForTriplePreference
 
 __all__ = ["DataCollatorForTriplePreference", "TPOConfig", "TPOTrainer"]
 
 
 @dataclass
-class TPOConfig(AttentionConfig, PaddingConfig, trl_tpo.TPOConfig):
-    """TRL's [`~trl.experimental.tpo.TPOConfig`] with padding removal."""
-
-
-@dataclass
-class DataCollatorForTriplePreference(SidedCollator, trl_tpo_trainer.DataCollatorForTriplePreference):
+class DataCollatorForTriplePreference(SidedCollator, TRLs):
     """TRL's collator for pairs with a reference answer, padding on the side you choose."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        self.refuse_empty(examples, empty_completion, EMPTY)
+        self.refuse_empty(examples)
         return self.on_side(self.without_empty_rows(super().torch_call(examples)))
 
 
@@ -43,10 +36,7 @@ class TPOTask(Task):
     takes_images = False
     takes_layouts = True
     rows_per_item = 3
-    collators = {trl_tpo_trainer.DataCollatorForTriplePreference: DataCollatorForTriplePreference}
+    collators = {TRLs: DataCollatorForTriplePreference}
 
 
-class TPOTrainer(PaddingFreeMixin, trl_tpo.TPOTrainer):
-    """TRL's [`~trl.experimental.tpo.TPOTrainer`] without padding: the prompt once for three completions."""
-
-    task_class = TPOTask
+TPOConfig, TPOTrainer = without_padding("tpo", "TPO", TPOTask, AttentionConfig, PaddingConfig)

@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from ..core.attention.backends import Implementation, Machine, Workload, assess, best_backend, require_usable, spread
+from ..core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
 from ..core.model.find import find_pretrained
 from .field_types import parse_implementation, temporarily_set
 from .parts import Part, Settings
@@ -37,70 +37,52 @@ class AttentionChoice(Part):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._policys: Implementation | None = None
-        self._references: Implementation | None = None
-        self._teachers: Implementation | None = None
+        self._chosen: dict[str, Implementation] = {}
+        """By how the names of a model's fields begin: `""`, `"ref_"`, `"teacher_"`."""
         self._loads_policy = False
         self._undo = contextlib.ExitStack()
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
-        self._check_teacher(config, given.get("teacher_model"))
-        model, ref_model = given.get("model"), given.get("ref_model")
-        asked = _requested_implementation(config, self.settings)
-        ref_asked = parse_implementation(self.settings.ref_attn_implementation)
-        if model is None or (asked is None and ref_asked is None):
-            return
-        workload = _workload(model, config, self.settings.padding_free)
-        self._loads_policy = isinstance(model, str)
-        if asked is not None:
-            self._policys = _resolved(asked, workload, "attn_implementation")
-        if ref_asked is not None:
-            of_reference = workload if ref_model is None else _workload(ref_model, config, self.settings.padding_free)
-            self._references = _resolved(ref_asked, of_reference, "ref_attn_implementation")
-            adapted = getattr(model, "peft_config", None) or given.get("peft_config") is not None
-            if ref_model is None and adapted:
-                policys = self._policys or _default(model, workload)
-                self._refuse_other_reference(policys, "it is the policy with its adapter switched off")
-        elif ref_model is None:
-            self._references = self._policys
-
-    def _check_teacher(self, config: Any, teacher: Any) -> None:
-        asked = _requested_implementation(config, self.settings, "teacher_")
-        if asked is None:
-            return
-        if teacher is None:
-            raise ValueError(
-                f"`teacher_attn_implementation={asked!r}` is for a teacher model, and none is given. Leave it out, or "
-                "pass `teacher_model`."
-            )
-        workload = _workload(teacher, config, self.settings.padding_free, "teacher_")
-        self._teachers = _resolved(asked, workload, "teacher_attn_implementation")
+        policy, reference, teacher = (given.get(name) for name in ("model", "ref_model", "teacher_model"))
+        self._loads_policy = isinstance(policy, str)
+        models = {"": policy, "ref_": policy if reference is None else reference, "teacher_": teacher}
+        for of, model in models.items():
+            if (asked := _requested_implementation(config, self.settings, of)) is None:
+                continue
+            if model is not None:
+                workload = _workload(model, config, self.settings.padding_free, of)
+                self._chosen[of] = _resolved(asked, workload, f"{of}attn_implementation")
+            elif of == "teacher_":
+                raise ValueError(
+                    f"`teacher_attn_implementation={asked!r}` is for a teacher model, and none is given. Leave it "
+                    "out, or pass `teacher_model`."
+                )
+        if reference is None and "" in self._chosen:
+            self._chosen.setdefault("ref_", self._chosen[""])
 
     def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
-        if not self._loads_policy or self._policys is None:
+        if not self._loads_policy or "" not in self._chosen:
             return contextlib.nullcontext()
-        given = (config.model_init_kwargs or {}) | {"attn_implementation": self._policys}
+        given = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen[""]}
         return temporarily_set(config, "model_init_kwargs", given)
-
-    def _refuse_other_reference(self, policys: Implementation, why: str) -> None:
-        if self._references != policys:
-            raise ValueError(
-                f"`ref_attn_implementation={self._references!r}` is for a reference model with weights of its own, "
-                f"and here there is none: {why}. Leave `ref_attn_implementation` out, or set it to the policy's "
-                f"{policys!r}."
-            )
 
     def attach(self) -> None:
         """Switch models that TRL did not load with the wanted attention, before anything is attached to them."""
-        model, reference = self.trainer.model, getattr(self.trainer, "ref_model", None)
-        teacher = getattr(self.trainer, "teacher_model", None)
-        choices = ((model, self._policys), (reference, self._references), (teacher, self._teachers))
-        for one, implementation in choices:
-            if one is not None and implementation is not None:
-                self._undo.callback(set_attention(one, implementation))
-        if reference is None and self._references is not None:
-            policys = self._policys or str(find_pretrained(model).config._attn_implementation)
-            self._refuse_other_reference(policys, "`precompute_ref_log_probs=True`, `beta=0` and adapters need none")
+        models = {"": "model", "ref_": "ref_model", "teacher_": "teacher_model"}
+        found = {of: getattr(self.trainer, name, None) for of, name in models.items()}
+        for of, implementation in self._chosen.items():
+            if found[of] is not None:
+                self._undo.callback(set_attention(found[of], implementation))
+        if found["ref_"] is None and "ref_" in self._chosen:
+            references, policys = self._chosen["ref_"], self._chosen.get("")
+            policys = policys or str(find_pretrained(self.trainer.model).config._attn_implementation)
+            if references != policys:
+                raise ValueError(
+                    f"`ref_attn_implementation={references!r}` is for a reference model with weights of its own, and "
+                    "here there is none: it is the policy with its adapter switched off, or needed in no step "
+                    "(`precompute_ref_log_probs=True`, `beta=0`). Leave it out, or set it to the policy's "
+                    f"{policys!r}."
+                )
 
     def abandon(self) -> None:
         self._undo.close()
@@ -137,14 +119,15 @@ def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool
     return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())
 
 
-def _requested_implementation(config: Any, settings: Settings, of: str = "") -> Implementation | None:
-    """
-    The implementation that a configuration asks for, in our field or in TRL's, which must not disagree; `of` is how
-    the names of both begin.
-    """
+def _keywords(config: Any, of: str) -> dict[str, Any]:
+    """With which keyword arguments TRL loads a model; the reference is loaded as the policy is."""
+    return getattr(config, f"{'' if of == 'ref_' else of}model_init_kwargs", None) or {}
+
+
+def _requested_implementation(config: Any, settings: Settings, of: str) -> Implementation | None:
+    """The implementation that a configuration asks for, in our field or in TRL's, which must not disagree."""
     ours = parse_implementation(getattr(settings, f"{of}attn_implementation"))
-    keywords = getattr(config, f"{of}model_init_kwargs", None) or {}
-    theirs = parse_implementation(keywords.get("attn_implementation"))
+    theirs = None if of == "ref_" else parse_implementation(_keywords(config, of).get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"`{of}attn_implementation={ours!r}` and `{of}model_init_kwargs={{'attn_implementation': {theirs!r}}}` "
@@ -154,12 +137,9 @@ def _requested_implementation(config: Any, settings: Settings, of: str = "") -> 
 
 
 def _workload(model: str | nn.Module, config: Any, packs: bool = False, of: str = "") -> Workload:
-    """
-    Device, precision and model configuration of a run, known before weights are loaded; `of` as in
-    [`_requested_implementation`].
-    """
+    """Device, precision and model configuration of a run, known before weights are loaded."""
     if isinstance(model, str):
-        given = getattr(config, f"{of}model_init_kwargs") or {}
+        given = _keywords(config, of)
         where = {name: given[name] for name in _FOR_CONFIG if name in given}
         where.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
         model_config = given.get("config") or AutoConfig.from_pretrained(model, **where)
@@ -183,10 +163,3 @@ def _resolved(asked: Implementation, workload: Workload, field: str) -> Implemen
     found = names if isinstance(asked, dict) else names[""]
     require_usable(found, workload, field)
     return found
-
-
-def _default(model: str | nn.Module, workload: Workload) -> str:
-    """The implementation that a model runs with if the configuration does not name one."""
-    if not isinstance(model, str):
-        return str(find_pretrained(model).config._attn_implementation)
-    return "sdpa" if assess("sdpa", workload).usable else "eager"

@@ -38,7 +38,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .attention_choice import AttentionChoice
 from .checks import check_arguments
-from .compilation import Compilation
 from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
 from .generation.evaluation import Generation
@@ -48,7 +47,7 @@ from .saving.cards import card_tags, describe_in_card
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows
 from .steps.budget import Budget, Splitting
-from .steps.micro_batches import pieces_of
+from .steps.micro_batches import MICRO_BATCHES, pieces_of
 from .steps.sampler import StepOrder, StepRows
 from .task import Task
 from .watch.exact_means import ExactMeans
@@ -65,7 +64,6 @@ PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
     SplitRows,  # of what is packed
-    Compilation,  # of layers that are packed
     ExactMeans,  # takes rows out of a batch, so before all that look at it
     Parity,  # not counted, and with layouts of its own
     Layouts,
@@ -198,9 +196,10 @@ class PaddingFreeMixin:
     # -- steps
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        train = super().training_step
-        if pieces_of(inputs)[0] is inputs:
-            return train(model, inputs, *args, **kwargs)
+        train, scored = super().training_step, self.padding.task.scored  # before the `compute_loss` of a subclass
+        if (pieces := pieces_of(inputs))[0] is inputs:
+            return train(model, scored(inputs), *args, **kwargs)
+        inputs = {**inputs, MICRO_BATCHES: [scored(piece) for piece in pieces]}
         return self.padding.part(Budget).training_step(train, model, inputs, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -234,7 +233,7 @@ class PaddingFreeMixin:
             padding.is_observing = False
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, self.padding.task.scored(inputs), *args, **kwargs)
         return loss, *self.padding.task.for_metrics(inputs, logits, labels)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,10 @@ class AttentionConfig:
     attn_implementation: InitVar[Implementation | None] = None
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        self.attn_implementation = parse_implementation(attn_implementation)
+        self.attn_implementation = attn_implementation
+        for name in (f"{of}attn_implementation" for of in ("", "ref_", "teacher_")):
+            if hasattr(self, name):
+                setattr(self, name, parse_implementation(getattr(self, name)))
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,20 +60,12 @@ class ReferenceAttentionConfig(AttentionConfig):
 
     ref_attn_implementation: dict[str, Any] | str | None = None
 
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
-        super().__post_init__(attn_implementation)
-
 
 @dataclass
 class TeacherAttentionConfig(AttentionConfig):
     """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
 
     teacher_attn_implementation: dict[str, Any] | str | None = None
-
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        self.teacher_attn_implementation = parse_implementation(self.teacher_attn_implementation)
-        super().__post_init__(attn_implementation)
 
 
 @dataclass
@@ -178,11 +173,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Example:
 
     ```python
-    >>> from trl_padfix import DPOConfig
-
     >>> args = DPOConfig("runs/dpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
-    >>> args.padding_free, args.prefix_sharing, args.beta  # ours, ours, TRL's
-    (True, True, 0.1)
 
     ```
     """
@@ -213,11 +204,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     Example:
 
     ```python
-    >>> from trl_padfix import RewardConfig
-
     >>> args = RewardConfig("runs/reward", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
-    >>> args.pool_last_token
-    True
 
     ```
     """
@@ -249,11 +236,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     Example:
 
     ```python
-    >>> from trl_padfix import KTOConfig
-
     >>> args = KTOConfig("runs/kto", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
-    >>> args.prefix_sharing
-    'auto'
 
     ```
     """
@@ -286,11 +269,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     Example:
 
     ```python
-    >>> from trl_padfix import GRPOConfig
-
     >>> args = GRPOConfig("runs/grpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
-    >>> args.prefix_sharing
-    True
 
     ```
     """
@@ -315,11 +294,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     Example:
 
     ```python
-    >>> from trl_padfix import RLOOConfig
-
     >>> args = RLOOConfig("runs/rloo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
-    >>> args.prefix_sharing
-    True
 
     ```
     """
@@ -350,11 +325,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     Example:
 
     ```python
-    >>> from trl_padfix import SFTConfig
-
     >>> args = SFTConfig("runs/sft", padding_free=True, expand_turns=True, use_cpu=True, bf16=False)
-    >>> args.expand_turns
-    True
 
     ```
     """

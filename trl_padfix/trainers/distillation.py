@@ -42,11 +42,7 @@ class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConf
     Example:
 
     ```python
-    >>> from trl_padfix import DistillationConfig
-
     >>> args = DistillationConfig("runs/distillation", padding_free=True, use_cpu=True, bf16=False)
-    >>> args.padding_free, args.beta  # ours, TRL's
-    (True, 1.0)
 
     ```
     """
@@ -72,21 +68,17 @@ class DistillationTask(OnlineTask):
 
 class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
     """
-    TRL's [`~trl.DistillationTrainer`] without padding.
+    TRL's [`~trl.DistillationTrainer`] without padding, as [`GRPOTrainer`] is, in the forwards of student and teacher.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoders of student and teacher compute
-    real tokens only; with `prefix_sharing=True` what prompts have in common at their beginning (a system prompt, the
-    same prompt drawn twice) once. Generation is TRL's, and so are the chunked divergence and the gradients.
-
-    Logs what [`GRPOTrainer`] logs.
+    `prefix_sharing=True` computes once what prompts have in common at their beginning (a system prompt, the same
+    prompt drawn twice). Generation, the chunked divergence and the gradients are TRL's.
 
     Args:
         *args, **kwargs:
             As [`~trl.DistillationTrainer`]. `args` may be this package's [`DistillationConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from one of the models with exact results.
-        ParityError: On the first batch, if the packed and the padded forward of one of them differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`], for one of the models.
         ValueError: For no teacher, a missing `prompt` column, and for prompts without a token.
 
     Example:

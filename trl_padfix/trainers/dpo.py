@@ -12,8 +12,8 @@ from datasets import Dataset
 
 from .base import PaddingFreeMixin
 from .checks import require_eos
-from .data.collators import DataCollatorForPreference, empty_completion
-from .data.columns import count_equal, empty_lists
+from .data.collators import DataCollatorForPreference
+from .data.columns import count_equal
 from .data.vision_collators import DataCollatorForVisionPreference
 from .steps.measures import PairMeasure
 from .task import PairTask
@@ -48,9 +48,7 @@ class DPOTask(PairTask):
                 f"No pair of the {name} dataset is left: all {rows} prompts fill `max_length={max_length}` by "
                 "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
             )
-        for side in ("chosen", "rejected"):
-            if len(empty := empty_lists(prepared, f"{side}_ids")):
-                raise ValueError(empty_completion(side, f"pair {empty[0]} of the {name} dataset"))
+        DataCollatorForPreference.refuse_empty_in(prepared, name)
         if equal := count_equal(prepared, "chosen_ids", "rejected_ids"):
             logger.warning(
                 f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing "

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers.hf_argparser import string_to_bool
 
+from .parts import Settings
+
 
 if TYPE_CHECKING:
     from ..core.attention.backends import Implementation
@@ -49,9 +51,6 @@ Configuration = TypeVar("Configuration", bound=type)
 
 FLAGS = (bool, bool | None, "bool", "bool | None")
 
-OURS = ("padding_free", "prefix_sharing", "stop_on_nonfinite", "predict_with_generate",
-        "exact_eval_means", "pool_last_token")  # fmt: skip
-
 
 def help_from_docstring(config: Configuration) -> Configuration:
     """Class decorator that gives fields without a `help` the text of their entry in the configuration's docstring."""
@@ -71,7 +70,8 @@ def check_field_types(config: Any) -> None:
         value = getattr(config, field.name, None)
         if field.type not in FLAGS or value in (None, False, True):
             continue
-        if field.name in OURS or str(value).strip().lower() in ("true", "false"):  # some of TRL's take others
+        # Some of TRL's flags take other values.
+        if hasattr(Settings, field.name) or str(value).strip().lower() in ("true", "false"):
             meant = str(value).strip().lower() in ("true", "yes", "on", "1")
             raise TypeError(
                 f"`{field.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "

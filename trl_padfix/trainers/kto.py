@@ -14,9 +14,8 @@ from accelerate.utils import reduce
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
-from .data.collators import EMPTY, SidedCollator
-from .data.columns import empty_lists
-from .data.vision_collators import on_side_with_kl
+from .data.collators import SidedCollator
+from .data.vision_collators import VisionCollator, on_side_with_kl
 from .field_types import temporarily_set
 from .steps.measures import UnpairedMeasure
 from .steps.split_forward import splitting
@@ -68,18 +67,24 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     ```
     """
 
+    texts, example = {"completion_ids": "completion"}, "example"
+
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        rows = [i for i, example in enumerate(examples) if len(example["completion_ids"]) == 0]
-        self.refuse_or_count(rows, _empty(f"example {rows[0]} of the batch") if rows else "", EMPTY)
+        self.refuse_empty(examples)
         return on_side_with_kl(self, super().torch_call(examples))
 
 
-def _empty(where: str) -> str:
-    return (
-        f"The completion of {where} has no token: its log-probability would be 0 whatever the model does. Drop the "
-        "example, or end completions with an EOS token."
-    )
+if hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference"):  # not in every TRL
+
+    @dataclass
+    class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+        """TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term."""
+
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            batch = super().torch_call(examples)
+            self.refuse_cut(batch, len(examples), "examples")
+            return on_side_with_kl(self, batch)
 
 
 class KTOTask(Task):
@@ -89,17 +94,14 @@ class KTOTask(Task):
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = ("prompt", "completion", "chosen", "rejected")
     takes_layouts = True
-    takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")  # not in every TRL
+    takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")
     collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
     if takes_images:
-        from .data.vision_unpaired import DataCollatorForVisionUnpairedPreference
-
         collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
     measure = UnpairedMeasure
 
     def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        if len(empty := empty_lists(prepared, "completion_ids")):
-            raise ValueError(_empty(f"example {empty[0]} of the {given.dataset_name} dataset"))
+        DataCollatorForUnpairedPreference.refuse_empty_in(prepared, given.dataset_name)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)
@@ -160,23 +162,15 @@ class KTOTask(Task):
 
 class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     """
-    TRL's [`~trl.KTOTrainer`] without padding.
-
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
-    real tokens only, in the forward of the completions and in that of the mismatched completions of the KL term; with
-    `prefix_sharing=True` no prompt twice in either. Batches are padded on the tokenizer's side, or on `padding_side`.
-    Losses, metrics and gradients are those of the padded computation.
-
-    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
-    [`DPOTrainer`] does; they count both forwards.
+    TRL's [`~trl.KTOTrainer`] without padding, as [`DPOTrainer`] is: also in the forward of the mismatched completions
+    of the KL term, which the logged `padfix/` metrics count, too. `prefix_sharing=True` shares within each of both.
 
     Args:
         *args, **kwargs:
             As [`~trl.KTOTrainer`]. `args` may be this package's [`KTOConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`].
         ValueError: For missing columns, empty completions, and no pad token.
 
     Example:

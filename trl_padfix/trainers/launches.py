@@ -13,6 +13,7 @@ from ..core.mixers.mixers import WHOLE
 
 __all__ = [
     "check_launch",
+    "datasets_of",
     "is_zero_3",
     "models_of",
     "named_models_of",
@@ -33,6 +34,12 @@ def named_models_of(trainer: Any) -> dict[str, Any]:
 def models_of(trainer: Any) -> list[Any]:
     """The models of [`named_models_of`], the policy first."""
     return [*named_models_of(trainer).values()]
+
+
+def datasets_of(trainer: Any) -> dict[str, Any]:
+    """The datasets of a trainer by name, as far as there are any."""
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
 
 
 def check_launch(trainer: Any) -> None:

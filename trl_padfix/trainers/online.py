@@ -21,12 +21,12 @@ from ..core.call.step import BatchFacts, Known, knowing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns
-from .compilation import Compilation
 from .data.batch_layouts import with_layout_of_rows
 from .data.columns import blank_texts
 from .data.layouts import Layouts
 from .data.row_checks import sound_rows
-from .packing import Packing, datasets_of
+from .launches import datasets_of
+from .packing import Packing
 from .parts import Step, entered
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows
@@ -176,7 +176,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        AttentionChoice, Packing, SplitRows, Compilation, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
+        AttentionChoice, Packing, SplitRows, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
         WholeCheckpoints,
     )  # fmt: skip
 

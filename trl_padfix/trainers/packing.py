@@ -20,13 +20,13 @@ from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
-from .launches import check_launch, is_zero_3, models_of, named_models_of, refuse_whole_rows
-from .parts import Part, Settings
+from .launches import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
+from .parts import Part, Settings, entered
 from .task import Task
 from .watch.finite import check_weights
 
 
-__all__ = ["Packing", "Padding", "datasets_of"]
+__all__ = ["Packing", "Padding"]
 
 logger = get_logger(__name__)
 
@@ -80,11 +80,6 @@ class Padding:
         return self.handles[0] if self.handles else None
 
     @property
-    def ref_handle(self) -> PaddingRemoval | None:
-        """Handle of the reference or the teacher, where that is a second model."""
-        return self.handles[1] if len(self.handles) > 1 else None
-
-    @property
     def stats(self) -> PaddingStats | None:
         """Token counts of the packed forwards of the policy."""
         return self.handles[0].stats if self.handles else None
@@ -113,7 +108,11 @@ class Packing(Part):
 
     def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
         # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
-        return temporarily_set(config, "padding_free", False)
+        values: dict[str, Any] = {"padding_free": False}
+        if self.settings.padding_free and getattr(config, "torch_compile", False):
+            # Layers are compiled, no model as a whole; accelerate goes by the backend, whatever the flag says.
+            values |= {"torch_compile": False, "torch_compile_backend": None}
+        return entered(temporarily_set(config, name, value) for name, value in values.items())
 
     def attach(self) -> None:
         self._set_up_collator()
@@ -202,6 +201,20 @@ class Packing(Part):
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
             self._check_images(name, dataset)
         self._keep_padding_side()
+        if self.trainer.args.torch_compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        args, handles = self.trainer.args, self.trainer.padding.handles
+        if handles and is_zero_3(self.trainer.accelerator):
+            raise PaddingRemovalError(
+                "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
+                "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
+            )
+        from ..core.attention.compiled import compile_layers
+
+        for handle in handles:
+            compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def _check_images(self, name: str, dataset: Any) -> None:
         """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
@@ -235,9 +248,3 @@ class Packing(Part):
     def restore(self) -> None:
         self._undo.close()
         self.trainer.padding.handles = []
-
-
-def datasets_of(trainer: Any) -> dict[str, Any]:
-    """The datasets of a trainer by name, as far as there are any."""
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}

@@ -12,9 +12,9 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
 from .base import PaddingFreeMixin
-from .data.collators import DataCollatorForReward, empty_sequence
-from .data.columns import empty_lists, rows_of_only
-from .packing import datasets_of
+from .data.collators import DataCollatorForReward
+from .data.columns import rows_of_only
+from .launches import datasets_of
 from .steps.measures import RewardMeasure
 from .task import PairTask
 
@@ -48,9 +48,7 @@ class RewardTask(PairTask):
                 f"No pair of the {given.dataset_name} dataset is left: all have a sequence of more than "
                 f"`max_length={given.args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
             )
-        for side in ("chosen", "rejected"):
-            if len(empty := empty_lists(prepared, f"{side}_ids")):
-                raise ValueError(empty_sequence(side, f"pair {empty[0]} of the {given.dataset_name} dataset"))
+        DataCollatorForReward.refuse_empty_in(prepared, given.dataset_name)
 
     def attached(self) -> None:
         handle = self.trainer.padding.handle
@@ -80,23 +78,17 @@ class RewardTask(PairTask):
 
 class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
     """
-    TRL's [`~trl.RewardTrainer`] without padding.
+    TRL's [`~trl.RewardTrainer`] without padding, as [`DPOTrainer`] is.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, with
-    `prefix_sharing=True` the prompt of a pair once; batches are padded on the tokenizer's side, or on `padding_side`.
     Rewards, losses, metrics and gradients are those of the padded computation, except that `pool_last_token=True`
     scores the last token of each row also where it is the pad token.
-
-    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
-    [`DPOTrainer`] does.
 
     Args:
         *args, **kwargs:
             As [`~trl.RewardTrainer`]. `args` may be this package's [`RewardConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`].
         ValueError: For missing columns, empty rows, and a model with a language-modelling head.
 
     Example:

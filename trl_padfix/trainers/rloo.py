@@ -24,22 +24,15 @@ class RLOOTask(OnlineTask):
 
 class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     """
-    TRL's [`~trl.RLOOTrainer`] without padding.
-
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
-    real tokens only wherever log-probabilities are taken; with `prefix_sharing=True` the prompt of a group is computed
-    once for all its completions, which gradient accumulation does not scatter over micro-batches then. Generation is
-    TRL's, and so are losses, rewards and gradients.
-
-    Logs what [`GRPOTrainer`] logs.
+    TRL's [`~trl.RLOOTrainer`] without padding, as [`GRPOTrainer`] is; with `prefix_sharing=True` gradient accumulation
+    never scatters the completions of a group.
 
     Args:
         *args, **kwargs:
             As [`~trl.RLOOTrainer`]. `args` may be this package's [`RLOOConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`].
         ValueError: For a missing `prompt` column, and for prompts without a token.
 
     Example:
@@ -47,14 +40,9 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     ```python
     from trl_padfix import RLOOConfig, RLOOTrainer
 
-
-    def shorter(completions, **columns):
-        return [-len(completion) for completion in completions]
-
-
     args = RLOOConfig(output_dir="runs/rloo", padding_free=True, prefix_sharing=True)
     trainer = RLOOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=shorter, args=args, train_dataset=prompts)
-    trainer.train()  # columns of the data: prompt
+    trainer.train()  # columns of the data: prompt; a reward function as for GRPO
     ```
     """
 

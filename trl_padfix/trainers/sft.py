@@ -15,6 +15,7 @@ from trl.data_utils import is_conversational, is_conversational_from_value
 from ..core.model.older import packing_with_any_attention
 from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
+from .data.batch_layouts import relabelled
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
@@ -117,7 +118,9 @@ class SFTTask(Task):
         return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
 
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return drop_first_labels(inputs) if self._labels_begin_rows and "attention_mask" in inputs else inputs
+        if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
+            return inputs
+        return relabelled(inputs, drop_first_labels(inputs)["labels"])
 
     def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.
@@ -126,7 +129,7 @@ class SFTTask(Task):
         mask = inputs["attention_mask"].to(logits.device)
         columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
         inputs.update(pad_right(inputs))  # with `include_for_metrics` they are handed over, too
-        return logits.take_along_dim(columns[..., None], dim=1), labels.gather(1, columns)
+        return logits.take_along_dim(columns[..., None], dim=1), inputs["labels"].to(logits.device)
 
     def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # transformers counts the labels of right-padded rows, for most models without the first column.
@@ -137,32 +140,24 @@ class SFTTask(Task):
 
 class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     """
-    TRL's [`~trl.SFTTrainer`] without padding.
+    TRL's [`~trl.SFTTrainer`] without padding, as [`DPOTrainer`] is.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder computes real tokens only, also
-    with `max_length`, with a collator of your own and in evaluation; with `prefix_sharing=True` what rows have in
-    common at their beginning (a system prompt) once. Batches are padded on the tokenizer's side, or on
-    `padding_side`. With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any
-    attention implementation, in memory that grows linearly with the row. Losses, metrics and gradients are those of
-    the padded computation.
+    With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with a collator of your own
+    and in evaluation; with `prefix_sharing=True` what rows have in common at their beginning (a system prompt) once.
+    With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any attention
+    implementation, in memory that grows linearly with the row.
 
     With `expand_turns=True` a conversation becomes a row for each turn of the assistant, as the chat template renders
-    it at that moment, trained on that turn; see [`expand_turns`].
-
-    Logs `perf/tokens_per_second`, `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics, as
-    [`DPOTrainer`] does. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained
-    tokens, whatever the batch size; by default they are TRL's means over batches.
-
-    With `predict_with_generate=True` every evaluation also continues the prompts, as in [`DPOTrainer`]; the references
-    are the completions, or the last messages of the assistant.
+    it at that moment, trained on that turn; see [`expand_turns`]. With `exact_eval_means=True` the metrics of an
+    evaluation are means over all its trained tokens. With `predict_with_generate=True` the references are the
+    completions, or the last messages of the assistant.
 
     Args:
         *args, **kwargs:
             As [`~trl.SFTTrainer`]. `args` may be this package's [`SFTConfig`] or TRL's.
 
     Raises:
-        PaddingRemovalError: If padding cannot be removed from the model with exact results.
-        ParityError: On the first batch, if the packed and the padded forward differ.
+        PaddingRemovalError, ParityError: As [`DPOTrainer`].
         ValueError: For input that could not be trained on as meant: missing columns, no chat template, no row with a
             token to train on, no pad token.
 

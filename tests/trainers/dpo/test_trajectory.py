@@ -38,7 +38,7 @@ from kit.trainer_runs import assert_same, break_mode
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import PaddingRemovalError, ParityError
-from trl_padfix.trainers.compilation import Compilation
+from trl_padfix.trainers.packing import Packing
 
 
 @pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
@@ -139,7 +139,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr(trainer.args, "torch_compile", True)
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
-                trainer.padding.part(Compilation).ready()
+                trainer.padding.part(Packing).ready()
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

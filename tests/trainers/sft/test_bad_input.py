@@ -9,8 +9,6 @@ from kit.sft_cases import LABELS_IN_DATA
 from kit.sft_runs import build_rows
 from kit.trainer_runs import MODES, build_tokenizer
 
-from trl_padfix import DataCollatorForLanguageModeling
-
 
 def masked(row):
     return {"input_ids": [5, 6, 7], "labels": [-100] * 3 if row % 2 else [-100, 6, 7]}
@@ -90,8 +88,3 @@ def test_good_rows_give_no_warning(make, caplog):
     with caplog.at_level(logging.WARNING):
         make.train("short", **MODES["prefix sharing"])
     assert not [r for r in caplog.records if r.name.startswith("trl_padfix")]
-
-
-def test_an_empty_row_is_named():
-    with pytest.raises(ValueError, match="Row 1 of the batch has no token"):
-        DataCollatorForLanguageModeling(pad_token_id=39)([{"input_ids": [1]}, {"input_ids": []}])

@@ -1,6 +1,5 @@
 """What a script does with an SFT trainer."""
 
-import inspect
 from itertools import product
 from unittest.mock import patch
 
@@ -10,15 +9,15 @@ import trl
 from kit.cells import slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
-from kit.sft_cases import NEWEST, SHORT, is_bare, make_dpo, packing
-from kit.sft_runs import METRICS, build_rows
-from kit.trainer_runs import MODES, assert_mode_ran, assert_same, build_model, build_tokenizer, run, watch_inputs
+from kit.sft_cases import SHORT, is_bare, make_dpo, packing
+from kit.sft_runs import METRICS
+from kit.trainer_runs import MODES, assert_mode_ran, assert_same, run, watch_inputs
 from transformers import TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils import is_liger_kernel_available
 
-from trl_padfix import DataCollatorForLanguageModeling, DPOTrainer, SFTTrainer
+from trl_padfix import DPOTrainer, SFTTrainer
 
 
 # -- evaluation every ten steps, on either side
@@ -77,16 +76,6 @@ def test_the_same_with_ligers_kernels(shape, side, padding_free, make):
 # -- what a script does with a trainer
 
 
-def test_fractions_are_those_of_the_data(make):
-    ours = make.train("short", **MODES["prefix sharing"])
-    evaluated = next(log for log in ours.logs if "eval_loss" in log)
-    for i, log in enumerate([log for log in ours.logs if "loss" in log]):
-        mask = ours.batches[i][1]
-        assert log["padfix/pad_fraction"] == pytest.approx(1 - mask.sum().item() / mask.numel())
-        assert log["perf/tokens_per_second"] > 0
-    assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
-
-
 def test_a_stage_of_dpo_goes_before(make, tmp_path):
     runs = []
     for dpo, sft, config in ((trl.DPOTrainer, trl.SFTTrainer, {}), (DPOTrainer, SFTTrainer, MODES["prefix sharing"])):
@@ -118,43 +107,3 @@ def test_an_interruption_leaves_a_model_that_can_be_detached(config, make):
     assert is_bare(trainer.model)
     assert trainer.model.config._attn_implementation == "sdpa"
     assert trainer.evaluate()["eval_loss"] > 0  # TRL's own way from here on
-
-
-def test_an_error_while_the_trainer_is_made_leaves_the_model_as_it_was(make):
-    model = build_model()
-    with pytest.raises(ValueError, match="eval dataset"):
-        make(config=MODES["padding-free"], model=model, eval_dataset=build_rows(4).select_columns("prompt"))
-    assert is_bare(model)
-
-
-def test_the_tokenizers_side_is_the_default(make):
-    trainer = make(processing_class=build_tokenizer(padding_side="left"))
-    assert isinstance(trainer.data_collator, DataCollatorForLanguageModeling)
-    assert trainer.data_collator.padding_side == "left"
-    assert make(config={"padding_side": "right"}).data_collator.padding_side == "right"
-
-
-OVERRIDDEN = {
-    "_prepare_dataset": "self, dataset, processing_class, args, packing, formatting_func, dataset_name",
-    "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
-    "evaluate": "self, eval_dataset, ignore_keys, metric_key_prefix",
-    "evaluation_loop": "self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
-    "log": "self, logs, start_time",
-}
-
-
-@pytest.mark.parametrize("name", OVERRIDDEN)
-def test_what_we_override_has_the_signature_that_we_assume(name):
-    if name == "evaluate" and not NEWEST:
-        return
-    assert ", ".join(inspect.signature(getattr(trl.SFTTrainer, name)).parameters) == OVERRIDDEN[name]
-
-
-def test_the_parity_check_says_in_one_line_what_it_compared(make, capsys):
-    trainer = make(config=MODES["padding-free"] | {"max_steps": 2})
-    trainer.train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "parity" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"{type(trainer.model).__name__} (model): parity ok ")
-    assert "(padding-free, sdpa, torch.float32): difference of" in lines[0]
-    assert "(at most 1e-04)" in lines[0]

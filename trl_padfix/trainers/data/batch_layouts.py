@@ -30,6 +30,7 @@ __all__ = [
     "LaidOutBatch",
     "LayoutCollator",
     "images_in",
+    "relabelled",
     "scored",
     "with_layout_of_rows",
     "without_layouts",
@@ -155,6 +156,14 @@ def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], Laid | None]
     if laid is None:
         return batch, None
     return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, laid
+
+
+def relabelled(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
+    """A batch with other labels, of which the same places are scored: what is known of its forwards holds for them."""
+    laid = batch.get(BATCH_LAYOUT)
+    if laid is None or not laid.are_unwritten(batch, "labels"):
+        return {**batch, "labels": labels}
+    return {**batch, "labels": labels, BATCH_LAYOUT: replace(laid, seen=laid.seen | {"labels": Seen.of(labels)})}
 
 
 def with_layout_of_rows(

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
 import trl.trainer.sft_trainer as trl_sft
+from datasets import Dataset
 
+from .columns import empty_lists
 from .row_checks import worth_a_warning
 
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
+
+EMPTY = (
+    "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
+    "with an EOS token"
+)
+"""Warning about empty completions in a trainer."""
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
@@ -44,6 +51,10 @@ class SidedCollator:
     stand_ins: frozenset[int] = frozenset()
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
+    texts: ClassVar[dict[str, str]] = {"chosen_ids": "chosen completion", "rejected_ids": "rejected completion"}
+    """Columns of an example, none of which may be empty."""
+    example: ClassVar[str] = "pair"
+
     def __post_init__(self) -> None:
         check_padding_side(self.padding_side)
 
@@ -57,11 +68,25 @@ class SidedCollator:
         if worth_a_warning(self.odd_rows[treatment], len(rows)):
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
 
-    def refuse_empty(self, examples: list[dict[str, Any]], error: Callable[[str, str], str], treatment: str) -> None:
-        """[`refuse_or_count`] of the pairs of which a side has no token; `error` takes the side and which pair."""
-        for side in ("chosen", "rejected"):
-            rows = [i for i, example in enumerate(examples) if len(example[f"{side}_ids"]) == 0]
-            self.refuse_or_count(rows, error(side, f"pair {rows[0]} of the batch") if rows else "", treatment)
+    def refuse_empty(self, examples: list[dict[str, Any]], treatment: str = EMPTY) -> None:
+        """[`refuse_or_count`] of the examples of which a text has no token."""
+        for column in self.texts:
+            rows = [i for i, example in enumerate(examples) if len(example[column]) == 0]
+            self.refuse_or_count(rows, self._no_token(column, rows[0], "the batch") if rows else "", treatment)
+
+    @classmethod
+    def refuse_empty_in(cls, dataset: Dataset, name: str) -> None:
+        """Raise a `ValueError` if a text of the tokenized dataset `name` has no token."""
+        for column in cls.texts:
+            if len(rows := empty_lists(dataset, column)):
+                raise ValueError(cls._no_token(column, rows[0], f"the {name} dataset"))
+
+    @classmethod
+    def _no_token(cls, column: str, row: int, where: str) -> str:
+        return (
+            f"The {cls.texts[column]} of {cls.example} {row} of {where} has no token, so there is nothing to score. "
+            f"Drop the {cls.example}, or end completions with an EOS token."
+        )
 
     def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The examples; one with token ids that the model has no embedding for is made empty, and counted."""
@@ -172,9 +197,8 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        self.refuse_empty(examples, empty_completion, EMPTY)
-        batch = self.without_empty_rows(super().torch_call(examples))
-        return self.on_side(batch)
+        self.refuse_empty(examples)
+        return self.on_side(self.without_empty_rows(super().torch_call(examples)))
 
 
 @dataclass
@@ -205,9 +229,11 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     ```
     """
 
+    texts = {"chosen_ids": "chosen sequence", "rejected_ids": "rejected sequence"}
+
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        self.refuse_empty(examples, empty_sequence, "sequences have no token; they are scored as one pad token")
+        self.refuse_empty(examples, "sequences have no token; they are scored as one pad token")
         batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
 
@@ -253,14 +279,11 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     ```
     """
 
+    texts, example = {"input_ids": "text"}, "row"
+
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
-        rows = [i for i, example in enumerate(examples) if len(example["input_ids"]) == 0]
-        self.refuse_or_count(
-            rows,
-            f"Row {rows[0] if rows else ''} of the batch has no token, so there is nothing to train on. Drop it.",
-            "rows have no token; they teach nothing. Drop them",
-        )
+        self.refuse_empty(examples, "rows have no token; they teach nothing. Drop them")
         if "seq_lengths" in examples[0] and not self.padding_free:
             return replace(self, padding_free=True).torch_call(examples)
         batch = super().torch_call(examples)
@@ -270,24 +293,6 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
         if self.padding_side == "left":
             return pad_left(batch, keep_first_labels=self.for_trainer)
         return batch
-
-
-EMPTY = (
-    "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
-    "with an EOS token"
-)
-"""Warning about empty completions in a trainer."""
-
-
-def empty_completion(side: str, where: str) -> str:
-    return (
-        f"The {side} completion of {where} has no token: its log-probability would be 0 whatever the model does, and "
-        "the pair would teach nothing true. Drop the pair, or end completions with an EOS token."
-    )
-
-
-def empty_sequence(side: str, where: str) -> str:
-    return f"The {side} sequence of {where} has no token, so there is nothing to take a reward from. Drop the pair."
 
 
 def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:

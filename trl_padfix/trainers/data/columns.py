@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -65,12 +65,12 @@ def count_equal(dataset: Dataset, left: str, right: str) -> int:
 
 def untrained_rows(dataset: Dataset, column: str = "labels") -> int:
     """Number of rows whose labels are -100 from the second on; the first token is never predicted."""
-    return int((_count(dataset, column, lambda labels: labels != -100, first=1) == 0).sum())
+    return sum(bool((labels[1:] == -100).all()) for labels in lists(dataset, column))
 
 
 def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
     """Rows whose list in `column` holds nothing but `value`."""
-    return np.flatnonzero(_count(dataset, column, lambda ids: ids != value) == 0)
+    return np.flatnonzero([(ids == value).all() for ids in lists(dataset, column)])
 
 
 def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
@@ -95,20 +95,11 @@ def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ..
     return None
 
 
-def _count(dataset: Dataset, column: str, flag: Callable[[np.ndarray], np.ndarray], first: int = 0) -> np.ndarray:
-    """How many numbers of each row's list, from number `first` on, have the flag, `(n,)`."""
-    counts = [np.empty(0, dtype=np.int64)]
-    for numbers, bounds in _flat(dataset, column, first):
-        counts.append(np.diff(np.append(0, np.cumsum(flag(numbers)))[bounds]))
-    return np.concatenate(counts)
-
-
-def _flat(dataset: Dataset, column: str, first: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _flat(dataset: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The numbers of many rows' lists one after the other, and where each list begins and the last one ends."""
     for chunk in chunks(dataset, column):
-        kept = pc.list_slice(chunk, first) if first else chunk
-        lengths = pc.fill_null(pc.list_value_length(kept), 0).to_numpy(zero_copy_only=False)
-        yield pc.list_flatten(kept).to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths))
+        lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
+        yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths))
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:

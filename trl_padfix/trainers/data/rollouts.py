@@ -283,6 +283,11 @@ def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
     trials: dict[Any, list[int]] = {}
     for i, name in enumerate(dataset[task][:]):
         trials.setdefault(name, []).append(i)
+    if without := trials.get(None):
+        raise ValueError(
+            f"{len(without)} of {len(dataset)} rollouts have no `{task}`, the first of them row {without[0]} "
+            "(counted from 0): they would be taken for trials of one task. Give them one, or filter them out."
+        )
     return trials
 
 

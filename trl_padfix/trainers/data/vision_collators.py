@@ -110,7 +110,8 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
     """
     TRL's collator for language modelling with images, padding on the side you choose.
 
-    The first token of a left-padded row has no label: there is nothing to predict it from.
+    Of `B` examples it makes `input_ids`, `attention_mask` and `labels`, each of shape `(B, L)`, and what the processor
+    makes of their images. The first token of a left-padded row has no label: there is nothing to predict it from.
 
     Args:
         processor, max_length, padding_side:
@@ -126,21 +127,13 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
     Example:
 
     ```python
-    >>> from PIL import Image
-    >>> from trl_padfix import DataCollatorForVisionLanguageModeling
     >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
 
-    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
+    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat."] * 4, vocab_size=400))
     >>> collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
-    >>> image = Image.new("RGB", (32, 32))
-    >>> batch = collator([
-    ...     {"images": images, "messages": [{"role": "user", "content": "What is it?"}]}
-    ...     for images in ([image], [image, image])
-    ... ])
-    >>> batch["attention_mask"][:, 0]
-    tensor([0, 1])
-    >>> batch["pixel_values"].shape
-    torch.Size([3, 3, 32, 32])
+    >>> rows = [{"images": [], "messages": [{"role": "user", "content": text}]} for text in ("What is it?", "It")]
+    >>> collator(rows)["attention_mask"][:, 0]
+    tensor([1, 0])
 
     ```
     """

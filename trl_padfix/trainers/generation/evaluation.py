@@ -132,7 +132,9 @@ class Generation(Part):
         texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
         wanted = "inputs" in (getattr(self.trainer.args, "include_for_metrics", None) or [])
-        return [Sample(*sample) for sample in zip(texts, *decoded, strict=True)], EvalPrediction(
+        rows = zip(texts, *decoded, strict=True)
+        samples: list[Sample] = [{"prompt": p, "prediction": found, "reference": r} for p, found, r in rows]
+        return samples, EvalPrediction(
             predictions=padded(predictions, tokenizer.pad_token_id),
             label_ids=padded(references, -100),
             inputs=padded(inputs, tokenizer.pad_token_id) if wanted else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,19 +17,14 @@ from ...files import write_whole
 __all__ = ["Sample", "show", "write"]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt, the answer of the model, and the reference answer of the data."""
-
-    prompt: str
-    prediction: str
-    reference: str
+Sample = dict[str, str]
+"""A `prompt`, the `prediction` of the model, and the `reference` answer of the data."""
 
 
 def write(samples: list[Sample], path: Path) -> None:
     """Write samples to `path` as JSON lines, over those of an earlier evaluation of the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
+    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
     write_whole(path, lambda beside: beside.write_text("".join(lines), encoding="utf-8"))
 
 
@@ -38,7 +32,7 @@ def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> 
     """Print samples as a table of that title, and send it to the trackers that are running among the callbacks."""
     if not samples:
         return
-    rows = [{"step": step, **asdict(sample)} for sample in samples]
+    rows = [{"step": step, **sample} for sample in samples]
     _print(rows, f"{title}, step {step}")
     for callback in callbacks:
         _send(pd.DataFrame(rows), title, step, callback)

@@ -33,8 +33,7 @@ from ...core.model.patching import Attachment
 from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator
 from ..field_types import temporarily_set
-from ..launches import is_zero_3, models_of, splitting_parallelism
-from ..packing import datasets_of
+from ..launches import datasets_of, is_zero_3, models_of, splitting_parallelism
 from ..parts import Part, Step
 from .config import check_token_budget
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images

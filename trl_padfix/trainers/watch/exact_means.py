@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ..data.batch_layouts import without_layouts
 from ..field_types import temporarily_set
-from ..launches import replicas
+from ..launches import datasets_of, replicas
 from ..parts import Evaluation, Part, Step
 
 
@@ -30,6 +30,28 @@ class ExactMeans(Part):
         super().__init__(trainer)
         self._sums: dict[str, torch.Tensor] = {}
         """Of loss and metrics the sum over all items, and their number, `(2,)`."""
+
+    def ready(self) -> None:
+        """
+        Raises:
+            NotImplementedError: If rows that several processes repeat in a last batch could not be left out of a mean.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        processes = trainer.accelerator.num_processes // replicas(trainer)
+        if not self.settings.exact_eval_means or processes == 1:
+            return
+        gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
+        has_images = getattr(trainer, "_is_vision_dataset", False)
+        stays_whole = gives_logits or has_images or trainer.padding.task.packs_rows()
+        for name, dataset in datasets_of(trainer).items():
+            is_stream = not isinstance(dataset, Sized)
+            if name != "train" and (is_stream or (stays_whole and len(dataset) % (args.eval_batch_size * processes))):
+                raise NotImplementedError(
+                    f"`exact_eval_means=True` counts each row of the {name} dataset once, and {processes} processes "
+                    "repeat some to fill their last batches, which cannot be left out of a stream, of packed "
+                    "rows, of rows with images, or of what `compute_metrics` is given. Set it to False, or choose a "
+                    "`per_device_eval_batch_size` that times the processes divides the rows."
+                )
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
