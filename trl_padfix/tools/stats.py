@@ -316,7 +316,7 @@ SIDES = ("chosen_ids", "rejected_ids", "completion_ids")
 
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of what stands in the columns `names`, one after another, as TRL puts it before the model."""
-    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], tokenizer.eos_token or ""
+    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token or "")
     texts: list[str] = []
     for row in rows:
         if conversational:
