@@ -142,6 +142,12 @@ CASES = (
           for name, message in OF_DATA.items()
           if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
           and not name.startswith(("no_", "messages_")) and not name.endswith(".yaml")),
+        *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
+            "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
+            "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
+            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--trainer ppo": "'ppo' is not one of dpo",
+            "--liger --device cpu": "GPUs only",
+        }.items()),
         ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
         ("bench", [*TINY, "--data", "lengths:0/0"], "gives no lengths"),

@@ -149,6 +149,7 @@ def test_a_command_runs(command, here, monkeypatch):
 PRINTING = [  # tools that end in a command
     "trl-padfix stats chats.jsonl --train-tokenizer 300 --world-size 2 --batch-size 2",
     "trl-padfix stats recipes/data/airline/rollouts.jsonl.gz --expand-turns --train-tokenizer 300 --batch-size 4",
+    "trl-padfix stats chats.jsonl --tokenizer model --max-length 512 --world-size 2 --batch-size 2",
     "trl-padfix stats tree:4x4/12/6 --trainer sft --shape tiny",
     "trl-padfix plan model --gpus 8 --memory 80",
     "trl-padfix plan model --gpus 8 --memory 80 --method dpo --lora 16",

@@ -78,7 +78,7 @@ def test_sft_on_pairs_with_prompts_reads_the_prompts():
     ("trainer", "rows", "message"),
     [
         ("dpo", COMPLETED, "dpo needs `chosen` and `rejected`"),
-        ("sft", [{"instruction": "a"}], "sft needs `text`, or `messages`"),
+        ("sft", [{"instruction": "a"}], "sft needs `completion` and `prompt`, or `messages`"),
         ("grpo", [{"text": "a"}], "grpo needs `prompt`"),
         ("dpo", [{**row, "images": ["a.png"]} for row in CHATS], "the models that are measured read text"),
         ("sft", [{"text": None}, {"text": "a"}], "Row 0 (counted from 0) has None in column `text`"),

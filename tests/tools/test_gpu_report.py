@@ -128,12 +128,6 @@ def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
     assert not saved["complete"]
 
 
-def test_packages_that_are_missing_are_named(tmp_path):
-    cell = dataclasses.replace(cells("dpo")[0], needs=("no_such_package",))
-    found = measure_gpu(tmp_path / "report.json", [cell], device="cpu", checks=no_checks)
-    assert found["cells"][0]["status"] == "not measured: no_such_package is not installed"
-
-
 def test_launches_and_waits_are_counted_and_ours_told_apart():
     def wait(filename: str, text: str = "called a synchronizing CUDA operation"):
         return warnings.WarningMessage(text, UserWarning, filename, 1)

@@ -155,33 +155,16 @@ def test_rows_of_one_length_are_exchanged_for_others_or_it_is_said_that_there_wa
     assert "There was no padding to compare: all 2 rows have 2 tokens" in result.output
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "give a model"),
-        (["--model", "{model}"], "give the data"),
-        (["--model", "{model}", "--data", "nowhere.jsonl"], "There is no file nowhere.jsonl"),
-        (["--model", "{model}", "--data", "{data}", "--dtype", "float8"], "'float8' is not one of float32"),
-        (["--model", "{model}", "--data", "{data}", "--device", "abacus"], "'abacus' is not one of cpu"),
-        (["--model", "{model}/nothing", "--data", "{data}"], "Invalid value for --model"),
-    ],
-)
-def test_a_bad_option_is_a_usage_error(options, message, material):
-    result = trl_padfix_command("parity", *(option.format(**material) for option in options))
-    assert result.exit_code == 2, result.exception
-    assert message in " ".join(result.output.replace("│", " ").split())
-
-
 MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]
 
 
 @pytest.mark.parametrize(
     ("row", "texts"),
     [
-        (PAIRS[0], ["Who is there? A friend of yours.", "Who is there? Nobody."]),
-        ({"chosen": "Who? Me.", "rejected": "Who? You."}, ["Who? Me.", "Who? You."]),
-        ({"prompt": "Who?", "completion": " Me."}, ["Who? Me."]),
-        ({"text": "Who? Me."}, ["Who? Me."]),
+        (PAIRS[0], ["Who is there? A friend of yours.<|end|>", "Who is there? Nobody.<|end|>"]),
+        ({"chosen": "Who? Me.", "rejected": "Who? You."}, ["Who? Me.<|end|>", "Who? You.<|end|>"]),
+        ({"prompt": "Who?", "completion": " Me."}, ["Who? Me.<|end|>"]),
+        ({"text": "Who? Me."}, ["Who? Me.<|end|>"]),
         ({"prompt": "Who?"}, ["Who?"]),
         ({"conversations": [{"from": "user", "value": "Who?"}]}, ["<|start|>user\nWho?<|end|>\n"]),
         ({"messages": MESSAGES}, ["<|start|>user\nWho?<|end|>\n<|start|>assistant\nMe.<|end|>\n"]),
@@ -191,11 +174,6 @@ def test_every_type_of_data_becomes_rows(row, texts, tokenizer):
     batch = tokenize_rows(Dataset.from_list([row]), tokenizer, count=4, max_length=64)
     rows = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     assert [tokenizer.decode(ids) for ids in rows] == texts
-
-
-def test_data_without_text_is_an_error_that_names_its_columns(tokenizer):
-    with pytest.raises(ValueError, match=r"has columns \['score'\]"):
-        tokenize_rows(Dataset.from_list([{"score": 1.0}]), tokenizer, count=1, max_length=8)
 
 
 def test_one_model_is_held_at_a_time(tokenizer):

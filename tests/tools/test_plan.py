@@ -345,6 +345,25 @@ def test_the_command_says_what_to_run(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("two words", "--dataset_name 'two words'"),
+        ("dpo.yaml", "--config dpo.yaml"),
+        ("config.json", "--dataset_name DATA"),
+    ],
+)
+@pytest.mark.usefixtures("sizes")
+def test_data_is_named_as_a_training_takes_it(data, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    SHAPES["wide"].save_pretrained(tmp_path)
+    stats = {"lengths": {"text": {"max": 90}}, "batches": [], "data": data}
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    result = trl_padfix_command("plan", ".", "--stats", "stats.json")
+    assert said in result.output
+    assert ("DATA stands for a folder" in result.output) == said.endswith("DATA")
+
+
+@pytest.mark.parametrize(
     ("method", "more"), [("sft", ["--lora", "8", "--load-in-4bit"]), ("grpo", ["--max-tokens-per-batch", "2000"])]
 )
 @pytest.mark.usefixtures("sizes")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.util import find_spec
 
 
-__all__ = ["main", "require_extra"]
+__all__ = ["count_nothing", "main", "require_extra"]
 
 NEEDED = ("typer", "rich", "matplotlib")
 """Packages of the extra `cli`."""
+
+_COUNTERS = {
+    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL's trainers report their class when they are built
+    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # `datasets` counts uses of its builders, for local files too
+}
 
 
 def require_extra() -> None:
@@ -20,6 +26,15 @@ def require_extra() -> None:
             f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings: "
             "pip install 'trl-padfix[cli]'"
         )
+
+
+def count_nothing() -> None:
+    """
+    No connection that nobody asked for: switch the counters of `datasets` and `huggingface_hub` off before these are
+    imported; what the user has set stays.
+    """
+    for name, value in _COUNTERS.items():
+        os.environ.setdefault(name, value)
 
 
 def main() -> None:

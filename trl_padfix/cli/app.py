@@ -6,12 +6,12 @@ import os
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from ..core.version import __version__
-from . import bench, doctor, parity, plan, recipe, stats, train
+from . import bench, count_nothing, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
 from .mistakes import DEBUG, MistakesExplained
-from .network import count_nothing
 
 
 app = typer.Typer(
@@ -34,8 +34,8 @@ for method in METHODS:
 
 @app.callback(invoke_without_command=True)
 def _first(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
     count_nothing()
     if debug:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.box import SIMPLE
 from rich.table import Table
+from typer import Option
 
 from .console import (
     JsonOption,
@@ -37,100 +38,100 @@ __all__ = ["bench"]
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
+QUICK: dict[str, Any] = {"shape": "tiny", "steps": 3, "warmup": 1, "memory": False}
+"""What `--quick` sets, where the option itself is not given."""
+
 
 def bench(
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Local file, folder, Hub id, or YAML of a recipe: pairs (sft: also texts or conversations; grpo: "
             "prompts); or 'equal', 'lengths:PROMPT/COMPLETION', or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN': a row or pair "
             "for each turn. [default: test split of Anthropic/hh-rlhf; grpo: random prompts]"
         ),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of a folder or Hub id.")] = "train",
-    columns: Annotated[
-        str | None, typer.Option(help="Columns of other names: 'question=prompt,answer=completion'.")
-    ] = None,
+    split: Annotated[str, Option(help="Split of a folder or Hub id.")] = "train",
+    columns: Annotated[str | None, Option(help="Columns of other names: 'question=prompt,answer=completion'.")] = None,
     trainer: Annotated[
-        str, typer.Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions.")
+        str, Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions.")
     ] = "dpo",
     quick: Annotated[
-        bool, typer.Option("--quick", help="In about 30 seconds, roughly: shape tiny, 3 steps, no memory.")
+        bool, Option("--quick", help="In about 30 seconds, roughly: shape tiny, 3 steps, no memory.")
     ] = False,
     variants: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, auto, group_by_prefix, token_budget, "
             "padding_free_compiled, prefix_sharing_compiled, with sft trl_padding_free, trl_packing; trl first."
         ),
     ] = "trl,padding_free,prefix_sharing",
-    pairs: Annotated[int, typer.Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
-    generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
-    prompt_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a random prompt, about.")] = 512,
-    completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
+    pairs: Annotated[int, Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
+    generations: Annotated[int, Option(min=2, help="With grpo: completions of a prompt.")] = 8,
+    prompt_length: Annotated[int, Option(min=1, help="With grpo: tokens of a random prompt, about.")] = 512,
+    completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
     logprob_passes: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--logprob-passes", help="With grpo: count in the passes for the old and the reference log-probabilities."
         ),
     ] = False,
     spread: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
+        Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
     ] = 0.25,
-    steps: Annotated[int | None, typer.Option(min=1, help="Counted steps. [default: 10; quick: 3]")] = None,
-    warmup: Annotated[int | None, typer.Option(min=0, help="Steps before them. [default: 2; quick: 1]")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Counted steps. [default: 10; quick: 3]")] = None,
+    warmup: Annotated[int | None, Option(min=0, help="Steps before them. [default: 2; quick: 1]")] = None,
     group_by_prefix: Annotated[
         bool,
-        typer.Option(
-            "--group-by-prefix", help="Also measure batches of rows that begin alike, as training draws them."
-        ),
+        Option("--group-by-prefix", help="Also measure batches of rows that begin alike, as training draws them."),
     ] = False,
     expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
+        bool, Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
     ] = False,
     shape: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one. "
             "[default: small; quick: tiny]"
         ),
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Id or path: its tokens and chat template. [default: a BPE trained on the data]"),
+        Option(help="Id or path: its tokens and chat template. [default: a BPE trained on the data]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
-    attn: Annotated[str, typer.Option(help="Attention implementation.")] = "sdpa",
+    device: Annotated[str, Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    dtype: Annotated[str, Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
+    attn: Annotated[str, Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
+        int | None, Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
     ] = None,
     max_tokens_per_batch: Annotated[
-        int | None, typer.Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
+        int | None, Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
     ] = None,
-    lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
-    gradient_checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
-    optimizer: Annotated[bool, typer.Option(help="Count AdamW's step in.")] = True,
+    lora: Annotated[int, Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
+    gradient_checkpointing: Annotated[bool, Option(help="Recompute activations in backward.")] = False,
+    optimizer: Annotated[bool, Option(help="Count AdamW's step in.")] = True,
     memory: Annotated[
         bool | None,
-        typer.Option(help="Measure peak memory; on CPU one more step of each variant. [default: yes; quick: no]"),
+        Option(help="Measure peak memory; on CPU one more step of each variant. [default: yes; quick: no]"),
     ] = None,
     peak_tflops: Annotated[
         float | None,
-        typer.Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
+        Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Also measure the packed variants with compiled layers.")
+        bool, Option("--compile", help="Also measure the packed variants with compiled layers.")
     ] = False,
-    compile_backend: Annotated[str, typer.Option(help="Backend of torch.compile.")] = "inductor",
-    liger: Annotated[bool, typer.Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
+    compile_backend: Annotated[str, Option(help="Backend of torch.compile.")] = "inductor",
+    liger: Annotated[bool, Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
     json: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them to this PNG file.")] = None,
-    profile: Annotated[bool, typer.Option(help="Also print where the time of a step goes.")] = False,
+    plot: Annotated[Path | None, Option(help="Draw them to this PNG file.")] = None,
+    profile: Annotated[bool, Option(help="Also print where the time of a step goes.")] = False,
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
+    options = dict(locals())
     device = device_of(device)
     warnings.simplefilter("ignore", FutureWarning)  # transformers', of what TRL calls
     from ..core.attention.attention import refuse_implementation
@@ -138,8 +139,10 @@ def bench(
     from ..tools.reading import load_tokenizer
     from ..tools.tiny import BENCH_SHAPES
 
-    shape = shape or ("tiny" if quick else "small")
-    one_of("--shape", shape, BENCH_SHAPES)
+    fields = b.BenchSettings.__dataclass_fields__
+    given = {name: value for name, value in options.items() if name in fields and value is not None}
+    given = (QUICK if quick else {}) | given
+    one_of("--shape", given.get("shape", "small"), BENCH_SHAPES)
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
     if data is None and trainer != "grpo":
@@ -150,18 +153,12 @@ def bench(
         tree = b.parse_tree(data or "")
     if expand_turns and (trainer != "sft" or tree is not None):
         raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
+    if tree is not None:
+        given = {"max_length": max(tree.longest, 1024), "shuffle": group_by_prefix} | given
     try:
         settings = b.BenchSettings(
-            trainer=trainer, variants=_named(variants, compile, group_by_prefix), pairs=pairs, generations=generations,
-            prompt_length=prompt_length, completion_length=completion_length, logprob_passes=logprob_passes,
-            steps=steps or (3 if quick else 10), warmup=warmup if warmup is not None else 1 if quick else 2,
-            shape=shape, device=device, dtype=dtype, attn=attn, tokenizer=tokenizer,
-            max_tokens_per_batch=max_tokens_per_batch, lora=lora, gradient_checkpointing=gradient_checkpointing,
-            optimizer=optimizer, memory=not quick if memory is None else memory, peak_tflops=peak_tflops, seed=seed,
-            liger=liger, compile_backend=compile_backend,
-            max_length=max_length or (1024 if tree is None else max(tree.longest, 1024)), expand_turns=expand_turns,
-            shuffle=tree is None or group_by_prefix,
-        )  # fmt: skip
+            **given | {"device": device, "variants": _named(variants, compile, group_by_prefix)}
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
     if peak_tflops is not None and not peak_tflops > 0:
@@ -188,8 +185,8 @@ def bench(
     about = b.describe(settings, name) | {"chat_template": step.rendered, "rough": quick, "partial": partial_results}
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
-    family = "Qwen3.5" if shape.startswith("hybrid") else "Qwen2"
-    title = f"{what}, {family} shape '{shape}', {dtype} on {about['device']}, {attn}"
+    family = "Qwen3.5" if settings.shape.startswith("hybrid") else "Qwen2"
+    title = f"{what}, {family} shape '{settings.shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
     print_as_is(*_notes(results, step.rendered, settings, quick, partial_results))
     if profile and not partial_results:

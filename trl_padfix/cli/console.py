@@ -12,6 +12,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 
 __all__ = [
@@ -24,7 +25,6 @@ __all__ = [
     "print_as_is",
     "write_json",
     "write_output",
-    "write_text",
 ]
 
 console = Console()
@@ -43,7 +43,7 @@ def _leave_it_to_json(ctx: typer.Context, path: Path | None) -> Path | None:
 
 JsonOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--json",
         callback=_leave_it_to_json,
         help="Write what was found to this file, as JSON; - prints it, and all else to standard error.",
@@ -110,24 +110,15 @@ def write_output(option: str, path: Path, write: Callable[[Path], object]) -> No
         ) from error
 
 
-def write_text(option: str, path: Path, text: str) -> None:
-    """The same for a text, printed with the path `-`. A text that cannot be written is printed: it is not lost."""
-    if str(path) == "-":
-        typer.echo(text)
-        return
-    try:
-        write_output(option, path, lambda beside: beside.write_text(text + "\n"))
-    except typer.BadParameter:
-        typer.echo(text)
-        raise
-
-
 def write_json(path: Path | None, found: Any) -> None:
-    """What `--json` asks for: nothing without it, else [`write_text`] of the figures; with `-` as it says there."""
+    """What `--json` asks for: nothing without it. Figures that cannot be written are printed: they are not lost."""
     if path is None:
         return
     text = json.dumps(found, indent=2)
     if _figures is not None:
-        typer.echo(text, file=_figures)
-    else:
-        write_text("--json", path, text)
+        return typer.echo(text, file=_figures)
+    try:
+        write_output("--json", path, lambda beside: beside.write_text(text + "\n"))
+    except typer.BadParameter:
+        typer.echo(text)
+        raise

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from . import require_extra
+from . import count_nothing, require_extra
 from .methods import METHODS
 
 
@@ -144,7 +144,6 @@ def run(method: str, args: Sequence[str]) -> None:
     """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
     require_extra()
     from .mistakes import explained
-    from .network import count_nothing
 
     count_nothing()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""

@@ -37,13 +37,10 @@ _WORDED = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers", 
 
 _OF_THE_SYSTEM = {
     errno.EACCES: "no permission. Change the permission, or name another path",
-    errno.EPERM: "no permission. Change the permission, or name another path",
     errno.ENOENT: "there is no such file or folder. Check the path",
     errno.EISDIR: "it is a folder, and a file is needed. Name a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder. Check the path",
-    errno.EEXIST: "it is there already, as something else. Move it away, or name another path",
     errno.ENAMETOOLONG: "the name is too long. Check the path",
-    errno.ELOOP: "it is a link that leads back to itself. Check the path",
     errno.EMFILE: "too many files are open. Raise the limit (`ulimit -n`)",
 }
 

@@ -9,6 +9,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from typer import Option
 
 from .console import JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
@@ -22,15 +23,15 @@ WIDTH = 80
 
 
 def parity(
-    model: Annotated[str | None, typer.Option(help="Model id or path.")] = None,
-    data: Annotated[str | None, typer.Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML of a training: its model, data and max_length.")] = None,
-    attn: Annotated[list[str] | None, typer.Option(help="Attention implementation; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
-    rows: Annotated[int, typer.Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
-    gradients: Annotated[bool, typer.Option(help="Compare gradients too.")] = True,
+    model: Annotated[str | None, Option(help="Model id or path.")] = None,
+    data: Annotated[str | None, Option(help="Local file or folder, or Hub id, of TRL's formats.")] = None,
+    config: Annotated[Path | None, Option(help="YAML of a training: its model, data and max_length.")] = None,
+    attn: Annotated[list[str] | None, Option(help="Attention implementation; may be repeated.")] = None,
+    dtype: Annotated[str, Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
+    device: Annotated[str, Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
+    rows: Annotated[int, Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
+    max_length: Annotated[int | None, Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
+    gradients: Annotated[bool, Option(help="Compare gradients too.")] = True,
     json: JsonOption = None,
 ) -> None:
     """Compare packed with padded, and every backend with eager float32, on your model and data; 1 if they differ."""
@@ -43,7 +44,7 @@ def parity(
     from transformers.utils import is_flash_attn_2_available
     from trl.data_utils import is_conversational
 
-    from ..tools.data import give_template, load_recipe, load_rows
+    from ..tools.data import give_template, load_recipe, load_rows, whole_number
     from ..tools.parity import compare, tokenize_rows
     from ..tools.reading import TRUSTING_NOTHING, load_model, load_tokenizer
     from ..tools.stats import texts_of
@@ -55,6 +56,7 @@ def parity(
     device = device_of(device)
     with mistakes_of("--config"):
         recipe = load_recipe(str(config)) if config is not None else {}
+        max_length = max_length or whole_number(recipe, "max_length", 512, at_least=2) or 512
     model = model or recipe.get("model_name_or_path")
     tiny = recipe.get("tiny_model") if model is None else None
     if tiny is not None:
@@ -66,21 +68,16 @@ def parity(
         )
     if data is None and config is None:
         raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
-    max_length = max_length or recipe.get("max_length") or 512
-    if not isinstance(max_length, int) or max_length < 2:
-        raise typer.BadParameter(
-            f"`max_length` is {max_length!r}, and a whole number of 2 or more is needed.", param_hint="--config"
-        )
-    with mistakes_of("--data" if data else "--config"):
+    source = "--data" if data else "--config"
+    with mistakes_of(source):
         dataset = load_rows(data or str(config))
-    if tiny is not None:  # as the training builds it
-        with mistakes_of("--data" if data else "--config"):
+        if tiny is not None:  # as the training builds it
             tokenizer = train_tokenizer(texts_of(dataset), SHAPES[tiny]["vocab_size"])
-    else:
+    if tiny is None:
         with mistakes_of("--model"):
             tokenizer = load_tokenizer(model)
     plain = give_template(tokenizer) and is_conversational(dataset[0])
-    with mistakes_of("--data" if data else "--config"):
+    with mistakes_of(source):
         batch = tokenize_rows(dataset, tokenizer, rows, max_length)
     batch = {name: value.to(device) for name, value in batch.items()}
 

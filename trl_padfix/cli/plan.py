@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_text
+from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
 from .recipe import folder
 
@@ -17,23 +19,23 @@ __all__ = ["plan"]
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Hub id of a model, its folder, or its config.json.")],
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")] = 1,
-    memory: Annotated[float, typer.Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
-    method: Annotated[str, typer.Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
-    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
+    model: Annotated[str, Argument(help="Hub id of a model, its folder, or its config.json.")],
+    gpus: Annotated[int, Option(min=1, help="How many GPUs.")] = 1,
+    memory: Annotated[float, Option(min=0.1, help="Memory of each, in GB (10^9 bytes).")] = 80.0,
+    method: Annotated[str, Option(help="dpo, kto (with a reference model), sft, reward, grpo or rloo.")] = "sft",
+    lora: Annotated[int, Option(min=0, help="Rank of adapters on all linear layers; 0 trains all.")] = 0,
     load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="With --lora: the layers below in 4 bits, by bitsandbytes (QLoRA).")
+        bool, Option("--load-in-4bit", help="With --lora: the layers below in 4 bits, by bitsandbytes (QLoRA).")
     ] = False,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Longest row, in tokens. [1024]")] = None,
-    stats: Annotated[Path | None, typer.Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
+    max_length: Annotated[int | None, Option(min=1, help="Longest row, in tokens. [1024]")] = None,
+    stats: Annotated[Path | None, Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
     max_tokens_per_batch: Annotated[
-        int | None, typer.Option(min=1, help="The token budget to plan for. By default the largest that fits.")
+        int | None, Option(min=1, help="The token budget to plan for. By default the largest that fits.")
     ] = None,
     head_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
+        int, Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
-    accelerate: Annotated[Path | None, typer.Option(help="Write accelerate's configuration to this file.")] = None,
+    accelerate: Annotated[Path | None, Option(help="Write accelerate's configuration to this file.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
@@ -83,17 +85,21 @@ def plan(
         console.print(f"bitsandbytes quantizes linear layers, {in_bits:.0%} of the weights, and no stacked experts")
     console.print("a count of a step in bfloat16 (docs/scaling.md); nothing was measured on a GPU")
     path = accelerate or Path("accelerate.yaml")
-    launch = f"accelerate launch --config_file {path}{p.splitting_flags(how)}"
-    command = f"{launch} -m trl_padfix {method} --model_name_or_path {sizes.name} --dataset_name {data}"
+    launch = f"accelerate launch --config_file {shlex.quote(str(path))}{p.splitting_flags(how)}"
+    is_file = Path(data).is_file()
+    named = ["--config", data] if data.endswith((".yaml", ".yml")) else ["--dataset_name", "DATA" if is_file else data]
+    command = f"{launch} -m trl_padfix {method} {shlex.join(['--model_name_or_path', sizes.name, *named])}"
     more = p.flags(found, None if is_online else tokens, sequences, sizes.active < sizes.parameters)
     print_as_is("\n" + " \\\n  ".join([command, *more]))
+    if is_file:
+        print_as_is("(DATA stands for a folder or a Hub id: `--dataset_name` takes no single file)")
     shipped = "fsdp2" if how.sharded else "multi_gpu" if gpus > 1 else "single_gpu"
     config = yaml.safe_load((folder() / f"accelerate/{shipped}.yaml").read_text()) | {"num_processes": gpus}
     config = yaml.safe_dump(config, sort_keys=False)
     if accelerate is None:
         print_as_is(f"\n{path}:\n{config}")
     else:
-        write_text("--accelerate", accelerate, config.rstrip())
+        write_output("--accelerate", accelerate, lambda beside: beside.write_text(config))
     write_json(json, {"model": sizes.name, "method": method, **found.to_dict()})
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument
 
 from .console import console
 from .mistakes import WholeSummaries
@@ -56,15 +57,15 @@ def list_recipes() -> None:
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="Name of the file, as `list` prints it.")]) -> None:
+def show(name: Annotated[str, Argument(help="Name of the file, as `list` prints it.")]) -> None:
     """Print a recipe."""
     typer.echo(_find(name).read_text(), nl=False)
 
 
 @app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="Name of the file, as `list` prints it; `all` for the whole folder.")],
-    to: Annotated[Path, typer.Argument(help="Folder to copy it to; made if it is not there.")] = Path("recipes"),
+    name: Annotated[str, Argument(help="Name of the file, as `list` prints it; `all` for the whole folder.")],
+    to: Annotated[Path, Argument(help="Folder to copy it to; made if it is not there.")] = Path("recipes"),
 ) -> None:
     """Copy a recipe (or all of them, with their data), to change it; nothing is written over."""
     root = folder()

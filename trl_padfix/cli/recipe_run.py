@@ -14,9 +14,9 @@ import trl
 from datasets import load_dataset
 from rich.console import Console
 from transformers import TrainerCallback
-from trl.data_utils import is_conversational
 
 from ..tools.data import texts_of_row
+from ..tools.formats import to_dialogues
 from ..tools.initial_model import built_once, fingerprint
 from ..tools.report import plot_curves, summary_table, write_report
 from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
@@ -64,16 +64,6 @@ def reporting(trainer_class: type, convert: Callable[[Any], Any] = lambda datase
         return trainer
 
     return build
-
-
-def to_dialogues(dataset: Any) -> Any:
-    """The chosen side of preference pairs, as prompts with completions, chats or texts; other data as it is."""
-    columns = set(dataset.column_names or next(iter(dataset)))
-    if "chosen" not in columns:
-        return dataset
-    alone = "messages" if is_conversational(next(iter(dataset))) else "text"
-    name = "completion" if "prompt" in columns else alone
-    return dataset.rename_column("chosen", name).select_columns([name, *columns & {"prompt"}])
 
 
 def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | None:

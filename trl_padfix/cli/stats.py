@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
@@ -21,43 +23,43 @@ __all__ = ["stats"]
 def stats(
     data: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe; or for a verdict alone what "
             "`bench` makes up: 'equal', 'lengths:PROMPT/COMPLETION' or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN'."
         ),
     ],
-    tokenizer: Annotated[str | None, typer.Option(help="Id or path of the tokenizer.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
-        int | None, typer.Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
+        int | None, Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
     columns: Annotated[
         str | None,
-        typer.Option(help="Other names of columns, or of keys of messages: 'talk=messages,who=role,said=content'."),
+        Option(help="Other names of columns, or of keys of messages: 'talk=messages,who=role,said=content'."),
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    split: Annotated[str, Option(help="Split of the dataset.")] = "train",
     expand_turns: Annotated[
-        bool, typer.Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
+        bool, Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
     ] = False,
     group_by_prefix: Annotated[
-        bool, typer.Option("--group-by-prefix", help="Batches of rows that begin alike, as training draws them.")
+        bool, Option("--group-by-prefix", help="Batches of rows that begin alike, as training draws them.")
     ] = False,
-    max_length: Annotated[int | None, typer.Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
-    truncation_mode: Annotated[str | None, typer.Option(help="keep_start or keep_end. [keep_start]")] = None,
-    world_size: Annotated[str, typer.Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Simulated: rows of a forward. [8]")] = None,
-    accumulation: Annotated[int | None, typer.Option(min=1, help="Simulated: forwards of a step. [4]")] = None,
+    max_length: Annotated[int | None, Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
+    truncation_mode: Annotated[str | None, Option(help="keep_start or keep_end. [keep_start]")] = None,
+    world_size: Annotated[str, Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
+    batch_size: Annotated[int | None, Option(min=1, help="Simulated: rows of a forward. [8]")] = None,
+    accumulation: Annotated[int | None, Option(min=1, help="Simulated: forwards of a step. [4]")] = None,
     max_tokens_per_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
+        Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
     ] = None,
     trainer: Annotated[
-        str | None, typer.Option(help="dpo, sft, kto, reward, grpo or rloo. [the one that takes the columns]")
+        str | None, Option(help="dpo, sft, kto, reward, grpo or rloo. [the one that takes the columns]")
     ] = None,
-    generations: Annotated[int, typer.Option(min=2, help="With grpo: completions of a prompt.")] = 8,
-    completion_length: Annotated[int, typer.Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
-    shape: Annotated[str, typer.Option(help="Model shape of `bench` whose speed the verdict estimates.")] = "small",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random batches.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw lengths and a batch to this PNG.")] = None,
+    generations: Annotated[int, Option(min=2, help="With grpo: completions of a prompt.")] = 8,
+    completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
+    shape: Annotated[str, Option(help="Model shape of `bench` whose speed the verdict estimates.")] = "small",
+    seed: Annotated[int, Option(min=0, help="Seed of the random batches.")] = 0,
+    plot: Annotated[Path | None, Option(help="Draw lengths and a batch to this PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation, waiting."""
@@ -69,7 +71,7 @@ def stats(
     from ..tools import formats, tiny
     from ..tools import stats as s
     from ..tools import verdict as v
-    from ..tools.data import load_recipe, load_rows, rename_columns
+    from ..tools.data import load_recipe, load_rows, rename_columns, whole_number
     from ..tools.reading import load_tokenizer
     from ..tools.stats_picture import plot as draw_picture
     from ..trainers.data.turns import expand_turns as expand
@@ -80,10 +82,10 @@ def stats(
     outputs(plot=plot, json=json)
     with mistakes_of("DATA"):
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
-        max_length = _of_recipe(recipe, "max_length", 1024, at_least=0) if max_length is None else max_length
-        batch_size = batch_size or _of_recipe(recipe, "per_device_train_batch_size", 8)
-        accumulation = accumulation or _of_recipe(recipe, "gradient_accumulation_steps", 4)
-        max_tokens_per_batch = max_tokens_per_batch or _of_recipe(recipe, "max_tokens_per_batch", None)
+        max_length = whole_number(recipe, "max_length", 1024, at_least=0) if max_length is None else max_length
+        batch_size = batch_size or whole_number(recipe, "per_device_train_batch_size", 8)
+        accumulation = accumulation or whole_number(recipe, "gradient_accumulation_steps", 4)
+        max_tokens_per_batch = max_tokens_per_batch or whole_number(recipe, "max_tokens_per_batch", None)
     truncation_mode = truncation_mode or recipe.get("truncation_mode", "keep_start")
     one_of("--truncation-mode", truncation_mode, ["keep_start", "keep_end"])
     one_of("--shape", shape, tiny.BENCH_SHAPES)
@@ -121,16 +123,14 @@ def stats(
         if is_online:
             lengths = s.with_completions(lengths, generations, completion_length, seed)
         s.check_kept(lengths, max_length, truncation_mode)
-    kept = lengths.kept(max_length, truncation_mode)
     how = {"max_length": max_length, "truncation_mode": truncation_mode}
+    kept = lengths.kept(**how)
     costs = kept.costs(**how)
     budget = max_tokens_per_batch or s.memory_of(costs, batch_size, seed)
     drawn = {"seed": seed, "grouped": group_by_prefix}
+    simulated = {"batch_size": batch_size, "accumulation": accumulation}
     batches = s.batch_tokens(kept, [1, 2, 4, 8, 16, 32, 64], **drawn, **how)
-    waits = [
-        s.waiting(costs, size, batch_size=batch_size, accumulation=accumulation, budget=budget, **drawn)
-        for size in sizes
-    ]
+    waits = [s.waiting(costs, size, budget=budget, **simulated, **drawn) for size in sizes]
     cut, parts = s.truncated(lengths, **how), s.summary(lengths)
     unit = v.UNITS[trainer]
 
@@ -161,25 +161,26 @@ def stats(
     )
     table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in waits)
     console.print(figure_table(("processes", "fixed batches", f"max_tokens_per_batch={budget}"), table))
-    seen = v.sample(rows, loaded, max_length, trainer, generations, completion_length, seed)
-    hidden_size = tiny.BENCH_SHAPES[shape]["hidden_size"]
-    how_fast = {"batch_size": batch_size, "budget": budget, "seed": seed, "hidden_size": hidden_size}
-    verdict = v.advise(seen, **how_fast, trainer=trainer) if seen else None
-    given = {"--columns": columns, "--split": None if split == "train" else split}
-    given |= {"--completion-length": str(completion_length) if is_online else None}
-    measured = " ".join([data + _shape_flag(shape), *(f"{flag} {value}" for flag, value in given.items() if value)])
-    measured += " --expand-turns" * expand_turns
-    if verdict is not None:
+    seen = v.sample(rows, loaded, max_length, trainer, lengths.parts["completion"] if is_online else None)
+    verdict = None
+    longest = max_length or max(1024, int(lengths.sequences.max()))
+    measured = _for_bench(
+        data, expand_turns, shape=shape, columns=columns, split=split, tokenizer=tokenizer,
+        max_length=None if is_online else max(2, longest), completion_length=completion_length if is_online else None,
+    )  # fmt: skip
+    if seen:
+        hidden_size = tiny.BENCH_SHAPES[shape]["hidden_size"]
+        verdict = v.advise(
+            seen, batch_size=batch_size, budget=budget, seed=seed, hidden_size=hidden_size, trainer=trainer
+        )
         console.print(f"\nVerdict, by the first {verdict.rows:,} {unit}:")
         _print(verdict, measured)
     write_json(
         json,
         {
             "data": data, "trainer": trainer, "tokenizer": name, **how, **drawn, "lengths": parts, "truncation": cut,
-            "batches": [asdict(b) for b in batches],
-            "simulation": {"batch_size": batch_size, "accumulation": accumulation, "max_tokens_per_batch": budget},
-            "waiting": [asdict(wait) for wait in waits],
-            "verdict": verdict and verdict.to_dict(measured),
+            "batches": [asdict(b) for b in batches], "simulation": {**simulated, "max_tokens_per_batch": budget},
+            "waiting": [asdict(wait) for wait in waits], "verdict": verdict and verdict.to_dict(measured),
         },
     )  # fmt: skip
     if plot is not None:
@@ -196,6 +197,7 @@ def _made_up(
 
     from ..tools import bench as b
     from ..tools import verdict as v
+    from ..tools.stats import sequences_of
     from ..tools.tiny import BENCH_SHAPES
 
     one_of("--trainer", trainer, v.FITTED)
@@ -208,7 +210,8 @@ def _made_up(
     hidden_size = BENCH_SHAPES[shape]["hidden_size"]
     found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed, hidden_size=hidden_size)
     found = replace(found, budget=budget or round(found.tokens))
-    measured = data + _shape_flag(shape)
+    longest = max(len(sequence) for row in rows for sequence in sequences_of(row))
+    measured = _for_bench(data, shape=shape, max_length=max(1024, longest) if tree is None else None)
     _print(found, measured)
     write_json(json, {"data": data, "verdict": found.to_dict(measured)})
 
@@ -218,24 +221,14 @@ def _print(verdict: Verdict, measured: str) -> None:
     from ..tools.verdict import FITTED, verdict_lines
 
     if verdict.trainer in FITTED:
-        headings = (
-            f"a batch, in tokens of a decoder of hidden size {verdict.hidden_size}",
-            "TRL, padded",
-            "as advised",
-        )
-        console.print(figure_table(headings, verdict.table()))
+        heading = f"a batch, in tokens of a decoder of hidden size {verdict.hidden_size}"
+        console.print(figure_table((heading, "TRL, padded", "as advised"), verdict.table()))
     print_as_is(*verdict_lines(verdict, measured))
 
 
-def _shape_flag(shape: str) -> str:
-    return "" if shape == "small" else f" --shape {shape}"
-
-
-def _of_recipe(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
-    """A whole number of a recipe, or a `ValueError`."""
-    value = recipe.get(name, default)
-    if value is None:
-        return 0 if name == "max_length" else default
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"`{name}` of the YAML is {value!r}, and a whole number of {at_least} or more is needed.")
-    return value
+def _for_bench(data: str, expand_turns: bool = False, **given: Any) -> str:
+    """What `bench` is to be given to measure the same: the data, and flags for all that is not its default."""
+    by_default = {"shape": "small", "split": "train", "max_length": 1024}
+    given = {name: value for name, value in given.items() if value not in (None, by_default.get(name))}
+    flags = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join([data, *flags]) + " --expand-turns" * expand_turns

@@ -10,13 +10,12 @@ from typing import Any
 import yaml
 from datasets import Dataset, load_dataset
 
-from ..trainers.data.row_checks import check_row
+from ..trainers.data.row_checks import TRAINED, check_row
 from .formats import rename_message_keys
 from .reading import reading
 
 
 __all__ = [
-    "TEXT_COLUMNS",
     "check_row",
     "checked_rows",
     "give_template",
@@ -24,10 +23,8 @@ __all__ = [
     "load_rows",
     "rename_columns",
     "texts_of_row",
+    "whole_number",
 ]
-
-TEXT_COLUMNS = ("prompt", "chosen", "rejected", "completion", "messages", "text")
-"""Columns that TRL trains on."""
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
@@ -94,6 +91,16 @@ def load_recipe(path: str) -> dict[str, Any]:
     return recipe
 
 
+def whole_number(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
+    """A whole number of a recipe, or a `ValueError`; 0 for a `max_length` that is null."""
+    value = recipe.get(name, default)
+    if value is None:
+        return 0 if name == "max_length" else default
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"`{name}` of the YAML is {value!r}, and a whole number of {at_least} or more is needed.")
+    return value
+
+
 def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     import trl
 
@@ -135,7 +142,7 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
 
 def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
     """All text of a row, plain or conversational."""
-    for value in (row[name] for name in TEXT_COLUMNS if name in row):
+    for value in (row[name] for name in TRAINED if name in row):
         for message in [{"content": value}] if isinstance(value, str) else value:
             content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]

@@ -34,27 +34,15 @@ from ..core.mixers.mixers import Mixers
 from ..core.model.find import find_decoder, find_multimodal
 from ..core.refusals import refusal
 from ..versions import BOUNDS, TESTED, installed_version
-from .reading import UnreadableError, reading, reason
+from .reading import reason
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]
 
 PACKAGES = (
-    "trl-padfix",
-    "torch",
-    "transformers",
-    "trl",
-    "accelerate",
-    "datasets",
-    "peft",
-    "deepspeed",
-    "liger-kernel",
-    "bitsandbytes",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "kernels",
-)
+    "trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "liger-kernel",
+    "bitsandbytes", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,12 +119,11 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     config = None
     if model is not None:
         try:
-            with reading(f"the configuration of {model!r}", ""):
-                config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        except UnreadableError as error:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        except Exception as error:
             problems.append(
                 f"{model}: neither in a folder of this name nor on the Hub or in its cache is there the configuration "
-                f"of a transformers model ({reason(error.__cause__)})"
+                f"of a transformers model ({reason(error)})"
             )
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)

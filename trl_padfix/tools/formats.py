@@ -10,7 +10,7 @@ from trl.data_utils import is_conversational, maybe_extract_prompt, unpair_prefe
 from .reading import reading
 
 
-__all__ = ["TAKES", "as_trl_takes_them", "of_trainer", "rename_message_keys", "trainer_of"]
+__all__ = ["TAKES", "as_trl_takes_them", "of_trainer", "rename_message_keys", "to_dialogues", "trainer_of"]
 
 ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant",
@@ -20,28 +20,31 @@ ROLES = {
 
 _ADVICE = "Text is UTF-8: convert the file, or mend the row."
 
-_PAIRS, _TEXTS = {"chosen", "rejected"}, ({"text"}, {"messages"}, {"prompt", "completion"})
+_PAIRS, _BESIDE = {"chosen", "rejected"}, {"tools", "chat_template_kwargs"}
 
 TAKES: dict[str, tuple[set[str], ...]] = {
-    "dpo": (_PAIRS,), "reward": (_PAIRS,), "sft": (*_TEXTS, _PAIRS), "kto": ({"prompt", "completion"}, _PAIRS),
-    "grpo": ({"prompt"},), "rloo": ({"prompt"},),
+    "dpo": (_PAIRS,), "reward": (_PAIRS,), "kto": ({"prompt", "completion"}, _PAIRS),
+    "sft": ({"prompt", "completion"}, {"messages"}, {"text"}, _PAIRS), "grpo": ({"prompt"},), "rloo": ({"prompt"},),
 }  # fmt: skip
 """Columns that a trainer takes, one of these sets."""
 
 
 def as_trl_takes_them(rows: Dataset) -> Dataset:
     """
-    ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) as messages.
+    ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) as messages, and
+    `question` and `answer`, as GSM8K has them, as prompts and completions.
 
     Columns are those that axolotl and LLaMA-Factory name: also `system`, `tools`, `history`, `kto_tag`, and answers in
     `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
     """
     columns = set(rows.column_names)
+    if columns >= {"question", "answer"} and not columns & {"prompt", "completion"}:
+        return rows.rename_columns({"question": "prompt", "answer": "completion"})
     is_alpaca = "instruction" in columns and ("output" in columns or columns >= _PAIRS)
     if not is_alpaca and "conversations" not in columns and "from" not in _message_keys(rows):
         return rows
     convert = _of_alpaca if is_alpaca else _of_sharegpt
-    kept = columns & {"tools", "chat_template_kwargs"}
+    kept = columns & _BESIDE
 
     def converted(row: dict[str, Any]) -> dict[str, Any]:
         label = row.get("kto_tag", row.get("label"))
@@ -70,23 +73,32 @@ def trainer_of(rows: Dataset) -> str:
 def of_trainer(rows: Dataset, trainer: str) -> Dataset:
     """
     The rows as a trainer makes them of its data: SFT takes the chosen answers of pairs, KTO each answer, GRPO prompts.
+    Columns that it does not take are left out.
 
     Raises:
         ValueError: If the trainer does not take such data.
     """
     columns = set(rows.column_names)
-    if not any(names <= columns for names in TAKES[trainer]):
+    taken = next((names for names in TAKES[trainer] if names <= columns), None)
+    if taken is None:
         needed = ", or ".join(" and ".join(f"`{name}`" for name in sorted(names)) for names in TAKES[trainer])
         raise ValueError(f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed} (`--columns`).")
-    if trainer in ("grpo", "rloo"):
-        more = sorted(columns & {"tools", "chat_template_kwargs"})
-        return rows.select_columns(["prompt", *more])
-    if trainer not in ("sft", "kto") or not columns >= _PAIRS:
-        return rows
-    if trainer == "kto":
+    beside = {*_BESIDE, "prompt"} if taken == _PAIRS else _BESIDE
+    rows = rows.select_columns([name for name in rows.column_names if name in taken | beside])
+    if taken == _PAIRS and trainer == "kto":
         return unpair_preference_dataset(rows.map(maybe_extract_prompt, load_from_cache_file=False))
-    alone = "messages" if is_conversational(_first(rows)) else "text"
-    return rows.remove_columns("rejected").rename_column("chosen", "completion" if "prompt" in columns else alone)
+    return to_dialogues(rows) if taken == _PAIRS and trainer == "sft" else rows
+
+
+def to_dialogues(rows: Any) -> Any:
+    """The chosen side of preference pairs (also of a stream), as completions, chats or texts; other data as it is."""
+    columns = set(rows.column_names or next(iter(rows)))
+    if "chosen" not in columns:
+        return rows
+    alone = "messages" if is_conversational(next(iter(rows))) else "text"
+    name = "completion" if "prompt" in columns else alone
+    kept = columns & {"prompt", *_BESIDE}
+    return rows.rename_column("chosen", name).select_columns([name, *sorted(kept)])
 
 
 def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
@@ -113,14 +125,12 @@ def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
         return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
-def _first(rows: Dataset) -> dict[str, Any]:
-    with reading("row 0 (counted from 0) of the data", _ADVICE):
-        return rows[0]
-
-
 def _message_keys(rows: Dataset) -> set[str]:
     """The keys of the messages of the first row."""
-    values = _first(rows).values() if len(rows) else ()
+    if not len(rows):
+        return set()
+    with reading("row 0 (counted from 0) of the data", _ADVICE):
+        values = rows[0].values()
     messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
     return {key for message in messages if isinstance(message, dict) for key in message}
 

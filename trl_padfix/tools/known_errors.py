@@ -40,7 +40,7 @@ def explain(text: str) -> list[KnownError]:
     """
     line = " ".join(text.split())
     found = [error for error in KNOWN_ERRORS if re.search(error.pattern, line, re.IGNORECASE)]
-    return [replace(error, fix=_detail(error.name, line) + error.fix) for error in found]
+    return [replace(e, fix=_LOOKED_UP[e.name](line) + e.fix) if e.name in _LOOKED_UP else e for e in found]
 
 
 def last_error(text: str) -> str:
@@ -48,16 +48,6 @@ def last_error(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(Error|Exception|Warning|Interrupt|Exit)\b(:|$)", line)]
     return (errors or lines or [""])[-1][:200]
-
-
-def _detail(name: str, line: str) -> str:
-    """What is known of the very argument or name of this error; empty if nothing is."""
-    look = {
-        "an argument that moved to the configuration": _place_of_argument,
-        "a field that TRL does not have any more": _place_of_argument,
-        "a name that TRL does not have": _place_in_trl,
-    }.get(name)
-    return "" if look is None else look(line)
 
 
 def _place_of_argument(line: str) -> str:
@@ -106,3 +96,11 @@ def _place_in_trl(line: str) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+_LOOKED_UP = {
+    "an argument that moved to the configuration": _place_of_argument,
+    "a field that TRL does not have any more": _place_of_argument,
+    "a name that TRL does not have": _place_in_trl,
+}
+"""What is known of the very argument or name of an error; empty if nothing is."""

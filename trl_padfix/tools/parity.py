@@ -21,6 +21,8 @@ from ..core.parity.check import TOLERANCES, check_parity
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from .data import checked_rows
+from .formats import as_trl_takes_them, trainer_of
+from .stats import sequences_of, token_rows
 
 
 __all__ = ["MODES", "Comparison", "compare", "tokenize_rows"]
@@ -54,51 +56,34 @@ class Comparison:
 
 def tokenize_rows(dataset: Dataset, tokenizer: Any, count: int, max_length: int) -> dict[str, torch.Tensor]:
     """
-    `count` examples of any of TRL's dataset types as a batch padded right: `input_ids` and `attention_mask`, `(B, L)`.
+    `count` examples of data that a trainer takes as a batch padded right: `input_ids` and `attention_mask`, `(B, L)`.
 
     They are the first ones, unless these are all of one length: then there would be no padding to compare, and rows of
     other lengths are looked for among the following ones. A preference pair gives two rows.
 
     Raises:
-        ValueError: If the rows have no text that TRL would train on, or none at all.
+        ValueError: If the rows have no text that TRL would train on.
     """
-    examples = [_ids(example, dataset, tokenizer, max_length) for example in checked_rows(dataset, stop=count)]
-    if examples and len({len(row) for rows in examples for row in rows}) == 1:
-        others = checked_rows(dataset, start=count, stop=SEARCHED * count)
-        examples += [_ids(example, dataset, tokenizer, max_length) for example in others]
-        examples.sort(key=lambda rows: min(map(len, rows)))
+    dataset = as_trl_takes_them(dataset.select(range(min(len(dataset), SEARCHED * count))))
+    trainer = trainer_of(dataset)
+
+    def tokenized(start: int, stop: int) -> list[list[list[int]]]:
+        """Token ids of the sequences of some examples."""
+        rows = token_rows(list(checked_rows(dataset, start, stop)), tokenizer, trainer)
+        return [[ids[:max_length] for ids in sequences_of(row)] for row in rows]
+
+    examples = tokenized(0, count)
+    if len({len(ids) for sequences in examples for ids in sequences}) == 1:
+        examples += tokenized(count, len(dataset))
+        examples.sort(key=lambda sequences: min(map(len, sequences)))
         step = (len(examples) - 1) / max(count - 1, 1)  # the shortest, the longest, and some in between
         examples = [examples[round(i * step)] for i in range(min(count, len(examples)))]
-    rows = [torch.tensor(row) for example in examples for row in example]
-    if not rows:
-        raise ValueError(_no_text(dataset))
+    rows = [torch.tensor(ids) for sequences in examples for ids in sequences]
+    if min(map(len, rows)) < 2:
+        raise ValueError("A row has no token to predict: its text is empty. Filter such rows out.")
     pad = torch.nn.utils.rnn.pad_sequence
     padded = pad(rows, batch_first=True, padding_value=tokenizer.pad_token_id or 0)
     return {"input_ids": padded, "attention_mask": pad([torch.ones_like(row) for row in rows], batch_first=True)}
-
-
-def _ids(example: dict[str, Any], dataset: Dataset, tokenizer: Any, max_length: int) -> list[list[int]]:
-    """Token ids of the rows of an example: of a pair, both."""
-    from trl.data_utils import maybe_apply_chat_template, maybe_convert_to_chatml, maybe_extract_prompt
-
-    row = maybe_apply_chat_template(maybe_extract_prompt(maybe_convert_to_chatml(dict(example))), tokenizer)
-    ends = [row[name] for name in ("chosen", "rejected", "completion", "text") if isinstance(row.get(name), str)]
-    if not ends and isinstance(row.get("prompt"), str):
-        ends = [""]  # prompts alone, as online trainers take them
-    if not ends:
-        raise ValueError(_no_text(dataset))
-    texts = [row.get("prompt", "") + end for end in ends]
-    ids = tokenizer(texts, truncation=True, max_length=max_length, add_special_tokens=True)["input_ids"]
-    if min(map(len, ids)) == 0:
-        raise ValueError("A row has no token: its text is empty. Filter such rows out.")
-    return ids
-
-
-def _no_text(dataset: Dataset) -> str:
-    return (
-        f"The dataset has columns {dataset.column_names}, and none of `chosen` and `rejected`, `prompt` (and "
-        "`completion`), `messages` or `text`. Rename them, or map them to one of these."
-    )
 
 
 def compare(

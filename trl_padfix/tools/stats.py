@@ -8,7 +8,6 @@ would wait for one another.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,12 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
+from ..trainers.data.row_checks import TRAINED
+from ..trainers.data.turns import renderer
 from ..trainers.steps.costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.steps.dealing import balance, split
 from ..trainers.steps.grouping import group_rows, prefix_order
-from .data import TEXT_COLUMNS, checked_rows, texts_of_row
+from .data import checked_rows, texts_of_row
 from .formats import trainer_of
 
 
@@ -34,6 +35,7 @@ __all__ = [
     "check_kept",
     "check_size",
     "measure",
+    "sequences_of",
     "summary",
     "texts_of",
     "token_rows",
@@ -145,7 +147,7 @@ def with_completions(prompts: Lengths, generations: int, mean: int, seed: int = 
 
 def texts_of(dataset: Dataset) -> Iterator[str]:
     """All text of a dataset, plain or conversational, to train a tokenizer on."""
-    names = [name for name in dataset.column_names if name in TEXT_COLUMNS]
+    names = [name for name in dataset.column_names if name in TRAINED]
     for row in checked_rows(dataset.select_columns(names)):
         yield from texts_of_row(row)
 
@@ -277,6 +279,8 @@ def token_rows(
     Of pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; for KTO `prompt_ids` and `completion_ids`, for GRPO
     `prompt_ids`; of texts `input_ids`, and `prompt`, how many of them are a prompt that is not trained on.
     """
+    if not rows:
+        return []
     if "chosen" in rows[0]:
         if "prompt" not in rows[0]:
             rows = [extract_prompt(row) for row in rows]
@@ -299,20 +303,28 @@ def token_rows(
     return [{"input_ids": ids, "prompt": at} for at, ids in zip(begins, whole, strict=True)]
 
 
+def sequences_of(row: dict[str, Any]) -> list[list[int]]:
+    """The sequences that a batch has of a row of [`token_rows`]: a text, a prompt with each that follows, or alone."""
+    if "input_ids" in row:
+        return [row["input_ids"]]
+    ends = row.get("completions") or [row[side] for side in SIDES if side in row] or [[]]
+    return [row["prompt_ids"] + end for end in ends]
+
+
+SIDES = ("chosen_ids", "rejected_ids", "completion_ids")
+
+
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of what stands in the columns `names`, one after another, as TRL puts it before the model."""
-    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token)
+    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token or "")
     texts: list[str] = []
     for row in rows:
-        if not conversational:
+        if conversational:
+            messages = [message for name in names for message in row[name]]
+            texts.append(renderer(row, tokenizer)(messages, add_generation_prompt=is_prompt))
+        else:
             text = "".join(row[name] for name in names)
             texts.append(text if is_prompt or text.endswith(eos) else text + eos)
-            continue
-        tools = row.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        more = {"tools": tools, "add_generation_prompt": is_prompt, **row.get("chat_template_kwargs", {})}
-        messages = [message for name in names for message in row[name]]
-        texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, **more)))
     return tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 

@@ -22,7 +22,7 @@ from ..core.layout.layout import KEYS_PER_TOKEN
 from ..trainers.steps.grouping import group_rows, prefix_order
 from ..trainers.steps.measures import PairMeasure, TextMeasure, UnpairedMeasure
 from .data import checked_rows
-from .stats import token_rows
+from .stats import SIDES, sequences_of, token_rows
 
 
 __all__ = ["FITTED", "UNITS", "PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def shares(self) -> bool:
-        return min(self.auto, self.grouped if self.groups else self.auto) < 0.99 * self.real
+        return min(self.auto, self.tokens) < 0.99 * self.real
 
     @property
     def groups(self) -> bool:
@@ -93,26 +93,24 @@ class Verdict:
     def speed_of(self, how: str) -> float:
         """The same of `"real"`, `"auto"` or `"grouped"` batches."""
         tokens = getattr(self, how)
-        padded, ours = (sum(side) for side in list(zip(*self.terms(tokens), strict=True))[1:])
+        *_, (_, padded, ours) = self.terms(tokens)
         return padded / ours * (self.padded / tokens) ** GROWTH
 
     def terms(self, tokens: float) -> list[tuple[str, float, float]]:
         """What a batch costs in tokens of the decoder: TRL's padded step, and one that computes so many `tokens`."""
-        return [
+        terms = [
             ("tokens of the decoder", self.padded, tokens),
             (f"LM head: {SCORING} x tokens that are scored", SCORING * self.padded, SCORING * self.scored),
             (f"mask: {MASKED} / {self.hidden_size} x pairs of tokens", MASKED / self.hidden_size * self.squares, 0.0),
         ]
+        return [*terms, ("together", sum(term[1] for term in terms), sum(term[2] for term in terms))]
 
     def table(self) -> list[tuple[str, str, str]]:
         """The speed line by line: terms, their sum, their ratio, and what makes it the speed."""
         terms = self.terms(self.tokens)
-        padded, ours = sum(term[1] for term in terms), sum(term[2] for term in terms)
-        rows = [(name, f"{of_trl:,.0f}", f"{of_ours:,.0f}") for name, of_trl, of_ours in terms]
-        ratio, smaller = padded / ours, self.by_tokens**GROWTH
+        ratio, smaller = terms[-1][1] / terms[-1][2], self.by_tokens**GROWTH
         return [
-            *rows,
-            ("together", f"{padded:,.0f}", f"{ours:,.0f}"),
+            *((name, f"{of_trl:,.0f}", f"{of_ours:,.0f}") for name, of_trl, of_ours in terms),
             ("TRL's over ours", "", f"{ratio:.2f}"),
             (f"smaller batches: (tokens, TRL's over ours) to the power of {GROWTH}", "", f"{smaller:.2f}"),
             ("speed: the product of these two", "", f"{ratio * smaller:.1f}"),
@@ -121,7 +119,7 @@ class Verdict:
     def to_dict(self, data: str) -> dict[str, Any]:
         """For JSON, with what follows from the counts, and the verdict on `data` in words."""
         derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
-        terms = self.terms(self.tokens) if self.trainer in FITTED else []
+        terms = self.terms(self.tokens)[:-1] if self.trainer in FITTED else []
         return asdict(self) | derived | {"terms": terms, "lines": verdict_lines(self, data)}
 
 
@@ -135,44 +133,38 @@ class PrefixTree:
 
 def sample(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, trainer: str = "",
-    generations: int = 8, completion_length: int = 256, seed: int = 0,
+    completions: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """
     The first rows of a dataset, tokenized as TRL does for a `trainer`, truncated at the end.
 
-    They have the columns of [`token_rows`] and `scored`, how many tokens are trained on. Prompts of GRPO have
-    `completions`: `generations` random ones, a quarter more or less than `completion_length`.
+    They have the columns of [`token_rows`] and `scored`, how many tokens are trained on. Prompts of GRPO get
+    `completions` of random tokens, as many as are given, `(n, k)`.
     """
-    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)
-    draw, kept = np.random.default_rng(seed), []
-    low, high = max(1, round(completion_length * 0.75)), round(completion_length * 1.25)
-    for row in rows:
+    draw, kept = np.random.default_rng(0), []
+    for i, row in enumerate(token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)):
         if "input_ids" in row:
             ids = row["input_ids"][:max_length]
             kept.append({"input_ids": ids, "scored": max(0, len(ids) - row["prompt"])})
-            continue
-        prompt = len(row["prompt_ids"])
-        if trainer in ("grpo", "rloo"):
-            made_up = [draw.integers(2**31, size=draw.integers(low, high + 1)).tolist() for _ in range(generations)]
+        elif completions is not None:
+            made_up = [draw.integers(2**31, size=n).tolist() for n in completions[i]]
             kept.append({**row, "completions": made_up, "scored": sum(map(len, made_up))})
-            continue
-        if max_length is not None and prompt >= max_length:
-            continue  # TRL leaves them out
-        sides = [side for side in _SIDES if side in row]
-        cut = {side: row[side][: None if max_length is None else max_length - prompt] for side in sides}
-        kept.append({"prompt_ids": row["prompt_ids"], **cut, "scored": sum(map(len, cut.values()))})
+        elif max_length is None or len(row["prompt_ids"]) < max_length:  # TRL leaves the others out
+            room = None if max_length is None else max_length - len(row["prompt_ids"])
+            cut = {side: row[side][:room] for side in SIDES if side in row}
+            kept.append({"prompt_ids": row["prompt_ids"], **cut, "scored": sum(map(len, cut.values()))})
     return kept
 
 
 def tokenized(dataset: Any) -> list[dict[str, Any]]:
     """The same of rows that are tokenized already, pairs or texts with labels, as `trl-padfix bench` makes them."""
-    rows = []
-    for row in dataset:
+
+    def scored(row: dict[str, Any]) -> int:
         if "labels" in row:
-            rows.append({"input_ids": row["input_ids"], "scored": sum(label != -100 for label in row["labels"])})
-        else:
-            rows.append({**row, "scored": len(row["chosen_ids"]) + len(row["rejected_ids"])})
-    return rows
+            return sum(label != -100 for label in row["labels"])
+        return len(row["chosen_ids"]) + len(row["rejected_ids"])
+
+    return [{**row, "scored": scored(row)} for row in dataset]
 
 
 def advise(
@@ -186,35 +178,44 @@ def advise(
     measure = next((measure for column, measure in measures.items() if column in rows[0]), None)
     # Completions are generated for the prompts of a batch: there is no other order.
     grouped = order if measure is None else group_rows(order, measure(sharing=True).examples(rows), size)
-    longest = np.array([max(map(len, _sequences(row))) for row in rows])
+    sequences = [sequences_of(row) for row in rows]
+    lengths = np.array([[len(sequence) for sequence in row] for row in sequences])
     # As transformers does it: sorted by length within fifty batches.
     parts = np.split(order, range(50 * size, len(order), 50 * size))
-    by_length = np.concatenate([part[np.argsort(-longest[part], kind="stable")] for part in parts])
+    by_length = np.concatenate([part[np.argsort(-lengths[part].max(1), kind="stable")] for part in parts])
 
     def batches(of: np.ndarray) -> list[np.ndarray]:
         whole = of[: len(of) // size * size].reshape(-1, size)
         return list(whole[draw.permutation(len(whole))[:BATCHES]])
 
-    def padded(batch: np.ndarray) -> float:
-        return float(longest[batch].max()) * len(batch) * len(_sequences(rows[0]))
+    def padded(of: list[np.ndarray]) -> float:
+        return float(np.mean([lengths[batch].max() * lengths[batch].size for batch in of]))
 
     def square(batch: np.ndarray) -> float:
-        equal = len({len(s) for i in batch for s in _sequences(rows[i])}) == 1
-        return 0.0 if equal else padded(batch) * float(longest[batch].max())
+        tokens = lengths[batch]
+        return 0.0 if (tokens == tokens[0, 0]).all() else float(tokens.max()) ** 2 * tokens.size
 
-    def counts(batch: np.ndarray) -> tuple[int, int]:
-        return _counts([s for i in batch for s in _sequences(rows[i])])
+    def counts(of: list[np.ndarray]) -> tuple[float, float]:
+        """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
+        found = []
+        for batch in of:
+            order, common = prefix_order([sequence for i in batch for sequence in sequences[i]])
+            tokens = lengths[batch].ravel()[order]
+            real, saved, keys = tokens.sum(), common.sum(), tokens[tokens > common].sum()
+            found.append((real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real))
+        real, auto = np.mean(found, axis=0)
+        return float(real), float(auto)
 
     random = batches(order)
-    real, auto = np.mean([counts(batch) for batch in random], axis=0)
+    real, auto = counts(random)
     return Verdict(
         batch_size=size,
         trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
-        padded=float(np.mean([padded(batch) for batch in random])),
-        grouped_by_length=float(np.mean([padded(batch) for batch in batches(by_length)])),
-        real=float(real),
-        auto=float(auto),
-        grouped=float(np.mean([counts(batch)[1] for batch in batches(grouped)])),
+        padded=padded(random),
+        grouped_by_length=padded(batches(by_length)),
+        real=real,
+        auto=auto,
+        grouped=counts(batches(grouped))[1],
         scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
         rows=len(rows),
         budget=budget,
@@ -226,7 +227,7 @@ def advise(
 
 def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
     """The sequences of a sample in sorted order."""
-    sequences = [s for row in rows for s in _sequences(row) if len(s)]
+    sequences = [s for row in rows for s in sequences_of(row) if len(s)]
     order, common = prefix_order(sequences)
     return PrefixTree(np.array([len(s) for s in sequences])[order], common)
 
@@ -271,20 +272,3 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
 
 UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
 """What the batches of a trainer are counted in."""
-
-_SIDES = ("chosen_ids", "rejected_ids", "completion_ids")
-
-
-def _sequences(row: dict[str, Any]) -> list[list[int]]:
-    """The sequences that a batch has of a row."""
-    if "input_ids" in row:
-        return [row["input_ids"]]
-    return [row["prompt_ids"] + side for side in row.get("completions") or [row[s] for s in _SIDES if s in row]]
-
-
-def _counts(sequences: list[list[int]]) -> tuple[int, int]:
-    """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
-    order, common = prefix_order(sequences)
-    lengths = np.array([len(s) for s in sequences])[order]
-    real, saved, keys = (int(tokens.sum()) for tokens in (lengths, common, lengths[lengths > common]))
-    return real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real

@@ -34,6 +34,9 @@ from .data import (
     made_up,
     pairs_of_lengths,
     parse_lengths,
+    parse_tree,
+    tree_pairs,
+    tree_rows,
 )
 from .peak import Peak
 from .settings import (
@@ -47,7 +50,6 @@ from .settings import (
     WrongNumbersError,
 )
 from .steps import Step, attached, decoder_inputs, step_flops
-from .tree import RolloutTree, parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
@@ -55,7 +57,6 @@ __all__ = [
     "TRAINERS",
     "BenchSettings",
     "Interrupted",
-    "RolloutTree",
     "Variant",
     "VariantResult",
     "describe",

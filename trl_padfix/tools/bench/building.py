@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ from trl.data_utils import is_conversational
 from ...trainers.data.turns import expand_turns
 from ...trainers.steps.grouping import group_rows
 from ..data import give_template
-from ..formats import of_trainer
+from ..formats import to_dialogues
 from ..reading import load_tokenizer
-from ..stats import texts_of
+from ..stats import texts_of, token_rows
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
 from .steps import Step
@@ -42,7 +41,7 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     if settings.trainer == "grpo":
         return _online(data, settings, count)
     if settings.trainer == "sft":
-        data = of_trainer(data, "sft") if "chosen" in data.column_names else data
+        data = to_dialogues(data)
         if "chosen_ids" in data.column_names:
             data = data.map(lambda row: {"input_ids": row["prompt_ids"] + row["chosen_ids"]})
             data = data.select_columns("input_ids")
@@ -156,7 +155,8 @@ def _online(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
         if len(data) < settings.pairs * count:
             raise _too_few(len(data), settings.pairs * count)
-        ids = [_prompt_ids(row, tokenizer) for row in data.select(range(settings.pairs * count))]
+        rows = token_rows(list(data.select(range(settings.pairs * count))), tokenizer, "grpo")
+        ids = [row["prompt_ids"] for row in rows]
         prompts = [ids[i : i + settings.pairs] for i in range(0, len(ids), settings.pairs)]
     policy = _model(tokenizer, settings, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,16 +180,6 @@ def _online(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     draw = torch.Generator().manual_seed(settings.seed)
     sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
     return _OnlineStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
-
-
-def _prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
-    """A prompt as TRL's online trainers generate from it."""
-    if isinstance(row["prompt"], str):
-        return tokenizer(row["prompt"])["input_ids"]
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    how = {"add_generation_prompt": True, "tools": tools, **(row.get("chat_template_kwargs") or {})}
-    return tokenizer.apply_chat_template(row["prompt"], tokenize=True, return_dict=True, **how)["input_ids"]
 
 
 def _arguments(settings: BenchSettings, **more: Any) -> Any:

@@ -1,25 +1,32 @@
-"""What a benchmark runs on: real pairs or dialogues, pairs of given lengths, completions of given lengths."""
+"""What a benchmark runs on: rows that a user has, and random ones of given lengths or branches."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
-from ...trainers.data.row_checks import sound_rows
+from ...trainers.data.row_checks import TRAINED, sound_rows
 from ..data import load_rows, rename_columns
 from ..formats import as_trl_takes_them, of_trainer
-from .tree import parse_tree, tree_pairs, tree_rows
 
 
 __all__ = [
+    "RolloutTree",
     "equal_length_pairs",
     "load_examples",
     "made_up",
     "pairs_of_lengths",
+    "parse_lengths",
+    "parse_tree",
     "random_completions",
+    "tree_pairs",
+    "tree_rows",
 ]
 
 
@@ -29,43 +36,64 @@ def load_examples(
     """
     Rows for a trainer from wherever [`load_rows`] finds them, in a format that it takes or that
     [`as_trl_takes_them`] knows: pairs for DPO; texts, conversations or pairs, of which the chosen ones are taken, for
-    SFT; prompts for GRPO. `question` and `answer`, as GSM8K has them, are `prompt` and `completion`.
+    SFT; prompts for GRPO.
 
     Of a folder or Hub id it is this `split`, and `columns` are renamed (`"question=prompt"`). Rows without text and
     columns that the trainer does not take are a `ValueError`.
     """
     rows = rename_columns(load_rows(data, split), columns)
-    given = rows.column_names
     if images := sorted({"image", "images"} & set(rows.column_names)):
         raise ValueError(f"{data} has {images}, and the models that are measured read text: remove these columns.")
-    if {"question", "answer"} <= set(rows.column_names):
-        rows = rows.rename_columns({"question": "prompt", "answer": "completion"})
     rows = as_trl_takes_them(rows)
     if expand_turns:
-        if "messages" not in rows.column_names:
-            raise ValueError(f"{data} has no column `messages`, whose turns are expanded; it has {sorted(given)}.")
         return sound_rows(rows, "", ["messages"])
-    rows = of_trainer(rows, trainer)
-    ways = {"dpo": [{"chosen", "rejected", "prompt"}], "grpo": [{"prompt"}]}
-    texts = [names for names in ({"messages"}, {"text"}, {"prompt", "completion"}) if names <= set(rows.column_names)]
-    taken = ways.get(trainer, texts)[0]
-    more = {"tools", "chat_template_kwargs"}
-    rows = rows.select_columns([name for name in rows.column_names if name in taken | more])
-    return sound_rows(rows, "", sorted(taken))
+    return sound_rows(of_trainer(rows, trainer), "", TRAINED)
 
 
-def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
-    """Tokenized pairs of one length that share a prompt of one token: where removing padding cannot help."""
-    return _pairs([1] * count, [length - 1] * count, [length - 1] * count, seed)
+@dataclass(frozen=True)
+class RolloutTree:
+    """
+    One task: `rollouts` of `turns`, each of about `turn` tokens, behind a system prompt of `system` tokens.
+
+    A quarter of a turn is what the model is shown (a question, the output of a tool), the rest is what it answers.
+    """
+
+    rollouts: int
+    turns: int
+    system: int
+    turn: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of one tree."""
+        return self.rollouts * self.turns
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row can have."""
+        return self.system + self.turns * (self.turn + self.turn // 4)
 
 
-def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
-    """Tokenized random pairs, whose lengths are drawn evenly from their mean times `1 - spread` to `1 + spread`."""
-    draw = torch.Generator().manual_seed(seed)
-    prompts, chosen, rejected = (
-        _ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion)
-    )
-    return _pairs(prompts, chosen, rejected, seed)
+def parse_tree(data: str) -> RolloutTree | None:
+    """The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this."""
+    if not data.startswith("tree:"):
+        return None
+    match = re.fullmatch(r"tree:(\d+)x(\d+)/(\d+)/(\d+)", data)
+    sizes = [int(size) for size in match.groups()] if match else [0]
+    if min(sizes) < 1 or sizes[-1] < 4:
+        raise ValueError(
+            f"{data!r} gives no sizes: write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, such as `tree:4x8/600/80` for 4 "
+            "rollouts of 8 turns of about 80 tokens behind a system prompt of 600; a turn has 4 tokens or more."
+        )
+    return RolloutTree(*sizes)
+
+
+def parse_lengths(data: str) -> tuple[int, int] | None:
+    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this."""
+    match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
+    if data.startswith("lengths:") and (match is None or min(int(match[1]), int(match[2])) < 1):
+        raise ValueError(f"{data!r} gives no lengths: write `lengths:PROMPT/COMPLETION`, both of 1 token or more.")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
@@ -87,12 +115,35 @@ def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
-def parse_lengths(data: str) -> tuple[int, int] | None:
-    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this."""
-    match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
-    if data.startswith("lengths:") and (match is None or min(int(match[1]), int(match[2])) < 1):
-        raise ValueError(f"{data!r} gives no lengths: write `lengths:PROMPT/COMPLETION`, both of 1 token or more.")
-    return (int(match[1]), int(match[2])) if match else None
+def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
+    """Tokenized pairs of one length that share a prompt of one token: where removing padding cannot help."""
+    return _pairs([1] * count, [length - 1] * count, [length - 1] * count, seed)
+
+
+def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
+    """Tokenized random pairs, whose lengths are drawn evenly from their mean times `1 - spread` to `1 + spread`."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = (_ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion))
+    return _pairs(*lengths, seed)
+
+
+def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
+    """
+    Tokenized rows for SFT, tree after tree: one for each turn, with all that is before it, trained on what it answers.
+    """
+    turns = islice(_turns(tree, torch.Generator().manual_seed(seed)), count)
+    return Dataset.from_list(
+        [{"input_ids": path + answer, "labels": [-100] * len(path) + answer} for path, answer in turns]
+    )
+
+
+def tree_pairs(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
+    """The same as pairs: each turn's answer was chosen over another one, and the rollout went on from it."""
+    draw = torch.Generator().manual_seed(seed)
+    turns = islice(_turns(tree, draw), count)
+    return Dataset.from_list(
+        [{"prompt_ids": path, "chosen_ids": said, "rejected_ids": _turn(tree, draw)[1]} for path, said in turns]
+    )
 
 
 def random_completions(
@@ -135,9 +186,29 @@ def _ragged(count: int, mean: int, spread: float, draw: torch.Generator) -> torc
 def _pairs(prompts: list[int], chosen: list[int], rejected: list[int], seed: int) -> Dataset:
     draw = torch.Generator().manual_seed(seed)
     columns = {"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected}
-    return Dataset.from_dict(
-        {
-            name: [torch.randint(3, 256, (length,), generator=draw).tolist() for length in lengths]
-            for name, lengths in columns.items()
-        }
-    )
+    return Dataset.from_dict({name: [_tokens(n, draw) for n in lengths] for name, lengths in columns.items()})
+
+
+def _turns(tree: RolloutTree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
+    """What is before the answer of each turn, and the answer: rollout after rollout, one tree behind the other."""
+    while True:
+        system = _tokens(tree.system, draw)
+        for _ in range(tree.rollouts):
+            path = system
+            for _ in range(tree.turns):
+                shown, answer = _turn(tree, draw)
+                path = path + shown
+                yield path, answer
+                path = path + answer
+
+
+def _turn(tree: RolloutTree, draw: torch.Generator) -> tuple[list[int], list[int]]:
+    """What a turn shows, and what it answers: together within a quarter of their mean."""
+    low, high = tree.turn - tree.turn // 4, tree.turn + tree.turn // 4
+    length = int(torch.randint(low, high + 1, (1,), generator=draw))
+    shown = length // 4
+    return _tokens(shown, draw), _tokens(length - shown, draw)
+
+
+def _tokens(count: int, draw: torch.Generator) -> list[int]:
+    return torch.randint(3, 256, (count,), generator=draw).tolist()
