@@ -12,7 +12,8 @@ from kit.processes import run_processes
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, DOCS / "experimental.md"] if path.stem != "common"}
+ELSEWHERE = [DOCS / "experimental.md", DOCS / "other_stacks.md"]
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE] if path.stem != "common"}
 FAST = ("grpo", "reward")
 AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -51,15 +52,18 @@ def test_rloo_is_grpos_script_with_two_other_names(tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_script_runs_on_two_processes_as_it_is(tmp_path):
+    """With the command of the page on many GPUs, and prints what that says."""
     script = tmp_path / "train.py"
     script.write_text(script_and_output(WITH_SCRIPTS["dpo"])[0].replace('"runs/', f'"{tmp_path}/'))
-    launch = "--config_file recipes/accelerate/multi_gpu.yaml --num_processes 2 --mixed_precision no"
+    page = (DOCS / "many_gpus.md").read_text()
+    found = re.search(r"```bash\naccelerate launch (.*?) train\.py\n.*?```text\n(.*?)```", page, re.DOTALL)
+    launch, printed = found.groups()
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), "--main_process_port", "0"]
     done = run_processes([*command, "tests/kit/processes.py", str(script)], {"HF_HUB_OFFLINE": "1"}, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
-    assert "parity ok" in done.stdout
-    counted = [int(count) for count in re.findall(r"packed_tokens=(\d+)", done.stdout)]
-    assert len(counted) == 2
+    assert doctest.OutputChecker().check_output(f"...{printed}", done.stdout, AS_PRINTED), done.stdout
+    counted = sorted(int(count) for count in re.findall(r"packed_tokens=(\d+)", done.stdout))
+    assert "{:,} and {:,} tokens were computed".format(*counted) in page
     assert sum(counted) > 3948 > max(counted)  # what one process computes
 
 
