@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from subprocess import PIPE, STDOUT
+from subprocess import PIPE, STDOUT, Popen
 
 from kit.printed import ROOT, of_text  # nothing of the package, which the first command installs
 
@@ -55,11 +54,15 @@ def run_in_shell(command: str) -> str:
     print(f"\n$ {command}", flush=True)
     begun = time.monotonic()
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, shell=True, cwd=ROOT, env=env, stdout=PIPE, stderr=STDOUT, text=True, timeout=1800)
-    print(f"{done.stdout}({time.monotonic() - begun:.0f} s)", flush=True)
-    if done.returncode:
-        sys.exit(f"{command}: exit code {done.returncode}")
-    return done.stdout
+    printed = []
+    with Popen(command, shell=True, cwd=ROOT, env=env, stdout=PIPE, stderr=STDOUT, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            printed.append(line)
+    print(f"({time.monotonic() - begun:.0f} s)", flush=True)
+    if process.returncode:
+        sys.exit(f"{command}: exit code {process.returncode}")
+    return "".join(printed)
 
 
 if __name__ == "__main__":
