@@ -95,7 +95,7 @@ def stats(
         tokenizer = recipe.get("model_name_or_path")
         train_tokenizer = tiny.SHAPES.get(str(recipe.get("tiny_model")), {}).get("vocab_size")
     if (tokenizer is None) == (train_tokenizer is None):
-        message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or the size of one to train, as 2048."
+        message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
     with mistakes_of("DATA"):
         rows = formats.as_trl_takes_them(rename_columns(load_rows(data, split), columns))
