@@ -12,6 +12,7 @@ from torch import nn
 import trl_padfix.core.attention.attention
 import trl_padfix.core.attention.segments
 from trl_padfix import ParityError, check_parity
+from trl_padfix.core.model.find import find_decoder, find_pretrained
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -74,9 +75,11 @@ def _count_steps(module: Any, args: Any) -> None:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_nothing_is_left_behind(weights):
-    model = WEIGHTS[weights](build("qwen2"))
+    model = WEIGHTS[weights](build("qwen2", attention_dropout=0.5))
     model.gradient_checkpointing_enable()
     model.train()
+    find_decoder(find_pretrained(model)).layers[1].eval()
+    modes = [module.training for module in model.modules()]
     trained = [p for p in model.parameters() if p.requires_grad]
     if trained:
         trained[0].grad = torch.ones_like(trained[0])
@@ -92,7 +95,8 @@ def test_nothing_is_left_behind(weights):
     assert report.gradient < 1e-5
     assert [p for p in trained[1:] if p.grad is not None] == []
     assert not trained or torch.equal(trained[0].grad, torch.ones_like(trained[0]))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), state)  # dropout is off
+    assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert len(model.get_input_embeddings()._forward_hooks) == hooks
 
