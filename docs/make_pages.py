@@ -51,9 +51,9 @@ def options() -> str:
         page += f"\n## `{name}`\n\n*`{default}` by default; {trainers}.* {' '.join(help_text.split())}\n"
     page += (
         "\n## `attn_implementation`\n\n"
-        '*`None` by default; all trainers.* Attention implementation of the model: a name, `"auto"` for the fastest '
-        "that is installed here, or for a vision model a name for each part. Refused before weights load if it cannot "
-        "run.\n\n"
+        '*`None` by default; all trainers.* Attention implementation of the model: a name, `"auto"` for a '
+        "FlashAttention that is installed, or else `sdpa`, or for a vision model a name for each part. Refused before "
+        "weights load if it cannot run.\n\n"
         "## Logged beside TRL's metrics\n\n"
         "With `eval_` before the name in evaluation:\n\n"
         "| metric | |\n|---|---|\n"

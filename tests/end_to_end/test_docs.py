@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import json
 import re
 import sys
 from importlib.util import find_spec
@@ -26,27 +27,19 @@ RECORDS = {"Padding", "Layout", "PaddingRemoval", "PaddingStats", "ParityReport"
 """What is not called with anything that could be wrong."""
 
 
-@pytest.fixture
-def make_pages(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    monkeypatch.setattr(sys, "argv", ["make_pages.py", "--check"])
-    return importlib.import_module("make_pages")
-
-
-def test_made_pages_are_what_the_code_says(make_pages):
-    make_pages.main()
-
-
-def test_a_page_that_is_not_up_to_date_is_found(make_pages, monkeypatch, tmp_path):
-    monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
-    with pytest.raises(SystemExit, match=r"options\.md, troubleshooting\.md: not what the code says now"):
-        make_pages.main()
-
-
 def imported(name: str, monkeypatch):
     """A script of `docs/`."""
     monkeypatch.syspath_prepend(str(DOCS))
     return importlib.import_module(name)
+
+
+def test_made_pages_are_what_the_code_says_and_others_are_found(monkeypatch, tmp_path):
+    make_pages = imported("make_pages", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["make_pages.py", "--check"])
+    make_pages.main()
+    monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
+    with pytest.raises(SystemExit, match=r"options\.md, troubleshooting\.md: not what the code says now"):
+        make_pages.main()
 
 
 def test_pictures_show_what_is_committed(monkeypatch):
@@ -56,6 +49,16 @@ def test_pictures_show_what_is_committed(monkeypatch):
     assert shown == list(pictures.PICTURES)
     monkeypatch.setattr(pictures, "MEASURED", dict(list(pictures.MEASURED.items())[1:]))
     assert pictures.stale() == ["speed.png"]
+
+
+def test_every_measured_file_has_a_row_on_speed_with_its_figures():
+    rows = re.findall(r"^\| .*\|$", (DOCS / "speed.md").read_text(), re.MULTILINE)
+    for path in (DOCS / "bench").glob("*.json"):
+        if "compiled" in path.stem or "80-steps" in path.stem:
+            continue  # sentences below the table
+        variants = json.loads(path.read_text())["variants"]
+        speed = [v["speedup"] for v in variants if v["name"] in ("padding_free", "prefix_sharing")]
+        assert any(all(f"{s:.1f}x" in row or f"{s:.2f}x" in row for s in speed) for row in rows), path.name
 
 
 def test_docstrings_are_markdown_on_the_page(monkeypatch):

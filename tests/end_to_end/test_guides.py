@@ -11,7 +11,8 @@ from kit.processes import trained
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, DOCS / "experimental.md"] if path.stem != "common"}
+ELSEWHERE = [DOCS / "experimental.md", DOCS / "other_stacks.md"]
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE] if path.stem != "common"}
 FAST = ("grpo", "reward")
 AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -50,12 +51,15 @@ def test_rloo_is_grpos_script_with_two_other_names(tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_a_script_runs_on_two_processes_as_it_is(tmp_path):
+    """With the command of the page on many GPUs, and prints what that says."""
     script = tmp_path / "train.py"
     script.write_text(script_and_output(WITH_SCRIPTS["dpo"])[0].replace('"runs/', f'"{tmp_path}/'))
+    page = (DOCS / "many_gpus.md").read_text()
     said = trained("multi_gpu", tmp_path, script)
-    assert "parity ok" in said
-    counted = [int(count) for count in re.findall(r"packed_tokens=(\d+)", said)]
-    assert len(counted) == 2
+    printed = re.search(r"train\.py\n.*?```text\n(.*?)```", page, re.DOTALL)[1]
+    assert doctest.OutputChecker().check_output(f"...{printed}", said, AS_PRINTED), said
+    counted = sorted(int(count) for count in re.findall(r"packed_tokens=(\d+)", said))
+    assert "{:,} and {:,} tokens were computed".format(*counted) in page
     assert sum(counted) > 3948 > max(counted)  # what one process computes
 
 

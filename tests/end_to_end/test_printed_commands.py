@@ -8,11 +8,12 @@ import pytest
 import typer
 from datasets import load_dataset
 from kit.cells import slow_but
+from kit.command_words import check
 from kit.commands import build_pairs, trl_padfix_command
-from kit.printed import ROOT, check, everywhere, of_text
+from kit.printed import ROOT, everywhere, of_text
 
 from trl_padfix.cli.methods import METHODS
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.cli.recipe_run import build_tiny
 
 
 FOUND = everywhere()
@@ -30,6 +31,7 @@ STAND_FOR = {  # what a reader puts in
     r"--gpus N --memory GB": "--gpus 2 --memory 80",
     r"nproc-per-node N": "nproc-per-node 2",
     r"<a CPU index>": "INDEX",
+    r"\btrain\.py": "recipes/dpo.py",  # the script of the DPO guide
     r'"TEXT( OF THE ERROR)?"|(?<=--explain )-$': '"CUDA out of memory"',
     r"(--resume_from_checkpoint) latest": r"\1 false",  # nothing was trained here
 }
@@ -51,6 +53,7 @@ NOT_RUN = {  # and only checked word by word
     r"(pytest|nox) ": "the tests, which CI runs",
     r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py, test_vlm_recipe.py",
     r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
+    r"accelerate launch .*train\.py": "test_guides.py",
     r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
     r"python (docs/bench|benchmarks)/|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
@@ -82,12 +85,10 @@ def here(tmp_path_factory):
     """A folder like a clone: with the recipes, a tiny model, and pairs in the format of HH-RLHF."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"]), vocab_size=512)
-    tokenizer.save_pretrained(folder / "model")
-    build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}).save_pretrained(folder / "model")
+    chats = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:80]")
+    build_tiny("tiny", chats.select(range(16)), folder / "model")
+    chats.to_json(folder / "chats.jsonl")
     build_pairs(64).to_json(folder / "pairs.jsonl")
-    load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:80]").to_json(folder / "chats.jsonl")
     (folder / "accelerate.yaml").write_text((ROOT / "recipes/accelerate/cpu.yaml").read_text())
     return folder
 
@@ -167,14 +168,6 @@ def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
             output = run(f"{next_one} --quick", here, monkeypatch)
             assert "equal in all variants" in output
             assert ("Conversations were rendered" in output) == ("chats" in command or "rollouts" in command)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix  # on every push it is measured with `--quick`, above
-def test_what_stats_prints_on_the_data_that_ships_runs_verbatim(here, monkeypatch):
-    (readme,) = [c for c in COMMANDS if c.startswith("trl-padfix stats recipes/") and "README.md" in FOUND[c]]
-    (command,) = [c for c in of_text(run(readme, here, monkeypatch)) if c.startswith("trl-padfix bench")]
-    assert "Conversations were rendered with" in run(command, here, monkeypatch)
 
 
 def test_messages_with_something_put_in_are_pip_lines_or_come_from_a_tool_that_is_run():

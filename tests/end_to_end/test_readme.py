@@ -1,4 +1,4 @@
-"""The examples of the README run, and its figures are measured. For commands see test_printed_commands.py."""
+"""The examples of the README run, and its figures are measured. Its commands: `python -m kit.readme_path`."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import load_dataset
+from kit import readme_path
 
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.cli.recipe_run import build_tiny
 
 
 ROOT = Path(__file__).parents[2]
@@ -17,19 +18,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tiny")
+def tiny_model(tmp_path_factory) -> str:
     pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"]), vocab_size=512)
-    tokenizer.save_pretrained(directory)
-    build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}).save_pretrained(directory)
-    return directory
+    return build_tiny("tiny", pairs, tmp_path_factory.mktemp("tiny") / "model")
 
 
 def test_the_drop_in_example_trains(tiny_model, tmp_path):
     code = BLOCKS[0]
     for shown, here in {
-        '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(tiny_model)),
+        '"Qwen/Qwen2.5-0.5B-Instruct"': repr(tiny_model),
         'load_dataset("trl-lib/ultrafeedback_binarized", split="train")': (
             f'load_dataset({str(ROOT / "recipes/data/preferences")!r}, split="train[:8]")'
         ),
@@ -78,7 +75,25 @@ def test_its_figures_are_those_of_the_page_on_speed():
     assert all(figure in held for figure in re.findall(r"[\d.]+x", shown)), shown
 
 
-def test_ci_runs_what_is_to_be_typed():
-    typed = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
-    run_by_ci = re.findall(r"readme '(.*?)'", (ROOT / ".ci/run").read_text())
-    assert [any(line.startswith(begin) for begin in run_by_ci) for line in typed] == [True] * len(typed)
+def test_the_path_has_every_command_in_order_and_leaves_none_out_in_vain():
+    path = readme_path.commands()
+    first = re.search(r"```bash\n(.*?)\n```", README, re.DOTALL)[1].split(" && ")
+    assert path[:2] == first
+    assert not any(map(readme_path.why_not, first))
+    for pattern in readme_path.LEFT_OUT:
+        assert any(re.match(pattern, command) for command in path), pattern
+    ci = (ROOT / ".ci/run").read_text()  # the first of them as they are written; the path as a whole is run at night
+    assert [line for line in ci.splitlines() if line.startswith("readme 'pip install -e")]
+    assert "nox -s readme" in (ROOT / ".github/workflows/nightly.yml").read_text()
+
+
+def test_the_path_goes_on_with_what_is_printed_and_stops_where_a_command_fails(capsys):
+    prints = {
+        "trl-padfix stats DATA": "Measure it: trl-padfix bench --data DATA",
+        "trl-padfix bench --data DATA": "`trl-padfix stats DATA` and `trl-padfix doctor --model Qwen/Qwen3-0.6B`",
+    }
+    assert readme_path.follow(["trl-padfix stats DATA"], prints.__getitem__) == list(prints)
+    assert f"doctor --model Qwen/Qwen3-0.6B\n(left out: {readme_path.HUB})" in capsys.readouterr().out
+    assert readme_path.run_in_shell("echo fine") == "fine\n"
+    with pytest.raises(SystemExit, match="no_such_command --now: exit code 127"):
+        readme_path.run_in_shell("no_such_command --now")

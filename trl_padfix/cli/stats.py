@@ -97,7 +97,8 @@ def stats(
         tokenizer = recipe.get("model_name_or_path")
         train_tokenizer = tiny.SHAPES.get(str(recipe.get("tiny_model")), {}).get("vocab_size")
     if (tokenizer is None) == (train_tokenizer is None):
-        raise typer.BadParameter("Give one of `--tokenizer` and `--train-tokenizer`.", param_hint="--tokenizer")
+        message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
+        raise typer.BadParameter(message, param_hint="--tokenizer")
     with mistakes_of("DATA"):
         rows = formats.as_trl_takes_them(rename_columns(load_rows(data, split), columns))
         expand_turns = expand_turns or bool(recipe.get("expand_turns"))
