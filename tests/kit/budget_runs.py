@@ -11,9 +11,11 @@ import json
 import os
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
@@ -41,6 +43,7 @@ from trl_padfix import (
     SFTTrainer,
 )
 from trl_padfix.core.layout import pieces
+from trl_padfix.trainers.steps.once import MicroBatches
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -106,6 +109,23 @@ def make(
     return trainer
 
 
+ELSEWHERE = ("per_second", "_fraction", "total_flos", "train_loss")
+"""Ends of names of what depends on the clock or on the padding."""
+
+
+def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.Tensor:
+    """Everything else that is logged of each step, `(steps, figures)`, without what is named in `but`."""
+    steps = [log for log in history if "loss" in log]
+    names = sorted(name for name in steps[0] if not name.endswith((*ELSEWHERE, *but)))
+    assert {"loss", "grad_norm"} <= set(names)
+    assert len(names) > 4
+    return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else '' }}{{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
@@ -134,10 +154,10 @@ def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
     )  # fmt: skip
 
 
-def make_grouped(folder: Any, **config: Any) -> Any:
-    """Four steps of DPO on pairs of which four begin alike."""
-    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching("dpo"), "max_steps": 4}
-    return make("dpo", folder, ours=True, **given | config)
+def make_grouped(name: str, folder: Any, **config: Any) -> Any:
+    """Four steps on rows of which four begin alike."""
+    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching(name), "max_steps": 4}
+    return make(name, folder, ours=True, **given | config)
 
 
 def main(folder: Path) -> None:
@@ -150,18 +170,20 @@ def main(folder: Path) -> None:
         # accelerate shards over devices that it knows; the processes of this machine pass for GPUs that talk by gloo.
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
-    logged = {}
+    logged, trunks, check = {}, [], MicroBatches.check
+    MicroBatches.check = lambda once: (trunks.append(len(once.planned.trunks) if once.planned else 0), check(once))[1]
     for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
             trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
-    for budget in (None, BUDGET["dpo"]):
-        trainer = make_grouped(
-            folder / "grouped", **config | {"max_steps": 4, "save_strategy": "no"}, max_tokens_per_batch=budget
-        )
+    for name, budget in (("dpo", None), ("dpo", BUDGET["dpo"]), ("sft", 44)):
+        given = config | {"max_steps": 4, "save_strategy": "no", "max_tokens_per_batch": budget}
+        trainer = make_grouped(name, folder / "grouped", **given)
+        trunks.clear()
         trainer.train()
-        logged.setdefault("grouped", []).append(trainer.state.log_history)
+        assert any(trunks) == (budget is not None)
+        logged.setdefault(f"grouped {name}", []).append(trainer.state.log_history)
     if not os.environ.get("ACCELERATE_USE_FSDP"):
         recorded = make_recorded(folder / "recorded", 3)
         recorded.train()

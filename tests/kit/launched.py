@@ -61,7 +61,7 @@ def count_trunks() -> list[int]:
 
     pieces.FORWARD = 1
     counts, check = [], MicroBatches.check
-    MicroBatches.check = lambda once: (counts.append(len(once.pieces.trunks)), check(once))[1]
+    MicroBatches.check = lambda once: (once.planned and counts.append(len(once.planned.trunks)), check(once))[1]
     return counts
 
 
