@@ -460,6 +460,13 @@ def test_the_longest_row_that_the_data_has_is_compared_with_the_budget(name, max
     assert trainer.state.global_step == 1
 
 
+def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
+    trainer = make("kto", tmp_path, ours=True)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="The loss compares rows, and DeepSpeed does not compute forwards a second"):
+        trainer.padding.part(token_budget.Budget).attach()
+
+
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
         make("dpo", tmp_path, ours=True, data=build_data("dpo").to_iterable_dataset())
