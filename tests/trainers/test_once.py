@@ -164,7 +164,7 @@ def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name
             assert distinct < tokens < 2 * distinct  # all but the last piece twice
 
 
-KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": str}
+KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": int}
 
 
 @pytest.mark.parametrize("left_out", KINDS)
