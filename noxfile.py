@@ -11,7 +11,7 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s browser           the site in headless Chromium
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
-for. More arguments go to pytest: `nox -- -x`.
+for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from trl_padfix.versions import BOUNDS, NEWER, OTHER_STACKS, TESTED, Stack  # no
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["stacks"]
 
-TESTS = ("pytest>=8", "hypothesis>=6", "requests")  # TRL's GRPO trainer imports `requests`, which TRL does not ask for
+# TRL's GRPO trainer imports `requests`, which TRL does not ask for.
+TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 
@@ -43,7 +44,9 @@ STACKS = (
     *(f"tests/core/test_{name}.py" for name in ("stacks", "reward_models")),
     "tests/trainers/test_stacks_dpo.py",
 )
+STORIES = "tests/end_to_end/stories"
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out
+PROCESSES = ("-n", "2", "--dist", "worksteal")
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
@@ -59,23 +62,22 @@ def install(session: nox.Session, stack: Stack) -> None:
 @nox.session
 @nox.parametrize("stack", [nox.param(s, id=f"trl-{s.trl}", tags=["oldest"] if s in OLDEST else []) for s in TESTED])
 def stacks(session: nox.Session, stack: Stack) -> None:
-    """The parity suite on one pair of versions."""
+    """The parity suite on one pair of versions, or the tests that are named behind `--`."""
     install(session, stack)
-    session.run("pytest", *CELLS, *STACKS, *session.posargs)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
-    if trainers:
-        tests = [ROOT / "tests" / "trainers" / name.lower() for name in trainers]  # folders, or files of that name
-        files = [str(path if path.is_dir() else path.with_name(f"test_{path.name}.py")) for path in tests]
-        session.run("pytest", *CELLS, "tests/trainers/test_every_method.py", *files, *session.posargs)
-    if stack == TESTED[0]:
-        session.run("pytest", "tests/end_to_end/stories", *session.posargs)
+    tests = [ROOT / "tests" / "trainers" / name.lower() for name in trainers]  # folders, or files of that name
+    files = [str(path if path.is_dir() else path.with_name(f"test_{path.name}.py")) for path in tests]
+    files += ["tests/trainers/test_every_method.py"] if trainers else []
+    files += [STORIES] if stack == TESTED[0] else []
+    named = any(argument.startswith("tests/") for argument in session.posargs)
+    session.run("pytest", *PROCESSES, *CELLS, *(() if named else (*STACKS, *files)), *session.posargs)
 
 
 @nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
     install(session, TESTED[0])
-    session.run("pytest", "tests/end_to_end/stories", *session.posargs)
+    session.run("pytest", STORIES, *session.posargs)
 
 
 # What the releases in `OTHER_STACKS` ask for, as far as their pins meet on a machine without a GPU. The stacks go in

@@ -12,9 +12,10 @@ import random
 import pytest
 from kit import campaign
 from kit.campaign import PARTS, Part
+from kit.cells import MATRIX
 
 
-SHORT = [pytest.param(part, id=part.module, marks=() if part.short else pytest.mark.slow) for part in PARTS]
+SHORT = [pytest.param(part, id=part.module, marks=() if part.short else MATRIX) for part in PARTS]
 
 
 @pytest.fixture

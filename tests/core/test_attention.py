@@ -457,7 +457,7 @@ def test_a_flash_kernel_that_fails_outside_half_precision_is_explained(monkeypat
     def only_half(*args, **kwargs):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
 
-    monkeypatch.setattr(reference_flash_attn, "_check_tensors", only_half)
+    monkeypatch.setattr(reference_flash_attn, "_check", only_half)
     layout, _ = layout_of("right", sharing=False)
     with pytest.raises(PaddingRemovalError, match=r"torch.float32 on cpu: .*only support fp16.*dtype='bfloat16'"):
         attend(attention_module(implementation="flash_attention_2"), random_states(layout), layout)

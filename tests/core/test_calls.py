@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 import transformers
+from kit.cells import MATRIX
 from kit.models import CONFIGS, batch, build
 
 from trl_padfix import remove_padding
@@ -74,7 +75,7 @@ def _eager_switching():
 
 
 @pytest.mark.usefixtures("_eager_switching")
-@pytest.mark.parametrize("times", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [60, pytest.param(2000, marks=MATRIX)])
 @pytest.mark.parametrize("sharing", ["one model", "two models", "a shared config"])
 def test_two_threads_give_the_numbers_of_one(sharing, times):
     models = models_of(sharing)

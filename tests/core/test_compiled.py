@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -234,3 +234,24 @@ def test_blocks_of_a_long_segment_are_one_attention(monkeypatch):
     monkeypatch.setattr(segments, "BLOCK", 4)
     test_the_operator_of_segments_is_attention_and_its_gradients(-1)
     test_the_operator_of_segments_is_attention_and_its_gradients(3)
+
+
+@pytest.mark.slow
+def test_what_is_bound_on_an_instance_is_in_its_compiled_layer():
+    """As Liger binds its norms and MLPs."""
+
+    def halved(self, states):
+        return type(self).forward(self, states) / 2
+
+    models = [build().train() for _ in range(2)]
+    for model in models:
+        for layer in model.model.layers:
+            layer.input_layernorm.__dict__["forward"] = MethodType(halved, layer.input_layernorm)
+    (ids, mask), (plain, compiled) = batches(1)[0], models
+    with remove_padding(plain), remove_padding(compiled) as handle:
+        assert compile_layers(handle, backend="aot_eager") == {}
+        want, got, other = step(plain, ids, mask), step(compiled, ids, mask), step(build().train(), ids, mask)
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+    assert (got[0] - other[0]).abs().max() > 1e-2
+    assert graphs()[0] == 1

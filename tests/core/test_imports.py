@@ -37,7 +37,6 @@ NO_SOURCE = {  # tests of what no single module does
         "experimental",
         "expert_losses",
         "import_alone",
-        "liger",
         "mixers",
         "odd_rows",
         "overrides",
@@ -79,6 +78,7 @@ def test_nothing_imports_upwards(layer):
     assert {name: imports for name, imports in found.items() if imports} == {}
 
 
+@pytest.mark.slow
 def test_core_leaves_trl_out():
     modules = [module_name(file) for file in FILES["core"]]
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\n"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit import family_outcomes
-from kit.cells import MATRIX, every_pair, every_second
+from kit.cells import MATRIX, every_pair, every_second, once_each
 from kit.families import build
 from kit.family_outcomes import (
     LEAK,
@@ -206,8 +206,10 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
 
 
-@SHARING
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v4", "kimi_linear"])
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    once_each(["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v4", "kimi_linear"], [False, True]),
+)
 def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypatch):
     monkeypatch.setattr(family_outcomes, "rows", long_rows)
     model = build(family)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.cells import every_second
 from kit.families import build, build_type
 from torch import nn
 from transformers import (
@@ -94,7 +95,7 @@ def test_a_causal_switch_is_heeded_in_both_positions(model_type, name, value):
         assert reason
 
 
-@pytest.mark.parametrize("model_type", ENCODERS)
+@pytest.mark.parametrize("model_type", every_second(ENCODERS))
 def test_encoders_without_a_switch_are_refused(model_type, monkeypatch):
     model = build_type(model_type, {}, auto=auto_class(model_type))
     assert not is_causal(model)

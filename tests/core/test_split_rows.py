@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.cells import slow_but
 from kit.families import build as build_family
 from kit.models import build
 from kit.processes import ROOT, run_processes
@@ -29,8 +30,8 @@ TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
 
 def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    script = str(ROOT / "tests/kit/split_runs.py")
-    done = run_processes([*command, script, *models], {"BROKEN": broken, "PYTHONPATH": str(ROOT)}, timeout=900)
+    script = str(ROOT / "tests/kit/processes.py")
+    done = run_processes([*command, script, "kit.split_runs", *models], {"BROKEN": broken}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -66,7 +67,7 @@ def test_every_process_gets_what_the_padded_computation_gives(processes, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", ["exit", "slices"])
+@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "slices"]))
 def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     found = launched(2, ["qwen2"], broken)
     cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])

@@ -82,9 +82,10 @@ def test_batches_of_text_alone_are_packed_too(family, sharing):
         assert handle.stats.packed_tokens == 2 * (15 if sharing else 17)
 
 
-@SHARING
-@pytest.mark.parametrize("implementation", ["eager", "flash_attention_2"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.parametrize(
+    ("family", "implementation", "sharing"),
+    every_pair(["qwen2_5_vl", "qwen3_vl", "llava"], ["eager", "flash_attention_2"], [False, True]),
+)
 def test_every_attention_gives_the_same(family, implementation, sharing):
     expected = alone(build_vision(family), ROWS)
     with flash_attention_stand_in() if implementation == "flash_attention_2" else nullcontext():

@@ -2,11 +2,10 @@
 
 import doctest
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from kit.processes import run_processes
+from kit.processes import trained
 
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +52,9 @@ def test_rloo_is_grpos_script_with_two_other_names(tmp_path, monkeypatch, capsys
 def test_a_script_runs_on_two_processes_as_it_is(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(script_and_output(WITH_SCRIPTS["dpo"])[0].replace('"runs/', f'"{tmp_path}/'))
-    launch = "--config_file recipes/accelerate/multi_gpu.yaml --num_processes 2 --mixed_precision no"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *launch.split(), "--main_process_port", "0"]
-    done = run_processes([*command, "tests/kit/processes.py", str(script)], {"HF_HUB_OFFLINE": "1"}, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    assert "parity ok" in done.stdout
-    counted = [int(count) for count in re.findall(r"packed_tokens=(\d+)", done.stdout)]
+    said = trained("multi_gpu", tmp_path, script)
+    assert "parity ok" in said
+    counted = [int(count) for count in re.findall(r"packed_tokens=(\d+)", said)]
     assert len(counted) == 2
     assert sum(counted) > 3948 > max(counted)  # what one process computes
 

@@ -8,8 +8,6 @@ to remove, and the other one ragged rows, so that modules on rows would run a di
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from kit import mixer_runs
+import trl
 from kit.family_outcomes import gradient_difference, stable_topk
-from kit.mixer_runs import STEP_ROWS, STEPS, TRAINERS, save_initial, train_saved
-from kit.processes import ROOT, run_processes
+from kit.mixer_runs import STEP_ROWS, STEPS, save_initial, train_saved
+from kit.processes import logged
 from safetensors.torch import load_file
 
 
@@ -51,6 +48,9 @@ ZERO_3 = {
 """All parameters are gathered when a module is called, and given up behind it."""
 
 
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -67,7 +67,7 @@ def alone(models, tmp_path_factory):
     def run(family: str, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         output = tmp_path_factory.mktemp("alone")
         with stable_topk():
-            logs = train_saved(kind, TRAINERS[kind][0], models / family, output, per_device_train_batch_size=STEP_ROWS)
+            logs = train_saved(kind, trl, models / family, output, per_device_train_batch_size=STEP_ROWS)
         return curve(logs), load_file(output / "model.safetensors")
 
     return run
@@ -80,33 +80,16 @@ def curve(logs: list[dict[str, float]]) -> torch.Tensor:
     return torch.tensor(steps + ends, dtype=torch.float64)
 
 
-def accelerate_config(strategy: str, folder: Path) -> Path:
-    """The configuration of `recipes/accelerate`, for two processes in float32; ZeRO-3 gathers all parameters anew."""
-    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{strategy}.yaml").read_text())
-    settings |= {"num_processes": 2, "mixed_precision": "no"}
-    if strategy == "zero3":
-        (folder / "zero3.json").write_text(json.dumps(ZERO_3))
-        settings["deepspeed_config"] = {"deepspeed_config_file": str(folder / "zero3.json"), "zero3_init_flag": True}
-        del settings["mixed_precision"]  # what DeepSpeed's own file says is not said twice
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
 def launch(strategy: str, cases: list[str], models: Path, folder: Path, **env: str) -> dict[str, Any]:
-    """Train the cases in two processes; a run that waits for ever is ended, and says which case it was."""
+    """Train the cases in two processes; ZeRO-3 gathers all parameters anew."""
     for family in {case.split(",")[0] for case in cases}:
         (folder / family).symlink_to(models / family)
-    environment = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"} | env
-    if strategy != "multi_gpu":  # see `kit/launched.py`
-        environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    command += ["--config_file", str(accelerate_config(strategy, folder)), mixer_runs.__file__, str(folder), *cases]
-    done = run_processes(command, environment, timeout=120 + 30 * len(cases))
-    last = [line for line in done.stderr.splitlines() if " begins" in line][-1:]
-    assert done.returncode != -signal.SIGKILL, f"the processes wait for each other: {last} {done.stderr[-2000:]}"
-    assert done.returncode == 0, f"{last} {done.stderr[-6000:]}"
-    return json.loads((folder / "logged.json").read_text())
+    settings: dict[str, Any] = {}
+    if strategy == "zero3":
+        (folder / "zero3.json").write_text(json.dumps(ZERO_3))
+        settings = {"deepspeed_config": {"deepspeed_config_file": str(folder / "zero3.json"), "zero3_init_flag": True}}
+        settings |= {"mixed_precision": None}  # what DeepSpeed's own file says is not said twice
+    return logged(strategy, folder, "kit.mixer_runs", *cases, env=env, timeout=120 + 30 * len(cases), **settings)
 
 
 def assert_same(ours: Path, logs: Any, theirs: tuple[torch.Tensor, dict[str, torch.Tensor]], initial: Path) -> None:
@@ -125,26 +108,23 @@ def assert_same(ours: Path, logs: Any, theirs: tuple[torch.Tensor, dict[str, tor
 @pytest.mark.parametrize(
     "strategy",
     [
-        "multi_gpu",
         "fsdp2",
-        pytest.param(
-            "zero3",
-            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`"),
-        ),
+        pytest.param("multi_gpu", marks=pytest.mark.matrix),
+        pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED]),
     ],
 )
 def test_two_processes_give_the_trajectory_of_one(strategy, models, alone, tmp_path):
-    logged = launch(strategy, CASES, models, tmp_path)
+    found = launch(strategy, CASES, models, tmp_path)
     for case in CASES:
         family, kind, mode = case.split(",")
-        assert_same(tmp_path / case, logged[case], alone(family, kind), models / family)
-        steps = [log for log in logged[case] if "loss" in log]
+        assert_same(tmp_path / case, found[case], alone(family, kind), models / family)
+        steps = [log for log in found[case] if "loss" in log]
         assert max(log["padfix/pad_fraction"] for log in steps) > 0.05, case
         assert (max(log["padfix/shared_fraction"] for log in steps) > 0.05) == (mode == "prefix sharing"), case
 
 
 def test_rows_that_see_each_other_do_not(models, alone, tmp_path):
     case = "qwen3_5_text,dpo,padding-free"
-    logged = launch("multi_gpu", [case], models, tmp_path, BROKEN_LAYOUT="1")
+    found = launch("multi_gpu", [case], models, tmp_path, BROKEN_LAYOUT="1")
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(tmp_path / case, logged[case], alone("qwen3_5_text", "dpo"), models / "qwen3_5_text")
+        assert_same(tmp_path / case, found[case], alone("qwen3_5_text", "dpo"), models / "qwen3_5_text")

@@ -74,7 +74,7 @@ def is_run(command: str) -> bool:
 
 
 RUN = {command: tiny for command in COMMANDS if is_run(tiny := filled(command, STAND_FOR, TINY))}
-FAST = ("doctor", "plan", "recipe", "bench --data equal", "bench --trainer grpo")
+FAST = ("doctor", "plan model --gpus 2", "recipe", "bench --data equal")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ PRINTING = [  # tools that end in a command
 ]
 
 
-@pytest.mark.parametrize("command", slow_but(PRINTING[0:1] + PRINTING[3:], PRINTING))
+@pytest.mark.parametrize("command", slow_but([PRINTING[0], PRINTING[3], PRINTING[5]], PRINTING))
 def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
     printed = [*dict.fromkeys(of_text(run(command, here, monkeypatch)))]
     assert printed or "doctor" in command
@@ -169,6 +169,7 @@ def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # on every push it is measured with `--quick`, above
 def test_what_stats_prints_on_the_data_that_ships_runs_verbatim(here, monkeypatch):
     (readme,) = [c for c in COMMANDS if c.startswith("trl-padfix stats recipes/") and "README.md" in FOUND[c]]
     (command,) = [c for c in of_text(run(readme, here, monkeypatch)) if c.startswith("trl-padfix bench")]

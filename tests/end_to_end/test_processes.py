@@ -12,8 +12,7 @@ import importlib
 import json
 import random
 import shutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,9 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from kit.cells import once_each, slow_but
-from kit.processes import ROOT, run_processes
+from kit.cells import MATRIX, slow_but
+from kit.processes import launched, trained
 from kit.split_runs import assert_split
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
@@ -45,6 +43,17 @@ CHECKPOINTS = ("--gradient_checkpointing", "true")
 CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
+
+pytestmark = pytest.mark.slow
+STRATEGIES = ["multi_gpu", "fsdp2", "zero2", "zero3"]
+
+
+def strategies(every_push: list[tuple], cells: Iterable[tuple]) -> list[Any]:
+    """Cells, each a strategy and something else, of which some run on every push and the others at night."""
+    return [
+        pytest.param(*cell, marks=[*(() if cell in every_push else MATRIX), *[needs_deepspeed] * ("zero" in cell[0])])
+        for cell in cells
+    ]
 
 
 @dataclass
@@ -127,46 +136,17 @@ def outcome(output: Path, weights: str = "model.safetensors") -> Run:
     return Run(state["log_history"], load_file(output / weights))
 
 
-def accelerate_config(strategy: str, directory: Path) -> Path:
-    """The configuration of `recipes/accelerate`, for two processes in float32."""
-    name = "multi_gpu" if strategy == "tensor_parallel" else strategy
-    settings = yaml.safe_load((ROOT / f"recipes/accelerate/{name}.yaml").read_text())
-    path = directory / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(settings | {"num_processes": 2, "mixed_precision": "no"}))
-    return path
-
-
 @pytest.fixture
 def together(material, tmp_path):
-    """Our script in two processes; says what they said where they fail."""
+    """Our script in two processes; where it `fails`, what they said."""
 
-    def run(
-        method: str,
-        strategy: str,
-        *more: str,
-        launch: Sequence[str] = (),
-        env: dict[str, str] | None = None,
-        adapters: bool = False,
-        fails: bool = False,
-    ) -> Any:
-        environment = {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"} | (env or {})
-        if strategy == "multi_gpu":
-            more = (*more, "--use_cpu", "true")
-        else:  # accelerate takes processes on CPU for DDP only: see `launched.py`
-            environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *launch]
-        command += [
-            "--config_file",
-            str(accelerate_config(strategy, tmp_path)),
-            str(ROOT / "tests/kit/launched.py"),
-            method,
-        ]
-        command += [*flags(material, method, tmp_path / "run", rows=2), *more]
-        done = run_processes(command, environment, timeout=300)
+    def run(method: str, strategy: str, *more: str, adapters: bool = False, fails: bool = False, **how: Any) -> Any:
+        given = [*flags(material, method, tmp_path / "run", rows=2), *more]
+        given += ["--use_cpu", "true"] if strategy == "multi_gpu" else []
+        done = (launched if fails else trained)(strategy, tmp_path, "kit.launched", method, *given, **how)
         if fails:
             assert done.returncode != 0
             return done.stderr
-        assert done.returncode == 0, done.stderr[-6000:]
         return outcome(tmp_path / "run", "adapter_model.safetensors" if adapters else "model.safetensors")
 
     return run
@@ -185,15 +165,12 @@ def assert_packed(run: Run) -> None:
     assert any(log["padfix/shared_fraction"] > 0.1 for log in logs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
-def test_two_processes_give_the_trajectory_of_one(strategy, together, alone):
-    ours, theirs = together("dpo", strategy, *PACKED), alone("dpo")
+def test_two_processes_give_the_trajectory_of_one(together, alone):
+    ours, theirs = together("dpo", "multi_gpu", *PACKED), alone("dpo")
     assert_same(ours, theirs, *METRICS["dpo"])
     assert_packed(ours)
 
 
-@pytest.mark.slow
 def test_rows_that_see_each_other_do_not(together, alone):
     env = {"BROKEN_LAYOUT": "1"}
     ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)
@@ -201,11 +178,8 @@ def test_rows_that_see_each_other_do_not(together, alone):
         assert_same(ours, alone("dpo"), *METRICS["dpo"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METRICS)
 @pytest.mark.parametrize(
-    "strategy",
-    ["multi_gpu", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)],
+    ("strategy", "method"), strategies([("fsdp2", "dpo"), ("zero3", "sft")], product(STRATEGIES, METRICS))
 )
 def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, alone, tmp_path):
     ours = together(method, strategy, *PACKED)
@@ -219,10 +193,7 @@ def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, toget
 BUDGETED = [("multi_gpu", True), ("fsdp2", True), ("zero2", True), ("zero3", False)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "once"), [pytest.param(*c, marks=needs_deepspeed if "zero" in c[0] else ()) for c in BUDGETED]
-)
+@pytest.mark.parametrize(("strategy", "once"), strategies(BUDGETED[:2], BUDGETED))
 def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_of_one(
     strategy, once, together, alone, tmp_path
 ):
@@ -231,7 +202,7 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
     ours = together("dpo", strategy, *PACKED, *budget, env={"TRUNKS": str(tmp_path)})
     assert_same(ours, alone("dpo"), *METRICS["dpo"])
     counts = [json.loads((tmp_path / f"trunks-{rank}.json").read_text()) for rank in range(2)]
-    assert all((count > 0) == once for count in counts)
+    assert all((count["trunks"] > 0) == once for count in counts)
 
 
 SET_UPS = {
@@ -242,8 +213,9 @@ SET_UPS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("set_up", "strategy"), once_each(SET_UPS, ["multi_gpu", "fsdp2"]))
+@pytest.mark.parametrize(
+    ("strategy", "set_up"), strategies([("fsdp2", "LoRA")], product(["multi_gpu", "fsdp2"], SET_UPS))
+)
 def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
     """All that is logged of the steps, against TRL's own script in two processes."""
     more = SET_UPS[set_up]
@@ -261,10 +233,9 @@ def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
     assert_packed(ours)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    slow_but([("multi_gpu", CHECKPOINTS), ("fsdp2", LORA)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
+    strategies([("multi_gpu", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
 )
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
     adapters = more == LORA
@@ -282,26 +253,21 @@ def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, 
         assert graphs["calls"] > 10 * graphs["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
-    def run(rows: int, *launch: str) -> Run:
+    def run(rows: int, count: int) -> Run:
         output = tmp_path / str(rows)
         settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
         settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
-        settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output}
-        command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "tests/kit/processes.py"]
-        command += ["recipes/dpo.py", "--config", "recipes/dpo_tiny.yaml"]
-        command += [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-        done = run_processes(command, {"HF_HUB_OFFLINE": "1"}, timeout=300)
-        assert done.returncode == 0, done.stderr[-6000:]
-        assert done.stdout.count("padding not computed") == 1
+        settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output, "config": "recipes/dpo_tiny.yaml"}
+        given = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+        said = trained("multi_gpu", tmp_path, "recipes/dpo.py", *given, num_processes=count)
+        assert said.count("padding not computed") == 1
         return outcome(output)
 
-    two = run(4, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-    assert_same(two, run(8, "--cpu"), *METRICS["dpo"])
+    assert_same(run(4, count=2), run(8, count=1), *METRICS["dpo"])
 
 
-@pytest.mark.slow
 def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
     # Each process has half the heads of every layer, and all rows.
     sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")
@@ -313,8 +279,7 @@ def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
 DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
 def test_distillation_in_two_processes_is_that_in_one(strategy, together, alone, material):
     teacher = ("--teacher_model_name_or_path", str(material / "teacher"), "--max_completion_length", "12")
     greedy = (*teacher, "--top_k", "1")  # processes draw from generators of their own
@@ -332,28 +297,27 @@ SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
 SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins", "logps/chosen")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "attention"), [("dpo", "keys"), ("sft", "heads"), ("reward", "heads"), ("kto", "keys")]
+    ("method", "attention"),
+    slow_but([("dpo", "keys")], [("dpo", "keys"), ("sft", "heads"), ("reward", "heads"), ("kto", "keys")]),
 )
 def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, attention, together, alone, tmp_path):
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
     args, theirs = (*SPLIT, *rows, "--cp_attention", attention), alone(method, *rows)
-    ours = together(method, "fsdp2", *args, launch=CONTEXT, env={"TOKENS": str(tmp_path)})
+    ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
     assert_same(ours, theirs, *SHARED[method])
     assert_packed(ours)
     assert_split([json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(2)])
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
     checkpoint = str(tmp_path / "run" / "checkpoint-2")
-    assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, launch=CONTEXT), theirs)
+    assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, flags=CONTEXT), theirs)
 
 
-@pytest.mark.slow
 def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone, tmp_path):
-    groups = (*CONTEXT, "--num_processes", "4", "--parallelism_config_dp_shard_size", "2")
+    groups = (*CONTEXT, "--parallelism_config_dp_shard_size", "2")
     rows, env = ("--per_device_eval_batch_size", "3"), {"TOKENS": str(tmp_path)}
-    ours = together("dpo", "fsdp2", *SPLIT[:4], *rows, launch=groups, env=env)
+    ours = together("dpo", "fsdp2", *SPLIT[:4], *rows, flags=groups, num_processes=4, env=env)
     assert_same(ours, alone("dpo", *rows), *METRICS["dpo"])
     assert_packed(ours)
     counts = [json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(4)]
@@ -361,21 +325,19 @@ def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone,
     assert_split(counts[2:])
 
 
-@pytest.mark.slow
 def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(together):
-    said = together("dpo", "fsdp2", *SPLIT, launch=CONTEXT, env={"ODD_BATCH": "1"}, fails=True)
+    said = together("dpo", "fsdp2", *SPLIT, flags=CONTEXT, env={"ODD_BATCH": "1"}, fails=True)
     assert (
         said.count("ValueError: The 2 processes that share packed rows (`cp_size`) were given different batches") == 2
     )
 
 
-@pytest.mark.slow
 def test_one_process_that_differs_stops_the_run(together):
     said = together("dpo", "fsdp2", *PACKED, env={"BROKEN_LAYOUT": "1"}, fails=True)
     assert "ParityError: parity FAILED" in said
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_tokens_are_averaged_over_processes_unless_that_is_switched_off(together, alone):
     ours = together("sft", "multi_gpu", *PACKED, "--average_tokens_across_devices", "false")
     theirs = alone("sft")

@@ -1,7 +1,6 @@
 """What the page of questions answers, checked where it can run here."""
 
 import os
-import random
 import re
 import shlex
 import sys
@@ -11,11 +10,10 @@ import pytest
 import torch
 import trl
 import yaml
-from datasets import Dataset
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
 from kit.processes import ROOT, run_processes
-from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, lora, words
+from kit.trainer_runs import MODES, build_model, build_pairs, lora, make_trainer
 from transformers import AutoModelForCausalLM
 
 import trl_padfix
@@ -25,22 +23,14 @@ from trl_padfix.cli.launch import main
 
 PAGE = (ROOT / "docs/questions.md").read_text()
 COMMANDS = [line for line in re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL) if line.startswith("trl-padfix")]
-PAIRS = ("prompt", "chosen", "rejected")
 
 
 def trained_adapters(library, folder: Path, **config):
     """The trainer after three steps of DPO with LoRA."""
-    draw = random.Random(0)
-    rows = [
-        dict(zip(PAIRS, (words(draw, 2, 12), words(draw, 1, 9), words(draw, 1, 9)), strict=True)) for _ in range(8)
-    ]
-    trainer = library.DPOTrainer(
-        build_model(),
-        args=library.DPOConfig(str(folder), **SETTINGS | {"max_steps": 3, "learning_rate": 1e-2} | config),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=build_tokenizer(),
-        peft_config=lora(task_type="CAUSAL_LM"),
-    )
+    settings = {"max_steps": 3, "learning_rate": 1e-2} | config
+    given = {"model": build_model(), "peft_config": lora(task_type="CAUSAL_LM")}
+    given |= {"train_dataset": build_pairs(8, prompt=(2, 12), answer=(1, 9))}
+    trainer = make_trainer(library, "DPO", folder, settings, **given)
     trainer.train()
     return trainer
 

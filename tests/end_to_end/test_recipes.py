@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
+from kit.cells import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_padfix.cli.launch import main, parse
@@ -32,7 +34,7 @@ SLOW = pytest.mark.slow
 COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTILINE)[1]) for p in RECIPES}
 """The command in the header of each recipe."""
 
-QUICK = ["dpo_qwen2.5_0.5b_lora.yaml", "sft_qwen2.5_0.5b.yaml", "reward_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
+QUICK = ["sft_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
 TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
 
 
@@ -83,7 +85,7 @@ def test_a_stopped_recipe_goes_on(tiny_run):
     assert f"Resuming from {output / 'checkpoint-4'}" in result.stderr
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_recipe_does_not_train_another_model_than_it_was_asked_for(tiny_run):
     output, _ = tiny_run
     result = launch("dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--tiny_model", "small")
@@ -112,6 +114,7 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
 
 
 @SLOW
+@pytest.mark.matrix
 def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
     result = launch(
         "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
@@ -187,7 +190,7 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
 
 
 @SLOW
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("method", slow_but(["grpo"], ["sft", "dpo", "grpo"]))
 def test_published_rollouts_are_trained_on(method, tmp_path):
     few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
     batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]
@@ -291,10 +294,9 @@ def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, mo
     assert any(tmp_path.glob("*model.safetensors"))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("recipe", ["dpo", "sft"])
+@pytest.mark.parametrize(("recipe", "side"), slow_but([("dpo", "left")], product(["dpo", "sft"], ["left", "right"])))
 def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
     config = yaml.safe_load((ROOT / f"recipes/{recipe}_hh_rlhf.yaml").read_text())
     config["datasets"] = [{"path": "json", "data_files": HH_RLHF}]

@@ -1,21 +1,22 @@
 """
 Two processes that share every packed row: the trajectory of TRL's trainer in one process, whatever the set-up.
 
-All trainings of the two processes are one launch, with FSDP2 and `cp_size=2`.
+All trainings of the two processes that are asked for are one launch, with FSDP2 and `cp_size=2`.
 """
 
 from __future__ import annotations
 
 import signal
-import sys
+from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import split_trainings
-from kit.processes import ROOT, run_processes
+from kit.cells import MATRIX, slow_but
+from kit.processes import launched, trained
 from kit.split_runs import assert_split
 from kit.split_trainings import REFUSED, TRAININGS, method_of, save_material, train
 from kit.trainer_runs import assert_same
@@ -23,26 +24,22 @@ from kit.trainer_runs import assert_same
 
 pytestmark = pytest.mark.slow
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
-LAUNCH += ["--config_file", str(ROOT / "recipes/accelerate/fsdp2.yaml"), "--mixed_precision", "no"]
-LAUNCH += ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config"]
-ENVIRONMENT = {"ACCELERATE_TORCH_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config")
 
 
-def launch(sizes: list[str], folder: Path, names: list[str]) -> Any:
-    flags = [part for size in sizes for part in (f"--parallelism_config_{size.split('=')[0]}", size.split("=")[1])]
-    command = [*LAUNCH, *flags, split_trainings.__file__, str(folder), *names]
-    return run_processes(command, ENVIRONMENT, timeout=90 + 25 * len(names))
+def launch(sizes: dict[str, int], folder: Path, names: list[str], how: Callable = launched) -> Any:
+    parts = ((f"--parallelism_config_{name}", size) for name, size in sizes.items())
+    given = {"flags": [*CONTEXT, *chain(*parts)], "timeout": 90 + 25 * len(names)}
+    return how("fsdp2", folder, "kit.split_trainings", folder, *names, **given)
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
+def together(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("together")
     save_material(folder)
-    done = launch(["cp_size=2"], folder, [*TRAININGS, *REFUSED])
-    last = [line for line in done.stderr.splitlines() if " begins" in line][-1:]
-    assert done.returncode != -signal.SIGKILL, f"the processes wait for each other: {last} {done.stderr[-2000:]}"
-    assert done.returncode == 0, f"{last} {done.stderr[-6000:]}"
+    tests = [item for item in request.session.items if item.path == request.path]
+    asked = {item.callspec.params["name"] for item in tests if "together" in item.fixturenames}
+    launch({"cp_size": 2}, folder, [name for name in (*TRAININGS, *REFUSED) if name in asked], trained)
     return lambda name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -55,16 +52,20 @@ def alone(tmp_path_factory):
     def run(name: str) -> Any:
         kind, case, own = TRAININGS[name]
         ours = bool(own.keys() & {"group_by_prefix", "exact_eval_means"})
-        return trained(name if ours else next(n for n, given in TRAININGS.items() if given[:2] == (kind, case)), ours)
+        return once(name if ours else next(n for n, given in TRAININGS.items() if given[:2] == (kind, case)), ours)
 
     @cache
-    def trained(name: str, ours: bool) -> Any:
+    def once(name: str, ours: bool) -> Any:
         return train(name, folder / name, ours)
 
     return run
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+EVERY_PUSH = ["DPO, whole rows", "DPO, LoRA", "DPO, grouped", "SFT, accumulation", "Reward", "KTO, precomputed"]
+EVERY_PUSH += ["Distillation, accumulation", "GRPO, budget", "RLOO"]
+
+
+@pytest.mark.parametrize("name", slow_but(EVERY_PUSH, TRAININGS))
 def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, alone):
     """Losses, gradient norms, metrics, an evaluation and the weights."""
     case = TRAININGS[name][1]
@@ -98,8 +99,12 @@ def test_what_cannot_be_split_stops_every_process_before_the_first_step(name, to
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        (["cp_size=3"], "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by"),
-        (["cp_size=2", "dp_replicate_size=2"], "Please set dp_shard_size > 1 and dp_replicate_size == 1"),
+        ({"cp_size": 3}, "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by"),
+        pytest.param(
+            {"cp_size": 2, "dp_replicate_size": 2},
+            "Please set dp_shard_size > 1 and dp_replicate_size == 1",
+            marks=MATRIX,
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_an_error(sizes, says, tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
@@ -77,60 +77,39 @@ def build_bad_data(folder: Path) -> None:
 
 def build_bad_models(folder: Path) -> None:
     """Model folders in `folder`; one of them, `good`, is as it should be."""
-    good = folder / "good"
+    good, weights_file, config_file = folder / "good", "model.safetensors", "config.json"
     tokenizer = train_tokenizer(["alpha beta gamma Question Answer"] * 3, 300)
-    tokenizer.save_pretrained(good)
     shape = {"layers": 1, "hidden_size": 16, "heads": 2, "kv_heads": 1, "intermediate_size": 16}
-    build_qwen2(tokenizer, **shape).save_pretrained(good)
-    build_qwen2(tokenizer, **shape, vocab_size=50).save_pretrained(folder / "small_vocabulary")
-
-    def but(name: str, change: Callable[[Path], object]) -> None:
-        shutil.copytree(good, folder / name, dirs_exist_ok=True, ignore=lambda _, names: set(names) & there(name))
-        change(folder / name)
-
-    def there(name: str) -> set[str]:
-        return {path.name for path in (folder / name).glob("*")}
-
-    def config(**fields: object) -> Callable[[Path], object]:
-        def change(path: Path) -> None:
-            file = path / "config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-
-        return change
-
-    def pickled(path: Path) -> None:
-        torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
-        (path / "model.safetensors").unlink()
-
-    def spoilt(path: Path) -> None:
-        weights = load_file(path / "model.safetensors")
-        save_file({n: w * float("nan") for n, w in weights.items()}, path / "model.safetensors", {"format": "pt"})
-
-    def without(*names: str) -> Callable[[Path], object]:
-        return lambda path: [(path / name).unlink() for name in names]
-
-    def written(name: str, text: str) -> Callable[[Path], object]:
-        return lambda path: (path / name).write_text(text)
-
-    but("small_vocabulary", lambda path: None)
-    but("no_tokenizer", without("tokenizer.json", "tokenizer_config.json"))
-    but("no_weights", without("model.safetensors"))
-    but("no_config", without("config.json"))
-    but("cut_weights", lambda path: _cut(path / "model.safetensors"))
-    but("empty_weights", written("model.safetensors", ""))
-    but("pickled_weights", pickled)
-    but("nan_weights", spoilt)
-    but("other_shape", config(hidden_size=32))
-    but("other_type", config(model_type="abacus"))
-    but("heads_in_words", config(num_attention_heads="two"))
-    but("config_cut", written("config.json", '{"model_type"'))
-    but("config_list", written("config.json", "[1]"))
-    but("config_empty", written("config.json", "{}"))
-    but("tokenizer_empty", written("tokenizer.json", "{}"))
-    but("tokenizer_cut", written("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"'))
-    but("tokenizer_config_cut", written("tokenizer_config.json", "nope"))
-    but("template_cut", written("chat_template.jinja", "{% for message in %}"))
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
+    for path, more in {good: {}, folder / "small_vocabulary": {"vocab_size": 50}}.items():
+        build_qwen2(tokenizer, **shape, **more).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    config, weights = json.loads((good / config_file).read_text()), load_file(good / weights_file)
+    torch.save(weights, pickled := io.BytesIO())
+    spoilt = save({name: weight * float("nan") for name, weight in weights.items()}, {"format": "pt"})
+    changes: dict[str, dict[str, str | bytes | None]] = {
+        "no_tokenizer": {"tokenizer.json": None, "tokenizer_config.json": None},
+        "no_weights": {weights_file: None},
+        "no_config": {config_file: None},
+        "cut_weights": {weights_file: (good / weights_file).read_bytes()[:-100]},
+        "empty_weights": {weights_file: ""},
+        "pickled_weights": {weights_file: None, "pytorch_model.bin": pickled.getvalue()},
+        "nan_weights": {weights_file: spoilt},
+        "other_shape": {config_file: json.dumps(config | {"hidden_size": 32})},
+        "other_type": {config_file: json.dumps(config | {"model_type": "abacus"})},
+        "heads_in_words": {config_file: json.dumps(config | {"num_attention_heads": "two"})},
+        "config_cut": {config_file: '{"model_type"'},
+        "config_list": {config_file: "[1]"},
+        "config_empty": {config_file: "{}"},
+        "tokenizer_empty": {"tokenizer.json": "{}"},
+        "tokenizer_cut": {"tokenizer.json": '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"'},
+        "tokenizer_config_cut": {"tokenizer_config.json": "nope"},
+        "template_cut": {"chat_template.jinja": "{% for message in %}"},
+    }
+    for name, files in changes.items():
+        shutil.copytree(good, folder / name)
+        for file, content in files.items():
+            path = folder / name / file
+            if content is None:
+                path.unlink()
+            else:
+                path.write_bytes(content.encode() if isinstance(content, str) else content)

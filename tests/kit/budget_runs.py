@@ -1,61 +1,32 @@
 """
-Tiny trainings by token budget, and the same by fixed batches; as a script, those of one process of several.
-
-`accelerate launch tests/kit/budget_runs.py FOLDER` trains both trainers, resumes both in the middle of an epoch, and
-writes what they logged.
+Tiny trainings by token budget, and the same by fixed batches. [`main`] trains with all trainers in one process of
+several, and resumes in the middle of an epoch.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 from datasets import Dataset
+from kit.processes import on_gpus
+from kit.trainer_runs import build_model, build_tokenizer, make_trainer, words
 from peft import LoraConfig
-from transformers import PrinterCallback
 
-
-if __name__ == "__main__":  # a script sees its own folder only
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
-
-from trl_padfix import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RecordedRollouts,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+import trl_padfix
 from trl_padfix.core.layout import pieces
 from trl_padfix.trainers.steps.once import MicroBatches
 
 
 ROWS, GLOBAL_BATCH = 32, 8
 
-TRAINERS = {
-    "dpo": (DPOTrainer, DPOConfig, trl.DPOTrainer, trl.DPOConfig),
-    "sft": (SFTTrainer, SFTConfig, trl.SFTTrainer, trl.SFTConfig),
-}
-ALL_TRAINERS = TRAINERS | {
-    "reward": (RewardTrainer, RewardConfig, trl.RewardTrainer, trl.RewardConfig),
-    "kto": (KTOTrainer, KTOConfig, trl.KTOTrainer, trl.KTOConfig),
-}
+TRAINERS = {"dpo": "DPO", "sft": "SFT"}
+ALL_TRAINERS = TRAINERS | {"reward": "Reward", "kto": "KTO"}
 BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 """Tokens for about two rows of the batch, and more than the longest one alone."""
 
@@ -94,19 +65,13 @@ def build_branching(name: str, prompts: int = 8) -> Dataset:
 def make(
     name: str, folder: Any, *, ours: bool, data: Dataset | None = None, adapters: bool = False, **config: Any
 ) -> Any:
-    trainer_class, config_class = ALL_TRAINERS[name][:2] if ours else ALL_TRAINERS[name][2:]
     budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
-    settings = {"output_dir": str(folder), "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH}
-    trainer = trainer_class(
-        model=build_model("reward" if name == "reward" else "causal"),
-        args=config_class(**settings | SETTINGS | budget | config),
-        train_dataset=build_data(name) if data is None else data,
-        processing_class=build_tokenizer(),
-        **{"ref_model": build_model(seed=1)} if name in ("dpo", "kto") and not adapters else {},
-        **{"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {},
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    settings = {"max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH} | budget | config
+    given = {"ref_model": build_model(seed=1)} if name in ("dpo", "kto") and not adapters else {}
+    given |= {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
+    given |= {"model": build_model("reward" if name == "reward" else "causal")}
+    given |= {"train_dataset": build_data(name) if data is None else data}
+    return make_trainer(trl_padfix if ours else trl, ALL_TRAINERS[name], folder, settings, **given)
 
 
 ELSEWHERE = ("per_second", "_fraction", "total_flos", "train_loss")
@@ -143,15 +108,13 @@ def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
         for task in range(2) for i in range(3)
     ]  # fmt: skip
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
-    recorded = RecordedRollouts(Dataset.from_list(trials), tokenizer)
-    settings = SETTINGS | {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2}
+    recorded = trl_padfix.RecordedRollouts(Dataset.from_list(trials), tokenizer)
+    settings = {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2}
     settings |= {"max_steps": 4, "num_iterations": 2, "epsilon": 0.01, "max_completion_length": 14}
-    trainer_class, config_class = (GRPOTrainer, GRPOConfig) if ours else (trl.GRPOTrainer, trl.GRPOConfig)
     settings |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
-    return trainer_class(
-        build_model(), recorded.rewards, config_class(output_dir=str(folder), **settings), recorded.prompts,
-        processing_class=tokenizer, rollout_func=recorded,
-    )  # fmt: skip
+    given = {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
+    given |= {"processing_class": tokenizer, "rollout_func": recorded}
+    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, settings, **given)
 
 
 def make_grouped(name: str, folder: Any, **config: Any) -> Any:
@@ -160,15 +123,14 @@ def make_grouped(name: str, folder: Any, **config: Any) -> Any:
     return make(name, folder, ours=True, **given | config)
 
 
-def main(folder: Path) -> None:
+def main(path: str) -> dict[str, Any]:
+    folder = Path(path)
     pieces.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
     checkpoints = [None, "checkpoint-6"]
-    if os.environ.get("ACCELERATE_USE_FSDP"):
-        # accelerate shards over devices that it knows; the processes of this machine pass for GPUs that talk by gloo.
-        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    if on_gpus():  # as FSDP shards
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged, trunks, check = {}, [], MicroBatches.check
     MicroBatches.check = lambda once: (trunks.append(len(once.planned.trunks) if once.planned else 0), check(once))[1]
@@ -184,14 +146,8 @@ def main(folder: Path) -> None:
         trainer.train()
         assert any(trunks) == (budget is not None)
         logged.setdefault(f"grouped {name}", []).append(trainer.state.log_history)
-    if not os.environ.get("ACCELERATE_USE_FSDP"):
+    if not on_gpus():
         recorded = make_recorded(folder / "recorded", 3)
         recorded.train()
         logged["recorded"] = recorded.state.log_history
-    if trainer.accelerator.is_main_process:
-        found = {"distributed": trainer.accelerator.distributed_type.value, **logged}
-        (folder / "logged.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return logged

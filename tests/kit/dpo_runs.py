@@ -5,7 +5,6 @@ Policy and reference are two random models with large weights, so their margins 
 token that sees one token too many bends the curve.
 """
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import trl
 from datasets import Dataset
 from kit import trainer_runs
 from kit.models import build
-from kit.trainer_runs import SIDED_MODES, lora, words
+from kit.trainer_runs import SIDED_MODES, lora
 from peft import LoraConfig, TaskType, get_peft_model
 
 from trl_padfix import DPOTrainer, check_parity
@@ -24,24 +23,13 @@ from trl_padfix import DPOTrainer, check_parity
 
 STEPS = 20
 MODES = SIDED_MODES
+TWO_MODES, is_bare = trainer_runs.TWO_MODES, trainer_runs.is_bare
 PACKED_MODES = [name for name in MODES if not name.startswith("padded")]
-TWO_MODES = ["padding-free, left", "prefix sharing, right"]
 
 
 def build_pairs(count: int, seed: int = 0) -> Dataset:
-    """Ragged pairs: prompts of 2 to 18 words, some common to several pairs, and answers of 1 to 12, some cut off."""
-    draw = random.Random(seed)
-    prompts = [words(draw, 2, 18) for _ in range(max(1, count // 2))]
-    return Dataset.from_list(
-        [
-            {
-                "prompt": draw.choice(prompts),
-                "chosen": words(draw, 1, 12) + "<eos>",
-                "rejected": words(draw, 1, 12) + "<eos>",
-            }
-            for _ in range(count)
-        ]
-    )
+    """Ragged pairs, some of which have a prompt in common; some answers are cut off."""
+    return trainer_runs.build_pairs(count, seed, common=None, end="<eos>")
 
 
 def build_alike_pairs() -> Dataset:
@@ -211,11 +199,6 @@ def assert_mode_ran(run: Run, mode: str) -> None:
     padded, full = (first, last) if side == "left" else (last, first)
     assert full.all()
     assert not padded.all()
-
-
-def is_bare(model) -> bool:
-    """Whether no module of a model is patched."""
-    return not any("forward" in vars(module) for module in model.model.modules())
 
 
 def our_warnings(caplog) -> list[str]:

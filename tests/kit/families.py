@@ -24,86 +24,52 @@ __all__ = ["VARIANTS", "NotBuiltError", "build", "build_type", "families"]
 
 VOCAB, WINDOW, UNUSED_TOKEN = 64, 4, 60
 
-_SIZES: list[tuple[int, str]] = [
-    (
-        32,
-        "hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim "
-        "emb_dim hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size",
-    ),
-    (
-        48,
-        "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size block_ffn_dim "
-        "dense_intermediate_size intermediate_size_mlp prefix_dense_intermediate_size shared_intermediate_size "
-        "mlp_hidden_size",
-    ),
-    (
-        24,
-        "moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size "
-        "expert_ffn_hidden_size moe_shared_expert_intermediate_size",
-    ),
-    (
-        4,
-        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-        "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads "
-        "mamba_n_heads mamba_num_heads linear_num_heads num_experts num_local_experts n_routed_experts "
-        "moe_num_experts q_lora_rank o_lora_rank",
-    ),
-    (
-        2,
-        "num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
-        "num_experts_per_token moe_topk moe_k top_k_experts index_n_heads",
-    ),
-    (
-        8,
-        "head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank dim_head d_kv swa_head_dim "
-        "swa_v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim global_head_dim "
-        "mamba_d_state ssm_state_size state_size mamba_head_dim mamba_d_head attention_head_dim rotary_dim d_rel "
-        "time_step_rank mamba_dt_rank",
-    ),
-    (16, "qk_head_dim laurel_rank hidden_size_per_layer_input"),
-    (
-        VOCAB,
-        "vocab_size vocab_size_per_layer_input decoder_vocab_size n_words max_position_embeddings n_positions n_ctx "
-        "max_seq_len model_max_length max_target_positions max_source_positions original_max_position_embeddings",
-    ),
-    (
-        WINDOW,
-        "sliding_window attention_chunk_size window_size sliding_window_size attention_window_size local_attention "
-        "index_topk chunk_size mamba_chunk_size rel_extent keep_window_size block_size floor_scale index_block_size",
-    ),
-    (
-        1,
-        "n_group topk_group n_groups mamba_n_groups num_expert_group n_shared_experts num_nextn_predict_layers "
-        "num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index",
-    ),
-]
-_SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
+_SIZES = f"""
+32 hidden_size d_model n_embd embed_dim word_embed_proj_dim embedding_size lru_width attention_hidden_size dim emb_dim
+32 hidden_size_global adapter_in_dim adapter_out_dim adapter_input_size
+48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff ffn_hidden_size block_ffn_dim
+48 dense_intermediate_size intermediate_size_mlp prefix_dense_intermediate_size shared_intermediate_size
+48 mlp_hidden_size
+24 moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size expert_ffn_hidden_size
+24 moe_shared_expert_intermediate_size
+4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads
+4 num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_value_heads mamba_n_heads
+4 mamba_num_heads linear_num_heads num_experts num_local_experts n_routed_experts moe_num_experts q_lora_rank
+4 o_lora_rank
+2 num_key_value_heads num_kv_heads n_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok
+2 num_experts_per_token moe_topk moe_k top_k_experts index_n_heads
+8 head_dim kv_channels v_head_dim qk_nope_head_dim qk_rope_head_dim kv_lora_rank dim_head d_kv swa_head_dim
+8 swa_v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim index_head_dim global_head_dim mamba_d_state
+8 ssm_state_size state_size mamba_head_dim mamba_d_head attention_head_dim rotary_dim d_rel time_step_rank
+8 mamba_dt_rank
+16 qk_head_dim laurel_rank hidden_size_per_layer_input
+{VOCAB} vocab_size vocab_size_per_layer_input decoder_vocab_size n_words max_position_embeddings n_positions n_ctx
+{VOCAB} max_seq_len model_max_length max_target_positions max_source_positions original_max_position_embeddings
+{WINDOW} sliding_window attention_chunk_size window_size sliding_window_size attention_window_size local_attention
+{WINDOW} index_topk chunk_size mamba_chunk_size rel_extent keep_window_size block_size floor_scale index_block_size
+1 n_group topk_group n_groups mamba_n_groups num_expert_group n_shared_experts num_nextn_predict_layers
+1 num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index
+"""
+_SIZE_OF = {name: int(size) for size, *names in map(str.split, _SIZES.strip().split("\n")) for name in names}
 _LAYERS = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_decoder_layers",
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
     "num_encoder_layers",
-)
+)  # fmt: skip
 _DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "dropout_p", "dropout_prob")
 
 _SSD = {"mamba_n_heads": 8, "mamba_d_ssm": 64}  # heads * head size = expand * hidden size
 _TEMPERATURE = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5} | {
     "original_max_position_embeddings": WINDOW
 }
+_ATTENTION = ["sliding_attention", "full_attention"]
 _SHARED = {"num_hidden_layers": 3, "attention_hidden_size": 64, "attention_head_dim": 16, "num_key_value_heads": 4}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
     "bart": {"encoder_layers": 1},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
-        },
+        "layer_types": _ATTENTION,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ATTENTION},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -117,10 +83,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": _SSD,
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "intermediate_size": 48,
+        "layer_types": _ATTENTION * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 48,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
@@ -133,20 +96,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": _TEMPERATURE},
     "mistral4": {"rope_parameters": _TEMPERATURE},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 4,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
     "recurrent_gemma": {"num_hidden_layers": 3},  # two recurrent layers, one of attention
-    "reformer": {
-        "is_decoder": True,
-        "attn_layers": ["local", "lsh"],
-        "axial_pos_shape": [8, 8],
-        "axial_pos_embds_dim": [16, 16],
-        "attention_head_size": 8,
-    },
     "xlm": {"causal": True},
     "xlnet": {"d_head": 8},
     "xlstm": {"embedding_dim": 32},
@@ -154,11 +107,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], **_SHARED},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "mamba_headdim": 8,
-        "hybrid_layer_ids": [1, 2],
-        **_SHARED,
+        "mamba_headdim": 8, "hybrid_layer_ids": [1, 2], **_SHARED,
     },
-}
+}  # fmt: skip
 """What the recipe cannot know, by model type: fields of the config, set before anything is derived from them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -168,14 +119,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, is_decoder=False": ("bert", {"is_decoder": False}),
     "qwen4_exp_text, n-gram embeddings": (
         "qwen4_exp_text",
-        {
-            "eos_token_id": 2,
-            "ple_layer_ids": [1],
-            "ple_embed_dim": 32,
-            "heads_per_ngram": 2,
-            "ngram_vocab_size_base": 50,
-            "make_ngram_vocab_size_divisible_by": 4,
-        },
+        {"eos_token_id": 2, "ple_layer_ids": [1], "ple_embed_dim": 32, "heads_per_ngram": 2}
+        | {"ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 4},
     ),
     "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention", "full_attention"]}),
     "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["attention", "attention"]}),
@@ -292,13 +237,8 @@ def _small(name: str, value: Any, fields: dict[str, Any], kept: list[int]) -> An
 
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 2}
-_DERIVED = {"id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type"} | {
-    "transformers_version",
-    "model_type",
-    "architectures",
-    "_name_or_path",
-    "dtype",
-}
+_DERIVED = {"id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type"}
+_DERIVED |= {"transformers_version", "model_type", "architectures", "_name_or_path", "dtype"}
 
 
 def _resize(name: str, value: Any) -> Any:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from kit.families import NotBuiltError, build
+from kit.models import real_logps
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -124,9 +125,7 @@ def alone(model: PreTrainedModel) -> Reference:
 def batched(model: PreTrainedModel, side: str) -> torch.Tensor:
     """Log-probabilities of the rows in one padded batch, row after row."""
     ids, mask = padded(side)
-    logits = model(ids, attention_mask=mask, use_cache=False).logits.float()
-    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return logps[(mask[:, 1:] * mask[:, :-1]).bool()]
+    return real_logps(model(ids, attention_mask=mask, use_cache=False).logits, ids, mask)
 
 
 def own_padding(model: PreTrainedModel, reference: Reference) -> dict[str, Any]:

@@ -1,36 +1,21 @@
-"""An evaluation with generation, also as a script: `accelerate launch tests/kit/generation_run.py OUT`."""
+"""An evaluation with generation, in one process or one of several."""
 
 from __future__ import annotations
 
-import json
-import random
-import sys
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from kit import trainer_runs
+from kit.trainer_runs import build_model, build_tokenizer, make_trainer
+
+import trl_padfix
 
 
-if __name__ == "__main__":  # a script sees its own folder only
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
-
-from trl_padfix import DPOConfig, DPOTrainer
+build_pairs = partial(trainer_runs.build_pairs, prompt=(2, 12), answer=(1, 6))
 
 
-def build_pairs(count: int, seed: int = 0) -> Dataset:
-    """Ragged pairs of words."""
-    draw = random.Random(seed)
-    return Dataset.from_list(
-        [
-            {"prompt": words(draw, 2, 12), "chosen": words(draw, 1, 6), "rejected": words(draw, 1, 6)}
-            for _ in range(count)
-        ]
-    )
-
-
-def main(out: str) -> None:
+def main(out: str) -> dict[str, Any]:
     tokenizer = build_tokenizer()
 
     def compute_metrics(predicted):
@@ -39,19 +24,10 @@ def main(out: str) -> None:
         common = [len(set(a.split()) & set(b.split())) for a, b in pairs]
         return {"rows": len(common), "common": float(np.mean(common))}
 
-    config = DPOConfig(
-        output_dir=out, predict_with_generate=True, generation_max_new_tokens=6, per_device_eval_batch_size=2,
-        padding_free=True, padding_side="right", **SETTINGS,
-    )  # fmt: skip
-    trainer = DPOTrainer(
-        build_model(), build_model(seed=1), args=config, train_dataset=build_pairs(8), eval_dataset=build_pairs(5),
-        processing_class=tokenizer, compute_metrics=compute_metrics,
-    )  # fmt: skip
+    settings = {"predict_with_generate": True, "generation_max_new_tokens": 6, "per_device_eval_batch_size": 2}
+    settings |= {"padding_free": True, "padding_side": "right"}
+    given = {"model": build_model(), "ref_model": build_model(seed=1), "processing_class": tokenizer}
+    given |= {"train_dataset": build_pairs(8), "eval_dataset": build_pairs(5), "compute_metrics": compute_metrics}
+    trainer = make_trainer(trl_padfix, "DPO", out, settings, **given)
     metrics = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        found = {name: metrics[f"eval_{name}"] for name in ("rows", "common")}
-        Path(out, "metrics.json").write_text(json.dumps(found | {"processes": trainer.args.world_size}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {name: metrics[f"eval_{name}"] for name in ("rows", "common")} | {"processes": trainer.args.world_size}

@@ -1,68 +1,59 @@
 """
-What the tests of many processes launch: `trl_padfix.cli.launch`, on a machine without a GPU.
+A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
-accelerate shards models over the devices that it knows, and processes on CPU are none to it: with `use_cpu` they get
-DDP, whatever was asked for. Where `ACCELERATE_TORCH_DEVICE` is `cpu` they pass for GPUs here, which talk through gloo.
-
-`BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `PLAIN_TRL=1` runs TRL's own
-script instead. `GRAPHS=FOLDER` writes there what each process has compiled. `ODD_BATCH=1` gives processes that share
-batches different ones. `TRUNKS=FOLDER` computes prefixes of any length once in a step, and writes there how many
-of them each process has; `TOKENS=FOLDER` what each process computes of packed rows.
+`BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
+that share batches different ones. `PLAIN_TRL=1` runs TRL's own script instead. A folder that `GRAPHS`, `TRUNKS` or
+`TOKENS` names is told what each process has compiled, how many prefixes of any length it has computed once in a step,
+or what it computes of packed rows.
 """
 
 import importlib
 import json
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-
-
-if __name__ == "__main__":  # a script sees its own folder only
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from kit.processes import leave
 from kit.split_runs import counted
 from kit.trainer_runs import confusing_layout
 
-from trl_padfix.cli.launch import main
+from trl_padfix.cli import launch
 from trl_padfix.core.call import layout_of as batches
 
 
-def write_graphs(folder: Path, calls: list[int]) -> None:
+@contextmanager
+def graphs() -> Iterator[dict[str, Any]]:
     """The graphs that this process has compiled, at the end and halfway, their breaks, and the calls of layers."""
-    counters = torch._dynamo.utils.counters
-    found = {
-        "unique_graphs": counters["stats"]["unique_graphs"],
-        "halfway": calls[len(calls) // 2],
-        "breaks": dict(counters["graph_break"]),
-        "calls": len(calls),
-    }
-    (folder / f"graphs-{os.environ['RANK']}.json").write_text(json.dumps(found))
-
-
-def count_calls() -> list[int]:
-    """A list that grows with every call of a compiled layer, by the graphs that there are."""
     from trl_padfix.core.attention.compiled import CompiledLayerPatch
 
-    calls, twin = [], CompiledLayerPatch._twin
+    calls, twin, found = [], CompiledLayerPatch._twin, {}
     counters = torch._dynamo.utils.counters
     CompiledLayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
-    return calls
+    yield found
+    found |= {"unique_graphs": counters["stats"]["unique_graphs"], "halfway": calls[len(calls) // 2]}
+    found |= {"breaks": dict(counters["graph_break"]), "calls": len(calls)}
 
 
-def count_trunks() -> list[int]:
-    """A list that grows with every step of micro-batches that share prefixes, by their number."""
+@contextmanager
+def trunks() -> Iterator[dict[str, int]]:
+    """How many prefixes were computed once, summed over steps of micro-batches."""
     from trl_padfix.core.layout import pieces
     from trl_padfix.trainers.steps.once import MicroBatches
 
-    pieces.FORWARD = 1
-    counts, check = [], MicroBatches.check
-    MicroBatches.check = lambda once: (once.planned and counts.append(len(once.planned.trunks)), check(once))[1]
-    return counts
+    pieces.FORWARD, found, check = 1, {"trunks": 0}, MicroBatches.check
+
+    def checked(once):
+        found["trunks"] += len(once.planned.trunks) if once.planned else 0
+        check(once)
+
+    MicroBatches.check = checked
+    yield found
+
+
+WATCHED = {"GRAPHS": graphs, "TRUNKS": trunks, "TOKENS": counted}
 
 
 def count_from_another_id() -> None:
@@ -79,32 +70,21 @@ def count_from_another_id() -> None:
     PaddingFreeMixin.compute_loss = compute_loss
 
 
-if __name__ == "__main__":
-    if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":
-        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+def main(method: str, *args: str) -> None:
     if os.environ.get("BROKEN_LAYOUT"):
         batches.prefix_sharing_layout = confusing_layout
         batches.LayoutKey.misfits = lambda key, layout: torch.zeros(1, dtype=torch.bool)  # nor is it noticed
     if os.environ.get("ODD_BATCH"):
         count_from_another_id()
-    method, *args = sys.argv[1:]
     if os.environ.get("PLAIN_TRL"):
         script = importlib.import_module(f"trl.scripts.{method}")
-        parsed = script.make_parser().parse_args_and_config(args)
-        group = torch.distributed.group.WORLD  # as in `trl_padfix.cli.launch.main`
+        parsed = script.make_parser().parse_args_and_config(list(args))
+        _group = torch.distributed.group.WORLD  # as in `trl_padfix.cli.launch.main`
         script.main(*parsed)
-    elif os.environ.get("GRAPHS"):
-        calls = count_calls()
-        main(method, args)
-        write_graphs(Path(os.environ["GRAPHS"]), calls)
-    elif os.environ.get("TRUNKS"):
-        counts = count_trunks()
-        main(method, args)
-        (Path(os.environ["TRUNKS"]) / f"trunks-{os.environ['RANK']}.json").write_text(json.dumps(sum(counts)))
-    elif os.environ.get("TOKENS"):
-        with counted() as counts:
-            main(method, args)
-        (Path(os.environ["TOKENS"]) / f"tokens-{os.environ['RANK']}.json").write_text(json.dumps(counts))
-    else:
-        main(method, args)
-    leave()
+        leave()
+    asked = next((name for name in WATCHED if name in os.environ), "")
+    with WATCHED.get(asked, nullcontext)() as found:
+        launch.main(method, list(args))
+    if asked:
+        path = Path(os.environ[asked], f"{asked.lower()}-{os.environ['RANK']}.json")
+        path.write_text(json.dumps(found))

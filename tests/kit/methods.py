@@ -9,14 +9,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
-from kit import sft_cases
+from kit import sft_cases, trainer_runs
 from kit.online_runs import (
     ONLINE_SETTINGS,
     admitted,
@@ -28,7 +28,18 @@ from kit.online_runs import (
 )
 from kit.sft_runs import METRICS as SFT_METRICS
 from kit.sft_runs import TEMPLATE, build_rows
-from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, Run, build_model, build_tokenizer, lora, run, watch_inputs
+from kit.trainer_runs import (
+    MODES,
+    SETTINGS,
+    SIDED_MODES,
+    TWO_MODES,
+    Run,
+    build_model,
+    build_tokenizer,
+    lora,
+    run,
+    watch_inputs,
+)
 from kit.trainer_runs import words as draw_words
 from peft import TaskType
 
@@ -36,7 +47,6 @@ import trl_padfix
 from trl_padfix import versions
 
 
-TWO_MODES = ["padding-free, left", "prefix sharing, right"]
 PACKED = ["padding-free", "prefix sharing"]
 BATCHES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
 
@@ -141,15 +151,7 @@ class Maker:
 
 # -- pairs and single answers
 
-
-def build_pairs(count: int, seed: int = 0) -> Dataset:
-    """Ragged pairs, of which some have a prompt in common."""
-    draw = random.Random(seed)
-    begins = [draw_words(draw, 2, 18) for _ in range(count // 2)]
-    parts = ("chosen", "rejected")
-    return Dataset.from_list(
-        [{"prompt": draw.choice(begins), **{part: draw_words(draw, 1, 12) for part in parts}} for _ in range(count)]
-    )
+build_pairs = partial(trainer_runs.build_pairs, common=None)
 
 
 def build_examples(count: int, seed: int = 0) -> Dataset:

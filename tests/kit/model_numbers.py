@@ -7,7 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from kit.models import PAD, ROWS, padded_positions, real_logps
+from kit.models import ROWS, SHAPE, padded_positions, real_logps
 
 from trl_padfix import Layout
 
@@ -91,15 +91,7 @@ def attached_parts(model: torch.nn.Module) -> list[str]:
 # -- what is refused, and why
 
 
-TINY = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": PAD,
-}
+TINY = SHAPE | {"num_hidden_layers": 2}
 
 
 def merge_segments(layout: Layout) -> Layout:

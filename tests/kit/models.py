@@ -21,56 +21,38 @@ BOS, EOS, PAD = 0, 1, 39
 
 COLUMNS = 14
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-_GPT2_SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 128,
-    "initializer_range": 0.2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-_EXPERTS: dict[str, Any] = {"head_dim": 8, "num_experts_per_tok": 2}
+SHAPE: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
+    pad_token_id=PAD,
+)  # fmt: skip
 
+_GPT2_SHAPE: dict[str, Any] = dict(
+    vocab_size=40, n_embd=32, n_layer=3, n_head=4, n_positions=128, initializer_range=0.2, resid_pdrop=0.0,
+    embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD,
+)  # fmt: skip
+
+
+def _config(name: str, **own: Any) -> Callable[..., PretrainedConfig]:
+    return lambda **more: getattr(transformers, name)(**SHAPE | own | more)  # some versions do not have all of them
+
+
+_EXPERTS: dict[str, Any] = dict(head_dim=8, num_experts_per_tok=2)
 CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
-    "qwen2": lambda **more: transformers.Qwen2Config(**_SHAPE | more),
-    "llama": lambda **more: transformers.LlamaConfig(**_SHAPE | more),
-    "mistral": lambda **more: transformers.MistralConfig(**_SHAPE | {"sliding_window": 4} | more),
+    "qwen2": _config("Qwen2Config"),
+    "llama": _config("LlamaConfig"),
+    "mistral": _config("MistralConfig", sliding_window=4),
     "gpt2": lambda **more: transformers.GPT2Config(**_GPT2_SHAPE | more),
-    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(
-        **_SHAPE | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True} | more
+    "qwen3_moe": _config(
+        "Qwen3MoeConfig", **_EXPERTS, num_experts=4, moe_intermediate_size=16, output_router_logits=True
     ),
-    "gemma2": lambda **more: transformers.Gemma2Config(
-        **_SHAPE | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0} | more
+    "gemma2": _config("Gemma2Config", head_dim=8, sliding_window=4, attn_logit_softcapping=2.0),
+    "gpt_oss": _config("GptOssConfig", **_EXPERTS, num_local_experts=4, sliding_window=4, initializer_range=0.1),
+    "llama4": _config(
+        "Llama4TextConfig", head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4,
+        no_rope_layers=[1, 0, 1], attn_temperature_tuning=False,
     ),
-    "gpt_oss": lambda **more: transformers.GptOssConfig(
-        **_SHAPE | _EXPERTS | {"num_local_experts": 4, "sliding_window": 4, "initializer_range": 0.1} | more
-    ),
-    "llama4": lambda **more: transformers.Llama4TextConfig(
-        **_SHAPE
-        | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
-        | {"attention_chunk_size": 4, "no_rope_layers": [1, 0, 1], "attn_temperature_tuning": False}
-        | more
-    ),
-}
+}  # fmt: skip
 """Grouped heads, no biases, a window, absolute positions, experts, windows with softcap, sinks, chunks."""
 
 _IMPLEMENTATIONS = {
@@ -88,7 +70,9 @@ SUPPORTED = [
 """Models, each with the attention implementations that transformers has for it."""
 
 
-def build(name: str, implementation: str = "sdpa", seed: int = 0, **config: Any) -> PreTrainedModel:
+def build(
+    name: str, implementation: str | None = "sdpa", seed: int = 0, auto: Any = AutoModelForCausalLM, **config: Any
+) -> PreTrainedModel:
     """
     Build one of the models of [`CONFIGS`] in evaluation mode.
 
@@ -96,8 +80,7 @@ def build(name: str, implementation: str = "sdpa", seed: int = 0, **config: Any)
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        settings = CONFIGS[name](**config)
-        return AutoModelForCausalLM.from_config(settings, attn_implementation=implementation).eval()
+        return auto.from_config(CONFIGS[name](**config), attn_implementation=implementation).eval()
 
 
 ROWS = [

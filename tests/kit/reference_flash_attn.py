@@ -46,9 +46,8 @@ def flash_attn_func(
 ) -> Tensor:
     """Attention of `q` `(B, Lq, N, D)` over `k` and `v` `(B, Lk, K, D)`, every row on its own."""
     _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
-    _check_tensors(q, k, v, dimensions=4)
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has {q.shape[0]} rows but k has {k.shape[0]}")
+    _check(q, k, v, dimensions=4)
+    assert q.shape[0] == k.shape[0]
     return _attend(q, k, v, softmax_scale, causal, window_size, softcap)
 
 
@@ -71,17 +70,12 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Tensor:
     """Attention of `q` `(Tq, N, D)` over `k` and `v` `(Tk, K, D)`, within the segments bounded by `cu_seqlens`."""
-    _refuse(
-        dropout_p=dropout_p,
-        alibi_slopes=alibi_slopes,
-        return_attn_probs=return_attn_probs,
-        block_table=block_table,
-    )
-    _check_tensors(q, k, v, dimensions=3)
-    lengths_q = _segment_lengths("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
-    lengths_k = _segment_lengths("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
-    if len(lengths_q) != len(lengths_k):
-        raise ValueError(f"cu_seqlens_q bounds {len(lengths_q)} segments but cu_seqlens_k bounds {len(lengths_k)}")
+    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
+    _refuse(return_attn_probs=return_attn_probs, block_table=block_table)
+    _check(q, k, v, dimensions=3)
+    lengths_q = _lengths(cu_seqlens_q, q.shape[0], max_seqlen_q)
+    lengths_k = _lengths(cu_seqlens_k, k.shape[0], max_seqlen_k)
+    assert len(lengths_q) == len(lengths_k)
     lies_so = all(x.is_contiguous() for x in (q, k, v))
     calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), softcap, causal, lies_so))
     segments = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
@@ -137,38 +131,24 @@ def _refuse(**unsupported: Any) -> None:
             raise NotImplementedError(f"the reference does not support {name}")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
     """Require shapes, dtypes and devices that fit together."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != dimensions:
-            raise ValueError(f"{name} must have {dimensions} dimensions, not the shape {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}")
-    if k.shape != v.shape:
-        raise ValueError(f"k and v must have the same shape, not {tuple(k.shape)} and {tuple(v.shape)}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head size {q.shape[-1]} but k has {k.shape[-1]}")
-    if q.shape[-1] > 256:
-        raise ValueError(f"head size {q.shape[-1]} is beyond the 256 of the real kernels")
-    if q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{q.shape[-2]} heads of q cannot share {k.shape[-2]} heads of k evenly")
+    assert q.dim() == k.dim() == v.dim() == dimensions
+    assert q.dtype == k.dtype == v.dtype
+    assert q.device == k.device == v.device
+    assert k.shape == v.shape
+    assert q.shape[-1] == k.shape[-1] <= 256, "the largest head of the real kernels"
+    assert q.shape[-2] % k.shape[-2] == 0
 
 
-def _segment_lengths(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int | Tensor) -> list[int]:
-    """Lengths of the segments of `cu_seqlens_<name>`, once it is known to bound exactly `total` tokens."""
-    argument = f"cu_seqlens_{name}"
-    if cu_seqlens.dtype != torch.int32:
-        raise ValueError(f"{argument} must be int32, not {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or not cu_seqlens.is_contiguous():
-        raise ValueError(f"{argument} must be a contiguous vector of at least two bounds")
+def _lengths(cu_seqlens: Tensor, total: int, max_seqlen: int | Tensor) -> list[int]:
+    """Lengths of the segments of `cu_seqlens`, once it is known to bound exactly `total` tokens."""
+    assert cu_seqlens.dtype == torch.int32
+    assert cu_seqlens.dim() == 1
+    assert cu_seqlens.is_contiguous()
+    assert len(cu_seqlens) > 1
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"{argument} must start at 0, not at {bounds[0]}")
-    if bounds[-1] != total:
-        raise ValueError(f"{argument} must end at the {total} tokens of {name}, not at {bounds[-1]}")
     lengths = [end - start for start, end in pairwise(bounds)]
-    if min(lengths) < 0:
-        raise ValueError(f"{argument} must not decrease: {bounds}")
-    if int(max_seqlen) < max(lengths):
-        raise ValueError(f"max_seqlen_{name} is {int(max_seqlen)} but the longest segment has {max(lengths)} tokens")
+    assert (bounds[0], bounds[-1]) == (0, total)
+    assert 0 <= min(lengths) <= max(lengths) <= int(max_seqlen)
     return lengths

@@ -1,19 +1,19 @@
 """Every objective and set-up of SFT, each a configuration and what else its trainer is given."""
 
-import random
+from functools import partial
 
 import torch
 import trl
-from datasets import Dataset
+from kit import trainer_runs
 from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, words
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
 from peft import PromptTuningConfig, TaskType
 
 from trl_padfix import DPOConfig, DPOTrainer
 
 
 STEPS = 20
-TWO_MODES = ["padding-free, left", "prefix sharing, right"]
+TWO_MODES, is_bare = trainer_runs.TWO_MODES, trainer_runs.is_bare
 NEWEST = hasattr(trl.trainer.utils, "add_fused_lm_head")
 """Whether TRL counts entropy over trained tokens, and transformers labels that are predicted."""
 LABELS_IN_DATA = not hasattr(trl.trainer.sft_trainer.DataCollatorForLanguageModeling, "completion_only_loss")
@@ -70,14 +70,7 @@ def packing(strategy: str = "bfd") -> dict:
     return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2} | SHORT
 
 
-def dpo_pairs(count: int, seed: int = 0) -> Dataset:
-    draw = random.Random(seed)
-    return Dataset.from_list(
-        [
-            {"prompt": words(draw, 2, 9), "chosen": words(draw, 1, 9), "rejected": words(draw, 1, 9)}
-            for _ in range(count)
-        ]
-    )
+dpo_pairs = partial(trainer_runs.build_pairs, prompt=(2, 9), answer=(1, 9))
 
 
 def make_dpo(tmp_path, config, trainer_class=DPOTrainer, **given):
@@ -94,7 +87,3 @@ def evaluated(trainer) -> dict[str, float]:
 
 
 EXACT = {"exact_eval_means": True}
-
-
-def is_bare(model) -> bool:
-    return not any("forward" in vars(module) for module in model.model.modules())

@@ -35,18 +35,17 @@ __all__ = ["Counts", "SimulatedTensor", "simulated_cuda", "to_simulated"]
 
 CUDA = torch.device("cuda:0")
 
-_VIEWS = frozenset(
-    [
-        "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty",
-        "empty_like", "empty_strided", "expand", "is_same_size", "lift_fresh", "new_empty",
-        "new_empty_strided", "permute", "reshape", "resize_", "select", "set_", "slice", "split",
-        "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"
-    ]
-)  # fmt: skip
-_WAITING = frozenset(
-    ("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_scatter_backward", "masked_select",
-     "nonzero", "unique_consecutive", "unique_dim")
-)  # fmt: skip
+_VIEWS = {
+    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "diagonal", "empty", "empty_like",
+    "empty_strided", "expand", "is_same_size", "lift_fresh", "new_empty", "new_empty_strided", "permute", "reshape",
+    "resize_", "select", "set_", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
+    "unsqueeze", "view",
+}  # fmt: skip
+_WAITING = {
+    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_scatter_backward", "masked_select",
+    "nonzero", "unique_consecutive", "unique_dim",
+}  # fmt: skip
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 @dataclass
@@ -223,8 +222,7 @@ def _leaves(value: Any) -> list[Any]:
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "is_pinned":
         return False
-    if any(isinstance(x, torch.Tensor) and x.is_meta for x in _leaves((args, kwargs))):
-        return _shapes_of(func, name, args, kwargs)
+    without_numbers = any(isinstance(x, torch.Tensor) and x.is_meta for x in _leaves((args, kwargs)))
     if name == "_varlen_attn":
         query, key, value, cu_q, cu_k, max_q, max_k = args[:7]
         scale, window = (args[8] if len(args) > 8 else None), tuple(args[9])
@@ -235,54 +233,42 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert max_q >= cu_q.diff().max()
         assert max_k >= cu_k.diff().max()
         _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), window))
-        output, sums = varlen_reference.attend(query, key, value, cu_q, cu_k, scale, window)
-        return output, sums, torch.zeros(2, dtype=torch.uint64)
+        sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+        attended = (torch.empty_like(query), sums)
+        if not without_numbers:
+            attended = varlen_reference.attend(query, key, value, cu_q, cu_k, scale, window)
+        return *attended, torch.zeros(2, dtype=torch.uint64)
     if name == "_varlen_attn_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
+        if without_numbers:
+            return tuple(torch.empty_like(x) for x in (query, key, value))
         return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
+    if without_numbers:
+        if name == "_local_scalar_dense":
+            return _numbers(args[0]).item()
+        if name == "masked_select":
+            return args[0].new_empty(int(args[1].sum()))
+        if name in _INDEXING:  # by a mask: as many as it has
+            places = [
+                part
+                for index in args[1]
+                for part in (index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index])
+            ]
+            args = (args[0], places, *args[2:])
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        args, kwargs = _mapped(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (args, kwargs))
     # Half precision in, float32 out: no kernel of the CPU.
     if func._overloadname in ("dtype", "dtype_out") and name != "view":
         *factors, dtype = args
         result = func._overloadpacket(*(x.to(dtype) for x in factors))
-        return kwargs["out"].copy_(result) if "out" in kwargs else result
-    return func(*args, **kwargs)
-
-
-def _shapes_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What an operation returns, without its numbers."""
-    if name == "_local_scalar_dense":
-        return _numbers(args[0]).item()
-    if name == "_varlen_attn":
-        query, key = args[:2]
-        _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), tuple(args[9])))
-        sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-        return torch.empty_like(query), sums, torch.zeros(2, dtype=torch.uint64)
-    if name == "_varlen_attn_backward":
-        return tuple(torch.empty_like(x) for x in args[1:4])
-    if name == "masked_select":
-        return args[0].new_empty(int(args[1].sum()))
-    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):  # by a mask: as many as it has
-        places = [
-            part
-            for index in args[1]
-            for part in (index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index])
-        ]
-        args = (args[0], places, *args[2:])
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("meta")
-    on_meta = lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x  # noqa: E731
-    args, kwargs = _mapped(on_meta, args), _mapped(on_meta, kwargs)
-    if func._overloadname in ("dtype", "dtype_out") and name != "view":
-        *factors, dtype = args
-        result = func._overloadpacket(*(x.to(dtype) for x in factors))
-        return kwargs.get("out", result)
+        return result if "out" not in kwargs else kwargs["out"] if without_numbers else kwargs["out"].copy_(result)
     return func(*args, **kwargs)
 
 
 def _count(name: str, args: tuple, kwargs: dict[str, Any], *, uploaded: bool) -> None:
     counts = _counts[-1]
-    indexes = name in ("index", "index_put", "index_put_", "_index_put_impl_")
-    by_mask = indexes and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
+    by_mask = name in _INDEXING and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1])
     unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
     if uploaded and name == "_to_copy" and not kwargs.get("non_blocking"):
         counts.wait("copy to the device")

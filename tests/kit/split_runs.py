@@ -1,9 +1,9 @@
 """
 A forward and backward of several processes that share every row, against the padded one of a single process.
 
-`torchrun --nproc-per-node 2 tests/kit/split_runs.py MODEL...` writes a line of JSON for each case: the largest
-difference of the loss, of log-probabilities or logits, and of a gradient (the mean over processes, relative to the
-parameter's or to 1 % of the largest one of the model), with the tokens that a layer of each process was given.
+[`main`] prints a line of JSON for each case: the largest difference of the loss, of log-probabilities or logits, and
+of a gradient (the mean over processes, relative to the parameter's or to 1 % of the largest one of the model), with
+the tokens that a layer of each process was given.
 `BROKEN` is `exit` or `slices`: the negative controls.
 """
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -32,54 +31,31 @@ from trl_padfix.core.layout import exchange, slices
 
 __all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 60,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-}
+SHAPE: dict[str, Any] = dict(
+    vocab_size=60, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, initializer_range=0.15, pad_token_id=0,
+)  # fmt: skip
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
-DELTA = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-MAMBA = {
-    "mamba_n_heads": 6,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 8,
-    "attn_layer_indices": [2],
-    "mamba_expand": 2,
-}
+DELTA = dict(
+    layer_types=["linear_attention", "linear_attention", "full_attention"], linear_key_head_dim=8,
+    linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+MAMBA = dict(
+    mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8, attn_layer_indices=[2],
+    mamba_expand=2,
+)  # fmt: skip
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "llama": (tf.LlamaConfig, {"num_key_value_heads": 6}, "sdpa"),
     "qwen2": (tf.Qwen2Config, {}, "sdpa"),
     "qwen2-1-key-head": (tf.Qwen2Config, {"num_key_value_heads": 1}, "sdpa"),
     "qwen2-8-heads": (tf.Qwen2Config, {"num_attention_heads": 8, "hidden_size": 64}, "sdpa"),
-    "qwen2-5-heads": (
-        tf.Qwen2Config,
-        {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40},
-        "sdpa",
-    ),
+    "qwen2-5-heads": (tf.Qwen2Config, {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40}, "sdpa"),
     "qwen2-eager": (tf.Qwen2Config, {"num_key_value_heads": 1}, "eager"),
     "qwen3-tied": (tf.Qwen3Config, {"tie_word_embeddings": True}, "sdpa"),
     "mistral-window": (tf.MistralConfig, {"sliding_window": 5}, "sdpa"),
     "gemma2-softcap": (tf.Gemma2Config, {"sliding_window": 5, "attn_logit_softcapping": 2.0}, "eager"),
-    "gpt-oss-sinks": (
-        tf.GptOssConfig,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
-        "eager",
-    ),
+    "gpt-oss-sinks": (tf.GptOssConfig, SINKS, "eager"),
     "qwen3-moe": (tf.Qwen3MoeConfig, MOE, "sdpa"),
     "qwen3.5-delta-rule": (tf.Qwen3_5TextConfig, DELTA, "sdpa"),
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
@@ -164,7 +140,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     return loss.detach(), values.detach(), grads, (seen[0], packed), report
 
 
-def cases(names: list[str]) -> Iterator[dict[str, Any]]:
+def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:
     for name, kind, checkpointing in product(names, BATCHES, (False, True)):
         if checkpointing and kind not in ("pairs", "sft"):
             continue
@@ -225,14 +201,11 @@ def assert_split(counts: list[dict[str, int]]) -> None:
         assert abs(2 * count["own"] - count["packed"]) <= count["calls"]
 
 
-if __name__ == "__main__":
+def main(*models: str) -> None:
     dist.init_process_group("gloo")
     break_it(os.environ.get("BROKEN", ""))
-    for case in cases(sys.argv[1:]):
+    for case in cases(models):
         tokens: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(tokens, case["tokens"])
         if dist.get_rank() == 0:
             print(json.dumps({**case, "tokens": tokens}), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)

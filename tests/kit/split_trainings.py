@@ -1,9 +1,7 @@
 """
-Tiny trainings in which processes share every packed row; as a script, those of one process of several.
-
-`accelerate launch tests/kit/split_trainings.py FOLDER NAME...` runs trainings of `TRAININGS` and `REFUSED`, one after
-another. Each process writes to `FOLDER/NAME-RANK.pt` what was logged, the weights, and what it computed, or the error
-that stopped it.
+Tiny trainings in which processes share every packed row. [`main`] runs trainings of `TRAININGS` and `REFUSED` in one
+process of several, one after another. Each process writes to `FOLDER/NAME-RANK.pt` what was logged, the weights, and
+what it computed, or the error that stopped it.
 """
 
 from __future__ import annotations
@@ -17,18 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
 from datasets import load_from_disk
-
-
-if __name__ == "__main__":  # a script sees its own folder only
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from kit import dpo_runs
 from kit.methods import BATCHES, METHODS, ONLINE_DEFAULTS, SCATTERED, Maker, Method
 from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, save_policy, without_groups
-from kit.processes import leave
 from kit.split_runs import counted
 from kit.trainer_runs import MODES, SETTINGS, Run, build_model, build_tokenizer, run
 
@@ -152,11 +142,9 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     return run(trainer, lambda *_: None)
 
 
-def main(folder: Path, names: list[str]) -> None:
-    if os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu":  # see `launched.py`
-        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+def main(path: str, *names: str) -> None:
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    folder, rank = Path(path), int(os.environ["RANK"])
     for name in names:
         print(f"{name} begins", file=sys.stderr, flush=True)
         whole = mock.patch.object(PaddingRemoval, "slices_of", return_value=None)
@@ -172,9 +160,3 @@ def main(folder: Path, names: list[str]) -> None:
                 full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
                 found = {"run": Run(None, done.logs, 0), "weights": torch.cat([p.flatten() for p in full])}
         torch.save(found | {"counts": counts}, folder / f"{name}-{rank}.pt")
-    torch.distributed.barrier()
-    leave()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,9 +1,6 @@
 """
 Tiny models and ragged batches that can be built on every supported version of transformers, and the one reference for
 all of them: each row computed alone, without padding, by the model as it is.
-
-The weights are large (`initializer_range` of 0.2), so a token that sees one token too many moves its log-probability
-by far more than any tolerance.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kit.models import CONFIGS, EOS, PAD
+from kit import models
+from kit.models import EOS, PAD
 from kit.models import real_logps as logps
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 
 __all__ = ["CASES", "EOS", "PAD", "ROWS", "alone", "backward", "build", "logps", "pad", "relative_error"]
@@ -42,11 +40,7 @@ ROWS = [
 
 def build(name: str = "qwen2", implementation: str = "sdpa", auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
     """A model in evaluation mode; one with `flash_attention_2` inside `flash_attention_stand_in()` only."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        settings = CONFIGS[name](**_SHAPES[name] | {"bos_token_id": None} | config)
-        model: PreTrainedModel = auto.from_config(settings, attn_implementation=implementation)
-        return model.eval()
+    return models.build(name, implementation, auto=auto, **_SHAPES[name] | {"bos_token_id": None} | config)
 
 
 def pad(rows: list[list[int]], side: str, pad_id: int = PAD) -> tuple[torch.Tensor, torch.Tensor]:

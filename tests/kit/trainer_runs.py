@@ -15,16 +15,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from datasets import Dataset
+from kit import models
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    Qwen2Config,
-)
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
 
 from trl_padfix import check_parity, padding_free_layout, prefix_sharing_layout
 
@@ -41,25 +37,18 @@ SIDED_MODES = {
     f"{name}, {side}": mode | {"padding_side": side} for name, mode in MODES.items() for side in ("left", "right")
 }
 """Modes of the trainers with a collator."""
+TWO_MODES = ["padding-free, left", "prefix sharing, right"]
 
-SETTINGS = {
-    "max_steps": 10,
-    "learning_rate": 1e-3,
-    "gradient_checkpointing": False,
-    "bf16": False,
-    "use_cpu": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "log_level": "error",
-    "disable_tqdm": True,
-}
+SETTINGS = dict(
+    max_steps=10, learning_rate=1e-3, gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1,
+    save_strategy="no", report_to=[], log_level="error", disable_tqdm=True,
+)  # fmt: skip
 
 
 def build_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per word."""
     vocabulary = SPECIAL | {word: i + 2 for i, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w2"))  # TRL tries templates with words of its own
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="w2"))  # TRL tries templates with words of its own
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special | settings)
@@ -69,29 +58,29 @@ def words(draw: random.Random, low: int, high: int) -> str:
     return "".join(f"{word} " for word in draw.choices(WORDS, k=draw.randint(low, high)))
 
 
+def build_pairs(
+    count: int, seed: int = 0, prompt: tuple = (2, 18), answer: tuple = (1, 12), common: int | None = 0, end: str = ""
+) -> Dataset:
+    """
+    Ragged pairs, the words of their prompts and answers in these bounds; the prompts are among `common` ones, with
+    `None` half as many as pairs, or each is one of its own.
+    """
+    draw = random.Random(seed)
+    prompts = [words(draw, *prompt) for _ in range(max(1, count // 2) if common is None else common)]
+    return Dataset.from_list(
+        [
+            {"prompt": draw.choice(prompts) if prompts else words(draw, *prompt)}
+            | {part: words(draw, *answer) + end for part in ("chosen", "rejected")}
+            for _ in range(count)
+        ]
+    )
+
+
 def build_model(kind: str = "causal", seed: int = 0, **more: Any) -> PreTrainedModel:
     """A random Qwen2 with a language-modelling head (`"causal"`) or a reward head (`"reward"`)."""
-    config = Qwen2Config(
-        **{
-            "vocab_size": 40,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "initializer_range": 0.2,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 39,
-        }
-        | more
-    )
-    auto = AutoModelForCausalLM
-    if kind == "reward":
-        auto, config.num_labels = AutoModelForSequenceClassification, 1
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return auto.from_config(config)
+    of_kind = {"num_labels": 1, "auto": AutoModelForSequenceClassification} if kind == "reward" else {}
+    given = {"num_hidden_layers": 2, "max_position_embeddings": 32768} | of_kind | more
+    return models.build("qwen2", None, seed, **given).train()
 
 
 def lora(**settings: Any) -> LoraConfig:
@@ -178,6 +167,15 @@ def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
     return Run(trainer, trainer.state.log_history, sum(entered), batches)
 
 
+def make_trainer(library: Any, kind: str, folder: Any, settings: dict[str, Any], **given: Any) -> Any:
+    """The trainer of a `kind` of `trl` or of `trl_padfix`, which prints nothing."""
+    args = getattr(library, f"{kind}Config")(output_dir=str(folder), **SETTINGS | settings)
+    given = given if "processing_class" in given else given | {"processing_class": build_tokenizer()}
+    trainer = getattr(library, f"{kind}Trainer")(args=args, **given)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-6) -> None:
     assert ours.abs().max() > 1e-3
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
@@ -218,6 +216,11 @@ def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step notice that a layout is wrong for its batch."""
     fits = torch.zeros(1, dtype=torch.bool)
     monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutKey.misfits", lambda key, layout: fits)
+
+
+def is_bare(model: Any) -> bool:
+    """Whether no module of a model is patched."""
+    return not any("forward" in vars(module) for module in model.model.modules())
 
 
 def watch_decoder(trainer: Any, batches: list) -> None:

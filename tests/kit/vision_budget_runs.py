@@ -1,29 +1,17 @@
 """
-Tiny trainings on images by token budget, and the same by fixed batches; as a script, those of one process of several.
-
-`accelerate launch tests/kit/vision_budget_runs.py FOLDER` trains SFT and DPO on rows with images and writes what they
-logged; where parameters are sharded, TRL's DPO beside them.
+Tiny trainings on images by token budget, and the same by fixed batches. [`main`] trains SFT and DPO
+in one process of several; where parameters are sharded, TRL's DPO beside them.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from accelerate.state import PartialState
-from accelerate.utils import DistributedType
-from transformers import PrinterCallback
-
-
-if __name__ == "__main__":  # a script sees its own folder only
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from kit.processes import leave_with
-from kit.trainer_runs import SETTINGS
+from kit.processes import on_gpus
+from kit.trainer_runs import make_trainer
 from kit.vision_runs import build_captions, build_pairs, build_processor, build_vlm
 
 import trl_padfix
@@ -49,15 +37,9 @@ def build_trainer(library: Any, kind: str, family: str, folder: Any, **config: A
     given = {"train_dataset": DATA[kind](ROWS, IMAGES), "eval_dataset": DATA[kind](4, IMAGES, seed=1)}
     given |= {"ref_model": build_vlm(family, processor, seed=1)} if kind != "SFT" else {}
     given |= {name: config.pop(name) for name in ("train_dataset", "eval_dataset") if name in config}
-    settings = SETTINGS | {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_length": None} | config
-    trainer = getattr(library, f"{kind}Trainer")(
-        model=build_vlm(family, processor),
-        args=getattr(library, f"{kind}Config")(output_dir=str(folder), **settings),
-        processing_class=processor,
-        **given,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "max_length": None} | config
+    given |= {"model": build_vlm(family, processor), "processing_class": processor}
+    return make_trainer(library, kind, folder, settings, **given)
 
 
 def figures(history: list[dict[str, float]]) -> torch.Tensor:
@@ -74,18 +56,19 @@ def pictured(kind: str) -> Any:
     return DATA[kind](ROWS, (2, 1, 1, 3))
 
 
-def main(folder: Path) -> None:
+def main(folder: str) -> dict[str, Any]:
     config = {"per_device_train_batch_size": BATCH // int(os.environ["WORLD_SIZE"]), "eval_dataset": None}
-    logged = {}
-    if os.environ.get("ACCELERATE_USE_FSDP"):  # see `launched.py`
-        PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    logged: dict[str, Any] = {}
+    if on_gpus():
+        os.environ |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,CLIPEncoderLayer"}
+        os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # the buffers of the tower would be lost
         config |= {"use_cpu": False}
         trls = build_trainer(trl, "DPO", "llava", folder, train_dataset=pictured("DPO"), **config)
         trls.train()
         logged["TRL's DPO"] = {"history": trls.state.log_history}
     for kind, budget in LAUNCHED.items():
         given = {"train_dataset": pictured(kind), **config, **budget}
-        trainer = build_trainer(trl_padfix, kind, "llava", folder / kind, **given)
+        trainer = build_trainer(trl_padfix, kind, "llava", f"{folder}/{kind}", **given)
         pieces, step = [], trainer.training_step
 
         def counted(model: Any, inputs: Any, *args: Any, step: Any = step, pieces: Any = pieces) -> Any:
@@ -96,8 +79,4 @@ def main(folder: Path) -> None:
         trainer.train()
         counts = trainer.accelerator.gather(torch.tensor(pieces)).view(-1, len(pieces)).tolist()
         logged[kind] = {"history": trainer.state.log_history, "micro_batches": counts}
-    leave_with(logged, trainer.accelerator, folder)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return logged

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,30 +26,17 @@ __all__ = ["IMAGE", "Batch", "Row", "VisionModel", "build_vision", "vision_famil
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 """Ids of special tokens; text has ids from 3 to 49."""
 
-_GRID_VISION = {
-    "depth": 2,
-    "embed_dim": 32,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "intermediate_size": 48,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "in_channels": 3,
-    "in_chans": 3,
-    "out_hidden_size": 32,
-    "deepstack_visual_indexes": [0, 1],
-    "num_position_embeddings": 64,
-    "image_size": 16,
-}
+_GRID_VISION = dict(
+    depth=2, embed_dim=32, hidden_size=32, num_heads=4, intermediate_size=48, patch_size=4, spatial_merge_size=2,
+    temporal_patch_size=2, in_channels=3, in_chans=3, out_hidden_size=32, deepstack_visual_indexes=[0, 1],
+    num_position_embeddings=64, image_size=16,
+)  # fmt: skip
 _SQUARE_VISION = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 2}
 
 
-_TOKENS = {
-    "image_token_id": IMAGE,
-    "image_token_index": IMAGE,
-    "video_token_id": VIDEO,
-    "video_token_index": VIDEO,
+_TOKENS = {f"image_token_{kind}": IMAGE for kind in ("id", "index")}
+_TOKENS |= {f"video_token_{kind}": VIDEO for kind in ("id", "index")}
+_TOKENS |= {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
     "boi_token_index": START,
@@ -59,19 +47,12 @@ _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 _HALF_ROPE = {"rope_parameters": _ROPE["rope_parameters"] | {"mrope_section": [1, 1, 0]}}
 _WINDOWED = {"fullatt_block_indexes": [1], "window_size": 16}
 _FIRST_LAYER = {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}}
+_TOKENS_OF_QUERIES = {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4}
 _MUSE = {"out_hidden_size": 128, "projector_hidden_size": 32}
-_GEMMA4_VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "patch_size": 4,
-    "pooling_kernel_size": 2,
-    "position_embedding_size": 16,
-}
+_GEMMA4_VISION = dict(
+    model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=4, head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=16,
+)  # fmt: skip
 _TILED = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
@@ -79,11 +60,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "idefics3": {"scale_factor": 2},
     "smolvlm": {"scale_factor": 2},
     "internvl": {"image_seq_length": 4},
-    "llava_next": _TILED,
-    "llava_next_video": _TILED,
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILED),
     "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "gemma4": {"vision_config": _GEMMA4_VISION},
-    "gemma4_unified": {"vision_config": _GEMMA4_VISION},
+    **{name: {"vision_config": _GEMMA4_VISION} for name in ("gemma4", "gemma4_unified")},
     "hyperclovax_vision_v2": {"vision_config": _WINDOWED},
     "qwen2_5_omni_thinker": {"vision_config": _WINDOWED, "text_config": _ROPE, "vision_start_token_id": START},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": START},
@@ -97,13 +76,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
     "kimi_k25": {"projection_hidden_size": 32},
     "nemotron_h_omni": {"vision_hidden_size": 32},
-    "paddleocr_vl": {"text_config": _ROPE},
-    "hunyuan_vl": {"text_config": _ROPE},
     "deepseek_vl_hybrid": {
         "high_res_vision_config": {"image_size": 64, "patch_size": 4, "global_attn_indexes": [1], "window_size": 4}
     },
-    "blip-2": {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4},
-    "instructblip": {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4},
+    **dict.fromkeys(("blip-2", "instructblip"), _TOKENS_OF_QUERIES),
     "exaone4_5": {"text_config": {"model_type": "exaone4"}, "vision_config": _WINDOWED},
     "granite_docling": {
         "vision_config": {"out_hidden_size": 32, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]}
@@ -112,10 +88,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config": {"index_kpool": 2}},
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _FIRST_LAYER),
     "dots3_note": {"vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32}},
-    "llava_onevision": _TILED,
     "vipllava": {"vision_feature_layers": [-1, -2]},
-    "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 16}, "text_config": _ROPE},
+    "qwen2_5_vl": {"vision_config": _WINDOWED, "text_config": _ROPE},
     **{name: {"text_config": _ROPE} for name in ("qwen2_vl", "glm4v", "glm46v", "glm_ocr", "glmga")},
+    **{name: {"text_config": _ROPE} for name in ("paddleocr_vl", "hunyuan_vl")},
     "glm4v_moe": {"text_config": _HALF_ROPE},
 }
 """What the recipe cannot know: fields of a config, merged into those of its parts."""
@@ -267,8 +243,8 @@ def build_vision(family: str, attn_implementation: str | None = None, **given: A
         raise NotBuiltError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     families._redraw(model)
     vision = VisionModel(family, model.float().eval(), None)
-    for way in _WAYS:
-        vision.image, vision.counts = way, {}
+    for n in range(len(_ways(1))):
+        vision.image, vision.counts = lambda image, n=n: _ways(image)[n], {}
         try:
             with torch.no_grad():
                 for images in ([1], [1, 2]):
@@ -306,96 +282,41 @@ def _pixels(image: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(image))
 
 
-def _plain(image: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _pixels(image, 1, 3, 16, 16)}
-
-
-def _grid(image: int) -> dict[str, torch.Tensor]:
+@cache
+def _ways(image: int) -> list[dict[str, torch.Tensor]]:
+    """The inputs of an image in each way that is tried."""
     height, width = 2 * (1 + image % 2), 2 * (1 + image % 3)
-    return {
-        "pixel_values": _pixels(image, height * width, 3 * 2 * 4 * 4),
-        "image_grid_thw": torch.tensor([[1, height, width]]),
-    }
+    grid, square = torch.tensor([[1, height, width]]), _pixels(image, 1, 3, 16, 16)
+    patches, sizes = _pixels(image, height * width, 3 * 2 * 4 * 4), torch.tensor([[4, 4 * (1 + image % 2)]])
+    flat = patches[:, : 3 * 4 * 4]
+    cubes, room = flat.unflatten(1, (3, 4, 4)), torch.zeros(1, 36, 48)
+    room[0, : len(flat)] = flat
+    filled = (torch.arange(36) < len(flat)).long()[None]
+    tiled = torch.tensor([[16, 32] if image % 2 else [32, 16]])
+    return [
+        {"pixel_values": patches, "image_grid_thw": grid},
+        {"pixel_values": square[None]},
+        {"pixel_values": _pixels(image, 1, 3, 3, 16, 16), "image_sizes": tiled},
+        {"pixel_values": square},
+        {"pixel_values": square, "image_sizes": torch.tensor([[16, 16]])},
+        {"pixel_values": flat, "image_grid_thw": grid},
+        {"pixel_values": cubes, "image_grid_thw": grid},
+        {"pixel_values": cubes[None], "image_grid_thw": grid},
+        {"pixel_values": flat, "image_grid_thw": grid, "image_merge_sizes": torch.tensor([2])},
+        {"pixel_values": flat, "image_grid_hw": grid[:, 1:]},
+        {"pixel_values": square, "high_res_pixel_values": _pixels(image, 1, 3, 64, 64)},
+        {"pixel_values": room, "spatial_shapes": grid[:, 1:], "pixel_attention_mask": filled},
+        {"pixel_values": _pixels(image, 1, 16, 3 * 4 * 4), "image_position_ids": _places(4)},
+        {"pixel_values": _pixels(image, 1, 4, 3 * 8 * 8), "image_position_ids": _places(2)},
+        {"pixel_values": _pixels(image, 1, 3, 4, 4 * int(sizes.prod())), "target_sizes": sizes},
+        {"pixel_values": square, "qformer_input_ids": torch.tensor([[3, 4, 5]])},
+        {"pixel_values": _pixels(image, height * width, 8, 8, 3), "image_grid_thw": grid},
+    ]
 
 
-def _rows_of_images(image: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _pixels(image, 1, 1, 3, 16, 16)}
-
-
-def _sized(image: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _pixels(image, 1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
-
-
-def _tiles(image: int) -> dict[str, torch.Tensor]:
-    sizes = torch.tensor([[16, 32] if image % 2 else [32, 16]])
-    return {"pixel_values": _pixels(image, 1, 3, 3, 16, 16), "image_sizes": sizes}
-
-
-def _flat_grid(image: int) -> dict[str, torch.Tensor]:
-    given = _grid(image)
-    return given | {"pixel_values": given["pixel_values"][:, : 3 * 4 * 4]}
-
-
-def _grid_of_patches(image: int) -> dict[str, torch.Tensor]:
-    given = _flat_grid(image)
-    return given | {"pixel_values": given["pixel_values"].unflatten(1, (3, 4, 4))}
-
-
-def _row_of_patches(image: int) -> dict[str, torch.Tensor]:
-    given = _grid_of_patches(image)
-    return given | {"pixel_values": given["pixel_values"][None]}
-
-
-def _merged_grid(image: int) -> dict[str, torch.Tensor]:
-    return _flat_grid(image) | {"image_merge_sizes": torch.tensor([2])}
-
-
-def _grid_of_heights(image: int) -> dict[str, torch.Tensor]:
-    given = _flat_grid(image)
-    return {"pixel_values": given["pixel_values"], "image_grid_hw": given["image_grid_thw"][:, 1:]}
-
-
-def _two_resolutions(image: int) -> dict[str, torch.Tensor]:
-    return _plain(image) | {"high_res_pixel_values": _pixels(image, 1, 3, 64, 64)}
-
-
-def _shaped(image: int) -> dict[str, torch.Tensor]:
-    given = _flat_grid(image)
-    patches = torch.zeros(1, 36, 48)
-    patches[0, : len(given["pixel_values"])] = given["pixel_values"]
-    mask = (torch.arange(36) < len(given["pixel_values"])).long()[None]
-    shapes = given["image_grid_thw"][:, 1:]
-    return {"pixel_values": patches, "spatial_shapes": shapes, "pixel_attention_mask": mask}
-
-
-def _placed(image: int) -> dict[str, torch.Tensor]:
-    places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).view(1, 16, 2)
-    return {"pixel_values": _pixels(image, 1, 16, 3 * 4 * 4), "image_position_ids": places}
-
-
-def _placed_blocks(image: int) -> dict[str, torch.Tensor]:
-    places = torch.stack(torch.meshgrid(torch.arange(2), torch.arange(2), indexing="xy"), dim=-1).view(1, 4, 2)
-    return {"pixel_values": _pixels(image, 1, 4, 3 * 8 * 8), "image_position_ids": places}
-
-
-def _asked(image: int) -> dict[str, torch.Tensor]:
-    return _plain(image) | {"qformer_input_ids": torch.tensor([[3, 4, 5]])}
-
-
-def _grid_of_blocks(image: int) -> dict[str, torch.Tensor]:
-    given = _grid(image)
-    return given | {"pixel_values": _pixels(image, int(given["image_grid_thw"].prod()), 8, 8, 3)}
-
-
-def _side_by_side(image: int) -> dict[str, torch.Tensor]:
-    sizes = torch.tensor([[4, 4 * (1 + image % 2)]])
-    return {"pixel_values": _pixels(image, 1, 3, 4, 4 * int(sizes.prod())), "target_sizes": sizes}
-
-
-_WAYS = (
-    *(_grid, _rows_of_images, _tiles, _plain, _sized, _flat_grid, _grid_of_patches, _row_of_patches, _merged_grid),
-    *(_grid_of_heights, _two_resolutions, _shaped, _placed, _placed_blocks, _side_by_side, _asked, _grid_of_blocks),
-)
+def _places(side: int) -> torch.Tensor:
+    each = torch.arange(side)
+    return torch.stack(torch.meshgrid(each, each, indexing="xy"), dim=-1).view(1, side * side, 2)
 
 
 def _features(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -22,6 +22,7 @@ from kit.family_outcomes import (
     stable_topk,
     weighted,
 )
+from kit.models import real_logps
 from kit.vision_families import NOT_RUN, Batch, Row, VisionModel, build_vision, collate
 from transformers import PreTrainedModel
 
@@ -49,9 +50,7 @@ KINDS = {"images": ROWS, "text": TEXT}
 
 def logps(model: PreTrainedModel, batch: Batch, **kwargs: Any) -> torch.Tensor:
     """Log-probabilities of the real tokens behind real tokens, row after row."""
-    logits = model(**batch.call(), **kwargs).logits.float()
-    scores = logits[:, :-1].log_softmax(-1).gather(2, batch.ids[:, 1:, None]).squeeze(2)
-    return scores[(batch.mask[:, 1:] * batch.mask[:, :-1]).bool()]
+    return real_logps(model(**batch.call(), **kwargs).logits, batch.ids, batch.mask)
 
 
 def alone(vision: VisionModel, rows: list[Row]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -7,7 +7,6 @@ The tokenizer has one token per word; its special tokens are those that the proc
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ TEMPLATE = (
 def build_tokenizer(**names: str) -> PreTrainedTokenizerFast:
     """One token per word; images take one of `names`, for processors that ask the tokenizer."""
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
-    for word in ["user", "assistant", *MARKS]:
+    for word in ["user", "assistant", *MARKS, "user:", "assistant:", "system:", "w1", "w2"]:
         vocabulary[word] = len(vocabulary)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -51,111 +50,55 @@ def build_tokenizer(**names: str) -> PreTrainedTokenizerFast:
     )
 
 
-_PATCHES = {"patch_size": 4, "vision_feature_select_strategy": "full"}
+_SIDE, _EDGE = {"height": 16, "width": 16}, {"longest_edge": 16}
+_CROP = {"size": {"shortest_edge": 16}, "crop_size": _SIDE}
+_LLAVA = {"patch_size": 4, "vision_feature_select_strategy": "full"}
+_IDEFICS = {"size": _EDGE, "max_image_size": _EDGE, "do_image_splitting": False}
+_QWEN = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
+_QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+_QWEN_IMAGE = "<|vision_start|> <|image_pad|> <|vision_end|>"
+_MARKS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
 
-
-def _llava() -> ProcessorMixin:
-    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
-    return transformers.LlavaProcessor(
-        images,
-        build_tokenizer(),
-        patch_size=4,
-        vision_feature_select_strategy="full",
-        chat_template=_template("<image>"),
-    )
-
-
-def _llava_next() -> ProcessorMixin:
-    images = transformers.LlavaNextImageProcessorPil(
-        size={"shortest_edge": 16},
-        crop_size={"height": 16, "width": 16},
-        image_grid_pinpoints=[[16, 32], [32, 16]],
-    )
-    return transformers.LlavaNextProcessor(
-        images,
-        build_tokenizer(),
-        patch_size=4,
-        vision_feature_select_strategy="full",
-        chat_template=_template("<image>"),
-    )
-
-
-def _idefics3() -> ProcessorMixin:
-    images = transformers.Idefics3ImageProcessorPil(
-        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
-    )
-    return transformers.Idefics3Processor(
-        images, build_tokenizer(), image_seq_len=4, chat_template=_template("<image>")
-    )
-
-
-def _smolvlm() -> ProcessorMixin:
-    images = transformers.SmolVLMImageProcessorPil(
-        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, do_image_splitting=False
-    )
-    videos = transformers.SmolVLMVideoProcessor(
-        size={"longest_edge": 16}, max_image_size={"longest_edge": 16}, video_sampling={"fps": 1, "max_frames": 2}
-    )
-    return transformers.SmolVLMProcessor(
-        images, build_tokenizer(), videos, image_seq_len=4, chat_template=_template("<image>")
-    )
-
-
-def _gemma3() -> ProcessorMixin:
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
-    names = {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<IMG_CONTEXT>"}
-    tokenizer = build_tokenizer(**names)
-    return transformers.Gemma3Processor(images, tokenizer, chat_template=_template("<img>"), image_seq_length=4)
-
-
-def _internvl() -> ProcessorMixin:
-    images = transformers.GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=False)
-    names = {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    }
-    return transformers.InternVLProcessor(
-        images,
-        build_tokenizer(**names),
-        transformers.InternVLVideoProcessor(size={"height": 16, "width": 16}),
-        image_seq_length=4,
-        chat_template=_template("<IMG_CONTEXT>"),
-    )
-
-
-def _qwen(processor: str, images: str, videos: str) -> ProcessorMixin:
-    sizes = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 24 * 24}}
-    return getattr(transformers, processor)(
-        getattr(transformers, images)(**sizes),
-        build_tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>"),
-        getattr(transformers, videos)(patch_size=4),
-        chat_template=_template("<|vision_start|> <|image_pad|> <|vision_end|>"),
-    )
-
-
-def _template(placeholder: str) -> str:
-    return TEMPLATE.replace("IMAGE", placeholder)
-
-
-PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {
-    "llava": _llava,
-    "llava_next": _llava_next,
-    "idefics3": _idefics3,
-    "gemma3": _gemma3,
-    "smolvlm": _smolvlm,
-    "internvl": _internvl,
-    "qwen2_vl": lambda: _qwen("Qwen2VLProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLVideoProcessor"),
-    "qwen2_5_vl": lambda: _qwen("Qwen2_5_VLProcessor", "Qwen2VLImageProcessorPil", "Qwen2VLVideoProcessor"),
-    "qwen3_vl": lambda: _qwen("Qwen3VLProcessor", "Qwen2VLImageProcessorPil", "Qwen3VLVideoProcessor"),
-}
+PROCESSORS: dict[str, tuple] = {
+    "llava": ("Llava", ("CLIP", _CROP), None, {}, "<image>", _LLAVA),
+    "llava_next": (
+        "LlavaNext",
+        ("LlavaNext", _CROP | {"image_grid_pinpoints": [[16, 32], [32, 16]]}),
+        None, {}, "<image>", _LLAVA,
+    ),
+    "idefics3": ("Idefics3", ("Idefics3", _IDEFICS), None, {}, "<image>", {"image_seq_len": 4}),
+    "gemma3": (
+        "Gemma3", ("Gemma3", {"size": _SIDE, "do_pan_and_scan": False}), None,
+        {"boi_token": "<img>", "eoi_token": "</img>", "image_token": "<IMG_CONTEXT>"}, "<img>",
+        {"image_seq_length": 4},
+    ),
+    "smolvlm": (
+        "SmolVLM", ("SmolVLM", _IDEFICS),
+        ("SmolVLM", {"size": _EDGE, "max_image_size": _EDGE, "video_sampling": {"fps": 1, "max_frames": 2}}),
+        {}, "<image>", {"image_seq_len": 4},
+    ),
+    "internvl": (
+        "InternVL", ("GotOcr2", {"size": _SIDE, "crop_to_patches": False}), ("InternVL", {"size": _SIDE}),
+        _MARKS | {"video_token": "<video>"}, "<IMG_CONTEXT>", {"image_seq_length": 4},
+    ),
+    "qwen2_vl": ("Qwen2VL", ("Qwen2VL", _QWEN), ("Qwen2VL", {"patch_size": 4}), _QWEN_TOKENS, _QWEN_IMAGE, {}),
+    "qwen2_5_vl": ("Qwen2_5_VL", ("Qwen2VL", _QWEN), ("Qwen2VL", {"patch_size": 4}), _QWEN_TOKENS, _QWEN_IMAGE, {}),
+    "qwen3_vl": ("Qwen3VL", ("Qwen2VL", _QWEN), ("Qwen3VL", {"patch_size": 4}), _QWEN_TOKENS, _QWEN_IMAGE, {}),
+}  # fmt: skip
+"""
+Of each family the names of the processors of text, of images and of videos, these with their settings, the tokens of
+images that its tokenizer knows, what a template writes for an image, and more settings.
+"""
 NEEDS_TORCHVISION = {"smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 """Their video processors are torchvision's."""
 
 
 def build_processor(family: str) -> ProcessorMixin:
-    return PROCESSORS[family]()
+    name, (images, sizes), videos, names, placeholder, more = PROCESSORS[family]
+    parts = [getattr(transformers, f"{images}ImageProcessorPil")(**sizes), build_tokenizer(**names)]
+    parts += [getattr(transformers, f"{videos[0]}VideoProcessor")(**videos[1])] if videos else []
+    template = TEMPLATE.replace("IMAGE", placeholder)
+    return getattr(transformers, f"{name}Processor")(*parts, chat_template=template, **more)
 
 
 def build_vlm(

@@ -291,6 +291,7 @@ def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_the_whole_plan_runs_at_toy_size(tmp_path):
     plan = [with_peak(cell) for cell in plan_of(toy=True, backend="aot_eager")]
     found = measure_gpu(tmp_path / "report.json", plan, device="cpu", backend="aot_eager")

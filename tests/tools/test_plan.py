@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 import yaml
+from kit.cells import slow_but
 from kit.commands import trl_padfix_command
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -143,11 +144,10 @@ WAYS = {
 }
 
 
-FAST = {("narrow", "adapters on four bits"), ("experts", "checkpointing")}
-CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in product(SHAPES, WAYS)]
+FAST = [("experts", "checkpointing")]
 
 
-@pytest.mark.parametrize(("shape", "way"), CASES)
+@pytest.mark.parametrize(("shape", "way"), slow_but(FAST, product(SHAPES, WAYS)))
 def test_the_estimate_is_what_a_step_holds(shape, way, monkeypatch):
     monkeypatch.setattr(counted_step, "DROPOUT", 0)  # whose masks take more on a CPU than on a GPU
     config, tokens = SHAPES[shape], 400

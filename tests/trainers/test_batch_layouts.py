@@ -15,12 +15,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import once_each, slow_but
+from kit.cells import every_second, once_each, slow_but
 from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
 from kit.sft_runs import build_rows
 from kit.simulated_steps import on_simulated, place_models, step, waits_and_losses
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, run, words
-from kit.vision_runs import PROCESSORS, build_captions, build_vlm
+from kit.vision_runs import build_captions, build_processor, build_vlm
 from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
@@ -90,18 +90,20 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
 
 @pytest.mark.parametrize(
     ("kind", "config", "without", "sharing"),
-    once_each(
-        [
-            # Ids and mask are read once for each batch of rows; each forward looks for its labels.
-            ("KTO", {}, 6),
-            ("SFT", {}, 2),
-            ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
-            ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
-            ("Reward", {}, 2),  # ids and mask, and which token of a row is scored
-            ("Reward", {"padding_side": "left"}, 2),
-            ("Reward", {"pool_last_token": True}, 1),
-        ],
-        [False, True],
+    every_second(
+        once_each(
+            [
+                # Ids and mask are read once for each batch of rows; each forward looks for its labels.
+                ("KTO", {}, 6),
+                ("SFT", {}, 2),
+                ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
+                ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
+                ("Reward", {}, 2),  # ids and mask, and which token of a row is scored
+                ("Reward", {"padding_side": "left"}, 2),
+                ("Reward", {"pool_last_token": True}, 1),
+            ],
+            [False, True],
+        )
     ),
 )
 def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, tmp_path):
@@ -110,7 +112,9 @@ def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, t
     assert_no_waits(gpu, trainer, batch, without=without)
 
 
-@pytest.mark.parametrize(("kind", "without"), [("DPO", 3), ("KTO", 6), ("Reward", 2), ("SFT", 2)])
+@pytest.mark.parametrize(
+    ("kind", "without"), slow_but([("DPO", 3)], [("DPO", 3), ("KTO", 6), ("Reward", 2), ("SFT", 2)])
+)
 def test_an_evaluation_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = make(kind, tmp_path, prefix_sharing=True)
     batch = next(iter(trainer.get_eval_dataloader()))
@@ -123,7 +127,7 @@ def test_rows_that_are_packed_by_themselves_come_with_their_layouts(gpu, tmp_pat
     assert_no_waits(gpu, trainer, batch, without=3)
 
 
-@pytest.mark.parametrize(("kind", "sharing"), once_each(["GRPO", "RLOO"], [False, True]))
+@pytest.mark.parametrize(("kind", "sharing"), every_second(once_each(["GRPO", "RLOO"], [False, True])))
 def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, tmp_path):
     """What the model generates is known on its device alone: the host looks once for all steps on it."""
     config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": sharing, "gradient_accumulation_steps": 2}
@@ -176,7 +180,7 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
 
 
 def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **config: Any) -> Any:
-    processor = PROCESSORS[family]()
+    processor = build_processor(family)
     settings = SETTINGS | {"per_device_train_batch_size": 4, "max_length": None, "padding_free": True} | config
     given = {} if kind == "SFT" else {"ref_model": build_vlm(family, processor)}
     return getattr(trl_padfix, f"{kind}Trainer")(
@@ -192,7 +196,7 @@ def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **config: 
     ("kind", "without"),
     # Mask, labels, and whether images repeat themselves: of captions the tower and what follows it look, of pairs the
     # tower alone. The reference looks for images and labels, too.
-    [("SFT", 4), ("DPO", 7)],
+    slow_but([("SFT", 4)], [("SFT", 4), ("DPO", 7)]),
 )
 def test_a_step_on_images_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = vision(kind, tmp_path, (build_captions if kind == "SFT" else build_image_pairs)(4))
@@ -203,7 +207,10 @@ def test_a_step_on_images_waits_for_nothing_of_ours(kind, without, gpu, tmp_path
 @pytest.mark.parametrize(
     ("kind", "family", "sharing", "carried"),
     # What rows of images share; and whether images repeat that a model has cut out of those of the batch.
-    [("SFT", "llava", True, 1), ("DPO", "llava", True, 2), ("DPO", "llava_next", False, 2)],
+    slow_but(
+        [("SFT", "llava", True, 1)],
+        [("SFT", "llava", True, 1), ("DPO", "llava", True, 2), ("DPO", "llava_next", False, 2)],
+    ),
 )
 def test_what_only_the_model_knows_of_images_is_seen_on_the_device_once_a_forward(
     kind, family, sharing, carried, gpu, tmp_path

@@ -5,15 +5,9 @@ TRL's own trainer with all rows of an optimizer step in one forward is what ever
 gradient norm and every metric of every step.
 """
 
-import json
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +27,7 @@ from kit.budget_runs import (
     make,
 )
 from kit.cells import every_pair, slow_but
+from kit.processes import logged
 from kit.trainer_runs import build_model, build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -320,29 +315,11 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
     assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
 
 
-FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "Qwen2DecoderLayer"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags"),
-    slow_but([], [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)]),
-    ids=["ddp", "fsdp2"],
-)
-def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fixed, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = budget_runs.__file__
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
-    command += ["--main_process_port", str(port), script, str(tmp_path)]
-    environment = os.environ | ({"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {})
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    logged = json.loads((tmp_path / "logged.json").read_text())
-    assert logged["distributed"] == kind
+@pytest.mark.parametrize("strategy", slow_but([], ["multi_gpu", "fsdp2"]))
+def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed, tmp_path):
+    found = logged(strategy, tmp_path, "kit.budget_runs")
     for name in ALL_TRAINERS:
-        whole, *resumed = logged[name]
+        whole, *resumed = found[name]
         expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
         assert_same(figures(whole), figures(expected))
         for history in resumed:
@@ -350,17 +327,17 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(kind, flags, fix
     for name in ("dpo", "sft"):
         one = budget_runs.make_grouped(name, tmp_path, max_tokens_per_batch=None)
         one.train()
-        histories = one.state.log_history, *logged[f"grouped {name}"]
+        histories = one.state.log_history, *found[f"grouped {name}"]
         steps = [[log for log in history if "loss" in log] for history in histories]
         losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
         assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
-    if kind == "MULTI_CPU":
+    if strategy == "multi_gpu":
         one = budget_runs.make_recorded(tmp_path / "one", 6, ours=False)
         one.train()
         names = ["loss", "grad_norm", "entropy", *(f"clip_ratio/{n}" for n in ("region_mean", "low_min", "high_max"))]
         ours, theirs = (
             torch.tensor([[log[n] for n in names] for log in history if "loss" in log])
-            for history in (logged["recorded"], one.state.log_history)
+            for history in (found["recorded"], one.state.log_history)
         )
         assert theirs[:, 3].any()
         assert_same(ours, theirs)

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import trl
+from kit.cells import slow_but
 from trl import TrlParser
 
 import trl_padfix
@@ -289,6 +290,7 @@ def imported_by():
     return dict(zip(NOT_NEEDED, map(set, found), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", NOT_NEEDED)
 def test_an_import_costs_only_what_it_needs(statement, imported_by):
     assert "trl_padfix" in imported_by[statement]
@@ -296,7 +298,7 @@ def test_an_import_costs_only_what_it_needs(statement, imported_by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["DPOTrainer", "SFTTrainer", "GRPOTrainer"])
+@pytest.mark.parametrize("names", slow_but(["DPOTrainer"], ["DPOTrainer", "SFTTrainer", "GRPOTrainer"]))
 def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):
     """Seconds are measured by `docs/bench/import_cost.py`; here the modules are counted."""
     code = f"from {{}} import {names}\nimport sys; print(*sorted(sys.modules))"

@@ -1,8 +1,6 @@
 """Evaluation that generates: what each prompt alone would be continued with, and nothing else is changed by it."""
 
 import json
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +11,10 @@ import torch
 import trl
 from datasets import Dataset
 from kit import generation_run
-from kit.cells import every_pair, slow_but
+from kit.cells import every_pair, every_second, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.generation_run import build_pairs
+from kit.processes import logged
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
 from kit.vision_prompts import build_image, build_processor, build_vision_model
 from kit.vision_prompts import build_tokenizer as build_chat_tokenizer
@@ -81,8 +80,10 @@ def flash():
 
 @pytest.mark.parametrize(
     ("name", "mode", "side"),
-    every_pair(
-        TRAINERS, [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}], ["left", "right"]
+    every_second(
+        every_pair(
+            TRAINERS, [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}], ["left", "right"]
+        )
     ),
 )
 def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
@@ -169,7 +170,8 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "side"), every_pair(["llava", "qwen2_5_vl"], ["dpo", "sft", "messages"], ["left", "right"])
+    ("name", "data", "side"),
+    every_second(every_pair(["llava", "qwen2_5_vl"], ["dpo", "sft", "messages"], ["left", "right"])),
 )
 def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     processor, model = build_processor(name), build_vision_model(name)
@@ -405,15 +407,9 @@ def test_a_callback_that_fails_leaves_the_padding_side_too(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_write_and_measure_what_one_does(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2"]
-    command += ["--main_process_port", str(port), generation_run.__file__, str(tmp_path / "2")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    generation_run.main(str(tmp_path / "1"))
-    one, two = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("1", "2"))
+    (tmp_path / "2").mkdir()
+    two = logged("multi_gpu", tmp_path / "2", "kit.generation_run")
+    one = generation_run.main(str(tmp_path / "1"))
     assert (one.pop("processes"), two.pop("processes")) == (1, 2)
     assert one == two
     assert written(tmp_path / "1") == written(tmp_path / "2")

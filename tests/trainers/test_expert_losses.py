@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trl
 import trl.trainer.utils as trl_utils
-from kit import expert_runs
 from kit.budget_runs import BUDGET
 from kit.cells import slow_but
 from kit.expert_runs import COEFFICIENT, CONFIGS, build_model, entered, make
 from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, reward_words
-from kit.processes import run_processes
+from kit.processes import logged
 from kit.trainer_runs import build_tokenizer
 from transformers import PreTrainedModel, PrinterCallback
 
@@ -94,21 +90,12 @@ def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_
     assert_same(*runs)
 
 
-FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "MixtralDecoderLayer"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "flags"), [("MULTI_CPU", ["--multi_gpu"]), ("FSDP", FSDP2)], ids=["ddp", "fsdp2"])
-def test_two_processes_have_the_loss_of_their_whole_batches(kind, flags, tmp_path):
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
-    command += ["--main_process_port", "0", expert_runs.__file__, str(tmp_path)]
-    done = run_processes(command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {}, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    logged = json.loads((tmp_path / "logged.json").read_text())
-    assert logged["distributed"] == kind
+@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
+def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):
+    found = logged(strategy, tmp_path, "kit.expert_runs")
     for name in ("sft", "dpo"):
-        whole, split = logged[name]
+        whole, split = found[name]
         steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]
         names = sorted(n for n in steps[0][0] if not n.startswith(("perf/", "padfix/")))
         assert {"loss", "grad_norm", "aux_loss"} <= set(names)

@@ -6,11 +6,8 @@ TRL's own trainer with all rows of an optimizer step in one forward is what ever
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +15,8 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit import vision_budget_runs
 from kit.cells import every_second, once_each, slow_but
-from kit.processes import run_processes
+from kit.processes import logged
 from kit.torchvision_stand_in import torchvision_loads
 from kit.vision_budget_runs import BATCH, LAUNCHED, ROWS, STEPS, build_trainer, figures, pictured
 from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
@@ -220,38 +216,22 @@ def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_
 # Batches that are cut, and not
 
 
-FSDP2 = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-FSDP2 += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer,CLIPEncoderLayer"]
-
-
-def train_in_two_processes(kind: str, folder: Path) -> dict[str, Any]:
-    """What `vision_budget_runs.py` logs."""
-    flags = FSDP2 if kind == "FSDP" else ["--multi_gpu"]
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", *flags, "--num_processes", "2"]
-    command += ["--main_process_port", "0", vision_budget_runs.__file__, str(folder)]
-    done = run_processes(command, {"ACCELERATE_TORCH_DEVICE": "cpu"} if kind == "FSDP" else {}, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    logged = json.loads((folder / "logged.json").read_text())
-    assert logged["distributed"] == kind
-    return logged
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["MULTI_CPU", "FSDP"])
-def test_two_processes_give_the_trajectory_of_one(kind, tmp_path):
-    logged = train_in_two_processes(kind, tmp_path)
+@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
+def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
+    found = logged(strategy, tmp_path, "kit.vision_budget_runs")
     theirs = {}
     for name in LAUNCHED:
         trainer = build_trainer(trl, name, "llava", tmp_path, train_dataset=pictured(name), eval_dataset=None)
         trainer.train()
         theirs[name] = figures(trainer.state.log_history)
-        assert_same(figures(logged[name]["history"]), theirs[name])
-    first, second = torch.tensor([logged[name]["micro_batches"] for name in LAUNCHED]).unbind(1)
+        assert_same(figures(found[name]["history"]), theirs[name])
+    first, second = torch.tensor([found[name]["micro_batches"] for name in LAUNCHED]).unbind(1)
     assert (first != second).any()  # some computed micro-batches again, without a weight
     assert min(first.min(), second.min()) > 1
-    if kind == "FSDP":  # TRL 1.16 takes the gradient of the LM head for that of one process; docs/many_gpus.md
+    if strategy == "fsdp2":  # TRL 1.16 takes the gradient of the LM head for that of one process; docs/many_gpus.md
         with pytest.raises(AssertionError, match="not close"):
-            assert_same(figures(logged["TRL's DPO"]["history"]), theirs["DPO"])
+            assert_same(figures(found["TRL's DPO"]["history"]), theirs["DPO"])
 
 
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import once_each, slow_but
+from kit.cells import every_second, once_each, slow_but
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
 from kit.mixer_runs import TRAINERS, build_pairs, initial
@@ -72,7 +72,7 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "family", "mode"),
-    slow_but(FAST, [(kind, family, mode) for kind in TRAINERS for family in FAMILIES for mode in SIDED_MODES]),
+    slow_but(FAST[:2], [(kind, family, mode) for kind in TRAINERS for family in FAMILIES for mode in SIDED_MODES]),
 )
 def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
     ours = trajectory(tmp_path, kind, TRAINERS[kind][1], family, **SIDED_MODES[mode])
@@ -81,7 +81,7 @@ def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "mode"), once_each(TRAINERS, ["prefix sharing", "padding-free"]))
+@pytest.mark.parametrize(("kind", "mode"), every_second(once_each(TRAINERS, ["prefix sharing", "padding-free"])))
 def test_a_leak_would_bend_the_trajectory(kind, mode, theirs, tmp_path, monkeypatch):
     if mode == "prefix sharing":
         break_mode(monkeypatch, mode)

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from kit.campaign import HELD
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
-from transformers import PrinterCallback, TrainerCallback
+from kit.trainer_runs import build_model, build_pairs, make_trainer
+from transformers import TrainerCallback
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+import trl_padfix
 from trl_padfix.core.attention.attention import ViewPatch
 
 
@@ -69,30 +68,20 @@ class FaultyCallback(TrainerCallback):
 
 
 def attempt(case: dict[str, Any], folder: Path) -> str:
-    chance = random.Random(case["seed"])
-    rows = []
-    for _ in range(12):
-        row = {"prompt": words(chance, 1, 8), "chosen": words(chance, 1, 8), "rejected": words(chance, 1, 8)}
-        rows.append(row if case["kind"] == "DPO" else {"prompt": row["prompt"], "completion": row["chosen"]})
-    data = Dataset.from_list(rows)
+    data = build_pairs(12, case["seed"], prompt=(1, 8), answer=(1, 8))
+    if case["kind"] == "SFT":
+        data = data.rename_column("chosen", "completion").remove_columns("rejected")
     models = {"model": build_model()} | ({"ref_model": build_model(seed=1)} if case["kind"] == "DPO" else {})
     before = {name: model.config._attn_implementation for name, model in models.items()}
     flat = case["where"] == "nowhere"
-    settings = SETTINGS | {"max_steps": FLAT_STEPS if flat else 4, "per_device_train_batch_size": 2, "max_length": 30}
+    settings = {"max_steps": FLAT_STEPS if flat else 4, "per_device_train_batch_size": 2, "max_length": 30}
     settings |= {"logging_steps": 10} if flat else {}
     settings |= {"save_strategy": "steps", "save_steps": 1} if case["where"] == "saving" else {}
     if case["where"] == "generation":
         settings |= {"predict_with_generate": True, "generation_max_new_tokens": 3, "eval_strategy": "steps",
                      "eval_steps": 1}  # fmt: skip
-    trainer_class, config = (DPOTrainer, DPOConfig) if case["kind"] == "DPO" else (SFTTrainer, SFTConfig)
-    trainer = trainer_class(
-        **models,
-        args=config(str(folder), **settings | case["config"]),
-        train_dataset=data,
-        eval_dataset=data.select(range(3)),
-        processing_class=build_tokenizer(),
-    )
-    trainer.remove_callback(PrinterCallback)
+    given = models | {"train_dataset": data, "eval_dataset": data.select(range(3))}
+    trainer = make_trainer(trl_padfix, case["kind"], folder, settings | case["config"], **given)
     assert all(traces_of(model) for model in models.values()), "nothing was attached"
     if flat:
         watch_memory(trainer)

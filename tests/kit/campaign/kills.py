@@ -15,14 +15,13 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-import yaml
+from kit import processes
 from kit.campaign import HELD
 from safetensors.torch import load_file
 
 from trl_padfix.trainers.saving.checkpoints import checkpoints_of, what_is_missing
 
 
-ROOT = Path(__file__).parents[3]
 STEPS, EPOCH = 10, 3
 """Steps of a training, and of an epoch of it: kills come in any of four epochs."""
 
@@ -87,20 +86,14 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
 
 
 def launch(set_up: str, run: Path, resume: str = "none", **config: Any) -> subprocess.Popen:
-    processes, own = (SET_UPS | OTHERS)[set_up]
-    config = own | config
-    command = [sys.executable]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-    if processes > 1:
+    count, own = (SET_UPS | OTHERS)[set_up]
+    target = ["kit.campaign.killed_run", str(run), resume, json.dumps(own | config)]
+    command = [sys.executable, processes.__file__, *target]
+    if count > 1:
         name = "fsdp2" if set_up == "fsdp2" else "multi_gpu"
-        settings = yaml.safe_load((ROOT / f"recipes/accelerate/{name}.yaml").read_text())
-        config_file = run.with_name(f"{run.name}.yaml")
-        config_file.write_text(yaml.safe_dump(settings | {"num_processes": 2, "mixed_precision": "no"}))
-        command += ["-m", "accelerate.commands.launch", "--config_file", str(config_file), "--main_process_port", "0"]
-        if set_up == "fsdp2":
-            environment["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    command += [str(Path(__file__).with_name("killed_run.py")), str(run), resume, json.dumps(config)]
+        command = processes.accelerated(name, run.with_name(f"{run.name}.yaml"), *target)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"ACCELERATE_TORCH_DEVICE": "cpu"} if set_up == "fsdp2" else {}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

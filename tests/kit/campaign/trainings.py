@@ -11,8 +11,7 @@ import trl
 from datasets import Dataset
 from kit.campaign import HELD, REFUSED
 from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora, words
-from transformers import PrinterCallback
+from kit.trainer_runs import build_model, build_pairs, lora, make_trainer
 
 import trl_padfix
 
@@ -92,16 +91,10 @@ def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, An
         given["peft_config"] = lora(task_type="SEQ_CLS") if kind == "Reward" else lora(task_type="CAUSAL_LM")
     if case["evaluated"]:
         given["eval_dataset"] = rows_of(kind, 6, case["seed"] + 1)
-    settings = (ONLINE_SETTINGS if kind == "GRPO" else SETTINGS) | {"max_steps": 3, "output_dir": str(folder)} | config
+    settings = (ONLINE_SETTINGS if kind == "GRPO" else {}) | {"max_steps": 3} | config
+    given |= {"model": model, "train_dataset": data.to_iterable_dataset() if case["stream"] else data}
     try:
-        trainer = getattr(library, f"{kind}Trainer")(
-            model=model,
-            args=getattr(library, f"{kind}Config")(**settings),
-            train_dataset=data.to_iterable_dataset() if case["stream"] else data,
-            processing_class=build_tokenizer(),
-            **given,
-        )
-        trainer.remove_callback(PrinterCallback)
+        trainer = make_trainer(library, kind, folder, settings, **given)
         torch.manual_seed(case["seed"])
         trainer.train()
         if case["evaluated"]:
@@ -117,15 +110,8 @@ def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, An
 
 
 def rows_of(kind: str, count: int, seed: int) -> Dataset:
-    chance = random.Random(seed)
-    prompts = [words(chance, 1, 10) for _ in range(max(2, count // 3))]
-    rows = []
-    for i in range(count):
-        prompt, answers = chance.choice(prompts), [words(chance, 1, 12) for _ in range(2)]
-        if kind == "SFT":
-            rows.append({"prompt": prompt, "completion": answers[0]})
-        elif kind == "KTO":
-            rows.append({"prompt": prompt, "completion": answers[0], "label": i % 2 == 0})
-        else:
-            rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
-    return Dataset.from_list(rows)
+    pairs = build_pairs(count, seed, prompt=(1, 10), common=max(2, count // 3))
+    if kind in ("DPO", "Reward"):
+        return pairs
+    single = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+    return single.add_column("label", [i % 2 == 0 for i in range(count)]) if kind == "KTO" else single

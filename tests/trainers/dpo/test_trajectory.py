@@ -105,7 +105,7 @@ def test_a_compiled_run_is_trls(make, trl_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("mode", slow_but(TWO_MODES[1:], TWO_MODES))
 def test_a_run_with_compiled_layers_is_trls(mode, make, trl_run):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -115,7 +115,7 @@ def test_the_longest_batch_is_first_where_transformers_sorts_by_length(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", slow_but([True], [False, True]))
 def test_two_processes_normalise_as_trl_does_and_evaluate_as_one(packs, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(f"""
