@@ -142,7 +142,7 @@ def test_a_node_ends_where_rows_part():
 
 def test_a_segment_is_led_by_the_tokens_before_it_on_its_path():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    index, own = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
+    index, own, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
     assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
     assert own.tolist() == [2, 3, 4, 5, 8]
 

@@ -123,7 +123,7 @@ def test_rows_that_cross_chunks_pass(family, sharing):
 def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
     over_blocks, chunk = NodeTree.over_blocks, SCANS[family]
 
-    def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+    def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor], key: Any) -> torch.Tensor:
         def in_two(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
             if parts[0].shape[1] <= chunk:
                 return step(parts, initial, with_states)
@@ -131,7 +131,7 @@ def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sha
             rest, final = step([x[:, chunk:] for x in parts], None, with_states)
             return torch.cat([first, rest], 1), final
 
-        return over_blocks(self, in_two, inputs)
+        return over_blocks(self, in_two, inputs, key)
 
     monkeypatch.setattr(NodeTree, "over_blocks", forgetting)
     model = build_scan(family)

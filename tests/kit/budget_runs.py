@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl
 from datasets import Dataset
 from kit.processes import on_gpus
@@ -18,6 +20,7 @@ from peft import LoraConfig
 
 import trl_padfix
 from trl_padfix.core.layout import pieces
+from trl_padfix.trainers.steps.once import MicroBatches
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -71,6 +74,23 @@ def make(
     return make_trainer(trl_padfix if ours else trl, ALL_TRAINERS[name], folder, settings, **given)
 
 
+ELSEWHERE = ("per_second", "_fraction", "total_flos", "train_loss")
+"""Ends of names of what depends on the clock or on the padding."""
+
+
+def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.Tensor:
+    """Everything else that is logged of each step, `(steps, figures)`, without what is named in `but`."""
+    steps = [log for log in history if "loss" in log]
+    names = sorted(name for name in steps[0] if not name.endswith((*ELSEWHERE, *but)))
+    assert {"loss", "grad_norm"} <= set(names)
+    assert len(names) > 4
+    return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 TEMPLATE = (
     "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else '' }}{{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
@@ -97,10 +117,10 @@ def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
     return make_trainer(trl_padfix if ours else trl, "GRPO", folder, settings, **given)
 
 
-def make_grouped(folder: Any, **config: Any) -> Any:
-    """Four steps of DPO on pairs of which four begin alike."""
-    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching("dpo"), "max_steps": 4}
-    return make("dpo", folder, ours=True, **given | config)
+def make_grouped(name: str, folder: Any, **config: Any) -> Any:
+    """Four steps on rows of which four begin alike."""
+    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching(name), "max_steps": 4}
+    return make(name, folder, ours=True, **given | config)
 
 
 def main(path: str) -> dict[str, Any]:
@@ -112,18 +132,20 @@ def main(path: str) -> dict[str, Any]:
     checkpoints = [None, "checkpoint-6"]
     if on_gpus():  # as FSDP shards
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
-    logged = {}
+    logged, trunks, check = {}, [], MicroBatches.check
+    MicroBatches.check = lambda once: (trunks.append(len(once.planned.trunks) if once.planned else 0), check(once))[1]
     for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
             trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
             trainer.train(resume_from_checkpoint=checkpoint and str(folder / name / checkpoint))
             logged.setdefault(name, []).append(trainer.state.log_history)
-    for budget in (None, BUDGET["dpo"]):
-        trainer = make_grouped(
-            folder / "grouped", **config | {"max_steps": 4, "save_strategy": "no"}, max_tokens_per_batch=budget
-        )
+    for name, budget in (("dpo", None), ("dpo", BUDGET["dpo"]), ("sft", 44)):
+        given = config | {"max_steps": 4, "save_strategy": "no", "max_tokens_per_batch": budget}
+        trainer = make_grouped(name, folder / "grouped", **given)
+        trunks.clear()
         trainer.train()
-        logged.setdefault("grouped", []).append(trainer.state.log_history)
+        assert any(trunks) == (budget is not None)
+        logged.setdefault(f"grouped {name}", []).append(trainer.state.log_history)
     if not on_gpus():
         recorded = make_recorded(folder / "recorded", 3)
         recorded.train()

@@ -46,7 +46,7 @@ def trunks() -> Iterator[dict[str, int]]:
     pieces.FORWARD, found, check = 1, {"trunks": 0}, MicroBatches.check
 
     def checked(once):
-        found["trunks"] += len(once.pieces.trunks)
+        found["trunks"] += len(once.planned.trunks) if once.planned else 0
         check(once)
 
     MicroBatches.check = checked

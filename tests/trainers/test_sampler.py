@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import IterableDataset
-from kit.budget_runs import ALL_TRAINERS, GLOBAL_BATCH, build_branching, make
+from kit.budget_runs import ALL_TRAINERS, GLOBAL_BATCH, assert_same, build_branching, make
 
 from trl_padfix import DPOConfig
 from trl_padfix.trainers.steps.dealing import StepPlan
@@ -33,10 +33,6 @@ def order_of(trainer):
 
 def figures(trainer, *names):
     return torch.tensor([[log[n] for n in ("loss", "grad_norm", *names)] for log in trainer.state.log_history[:-1]])
-
-
-def assert_same(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def starts(name, rows):

@@ -1,5 +1,6 @@
 """
-What a forward sees of tokens that other forwards have computed: keys and values of each layer, and final states.
+What a forward sees of tokens that other forwards have computed: keys and values of each attention, the states of
+recurrences and convolutions where prefixes end, and final hidden states.
 
 A [`Sight`] belongs to one forward. A plain class on purpose: FSDP2 looks through dataclasses among the arguments of a
 layer for tensors with gradients.
@@ -19,18 +20,20 @@ __all__ = ["Sight", "States", "leaf_of"]
 
 class States(dict[Any, tuple[torch.Tensor, ...]]):
     """
-    Of the tokens of a forward: keys and values by attention module, and what its decoder returned by place in `spec`.
+    Of the tokens of a forward: keys and values by attention module, what its decoder returned by place in `spec`, and
+    the states `(forks, ...)` of other mixers by calls of their functions.
 
-    `ids` are those of the tokens, `(t,)`.
+    `ids` are those of the tokens, `(t,)`, and `forks` the places among them behind which other forwards go on.
     """
 
     spec: Any = None
     ids: Any = None
+    forks: tuple[int, ...] = ()
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
         """The same with each tensor changed."""
         found = States({name: tuple(map(change, values)) for name, values in self.items()})
-        found.spec, found.ids = self.spec, self.ids
+        found.spec, found.ids, found.forks = self.spec, self.ids, self.forks
         return found
 
 
@@ -59,6 +62,15 @@ class Sight:
         seen = [*(states[module] for states in self.outer), (key, value)]
         keys, values = zip(*seen, strict=True)
         return torch.cat([x.to(key.dtype) for x in keys], dim=2), torch.cat([x.to(value.dtype) for x in values], dim=2)
+
+    def states(self, key: Any) -> torch.Tensor:
+        """The states of a recurrence, or a convolution, at all forks of the outer forwards."""
+        return torch.cat([states[key][0] for states in self.outer])
+
+    def note(self, key: Any, states: torch.Tensor) -> None:
+        """Note down those at the own forks."""
+        if self.notes is not None:
+            self.notes[key] = (states,)
 
     def join(self, output: Any, tokens: int) -> Any:
         """The output of a decoder for its `tokens`, behind what the outer forwards returned."""
@@ -106,8 +118,10 @@ class _Close(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # Of zeros where nobody has left any: FSDP2 waits for gradients of all that a forward has made.
         added = (
-            None if leaf.grad is None else leaf.grad.to(t) for leaf, t in zip(ctx.leaves, ctx.dtypes, strict=True)
+            (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(dtype)
+            for leaf, dtype in zip(ctx.leaves, ctx.dtypes, strict=True)
         )
         return grads[0], None, *added
 

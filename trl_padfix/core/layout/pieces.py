@@ -9,9 +9,9 @@ that are needed at one time are about one path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -42,12 +42,14 @@ class PieceLayout(Layout):
         own ([`Layout`], *optional*): What the forward computes; its keys are numbered as above. `None` for nothing.
         outer (`tuple[int, ...]`): Numbers of the trunks that it looks at.
         is_trunk (`bool`): Whether it is a trunk: nobody reads what its forward returns.
+        forks (`tuple[int, ...]`): Which of its own tokens, if it is a trunk, other forwards go on behind.
         sight ([`Sight`], *optional*): Their states, in a forward that is running.
     """
 
     own: Layout | None = None
     outer: tuple[int, ...] = ()
     is_trunk: bool = False
+    forks: tuple[int, ...] = ()
     sight: Any = None
 
     is_trivial = False  # type: ignore[assignment]
@@ -104,7 +106,9 @@ class Pieces:
         return f"{text}; {len(again)} of them ({sum(again)} tokens) a second time, for which less is kept meanwhile."
 
 
-def plan_pieces(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int) -> Pieces | None:
+def plan_pieces(
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int, gather: Callable[[list], list] | None = None
+) -> Pieces | None:
     """
     The layouts of pieces and of their trunks.
 
@@ -114,27 +118,70 @@ def plan_pieces(batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: in
         budget (`int`):
             Tokens whose activations are to be kept at one time. Where pieces and the trunks that they need are more,
             trunks that later pieces need too are computed again for the last of them.
+        gather (`Callable[[list], list]`, *optional*):
+            Joins lists of all processes that have as many pieces, where these have to run like forwards: what one
+            computes as a trunk is a trunk on all of them, if need be of one token that nobody looks at.
 
     Returns:
         [`Pieces`], or `None` where pieces have too little in common.
     """
     step = _StepTrie(batches)
     groups = step.groups()
+    again = step.computed_again(groups, budget)
+    if gather is not None:
+        groups, again = _of_all_processes(groups, again, gather)
     if not groups:
         return None
-    owner = np.full(step.tokens, -1)
-    for n, (_, _, tokens) in enumerate(groups):
-        owner[tokens] = n
-    again = step.computed_again(groups, owner, budget)
+    owner = _owner(step.tokens, groups)
     trunks: dict[int, Trunk] = {}
     for n, (first, last, tokens) in enumerate(groups):
-        layouts = {i: step.layout(i, owner, groups, trunk=n) for i in ((first, last) if again[n] else (first,))}
+        forks = step.forks(owner, n, tokens)
+        layouts = {
+            i: replace(step.layout(i, owner, groups, trunk=n), forks=forks)
+            for i in ((first, last) if again[n] else (first,))
+        }
         trunks[n] = Trunk(first, last, len(tokens), again[n], layouts)
-    return Pieces({i: step.layout(i, owner, groups) for i in range(len(batches))}, trunks)
+    pieces = {i: step.layout(i, owner, groups) for i in range(len(batches))}
+    for i, layout in pieces.items():
+        if gather is not None and layout.own is None:  # a forward in its place
+            groups.append((i, i, NOTHING))
+            n = len(trunks)
+            trunks[n] = Trunk(i, i, 0, False, {i: step.layout(i, owner, groups, trunk=n)})
+    return Pieces(pieces, trunks)
 
 
 _Group = tuple[int, int, np.ndarray]
 """First piece, last piece and tokens of a trunk."""
+
+NOTHING = np.zeros(0, dtype=np.int64)
+"""The tokens of a forward that is run because other processes run one."""
+
+
+def _owner(tokens: int, groups: list[_Group]) -> np.ndarray:
+    """The group of each token; -1 for none."""
+    owner = np.full(tokens, -1)
+    for n, (_, _, of_group) in enumerate(groups):
+        owner[of_group] = n
+    return owner
+
+
+def _of_all_processes(
+    groups: list[_Group], again: list[bool], gather: Callable[[list], list]
+) -> tuple[list[_Group], list[bool]]:
+    """The trunks that any process has, without tokens where it is another one, and which are computed again."""
+    own = {(first, last): tokens for first, last, tokens in groups}
+    found: dict[tuple[int, int], bool] = {}
+    for key, is_again in gather([*zip(own, again, strict=True)]):
+        found[key] = found.get(key, False) or is_again
+    keys = sorted(found, key=lambda key: (key[0], -key[1]))
+    return [(*key, own.get(key, NOTHING)) for key in keys], _seen_with_graph(keys, [found[key] for key in keys])
+
+
+def _seen_with_graph(spans: list[tuple[int, int]], again: list[bool]) -> list[bool]:
+    """What looks at a trunk that is computed again for the same piece has to see it with its graph."""
+    for n, (_, last) in enumerate(spans):
+        again[n] = again[n] or any(again[m] and spans[m][1] == last for m in range(n))
+    return again
 
 
 class _StepTrie:
@@ -178,8 +225,9 @@ class _StepTrie:
                         needed[path[: on_path[-1]]] = True
         return kept[::-1]
 
-    def computed_again(self, groups: list[_Group], owner: np.ndarray, budget: int) -> list[bool]:
+    def computed_again(self, groups: list[_Group], budget: int) -> list[bool]:
         """Of each trunk, whether its activations would not fit beside the pieces before its last one."""
+        owner = _owner(self.tokens, groups)
         again = [False] * len(groups)
         for i, tokens in enumerate(self.needed):
             load = int((owner[tokens] < 0).sum())
@@ -189,22 +237,27 @@ class _StepTrie:
                 if load > budget and groups[n][1] > i and not again[n]:
                     again[n] = True
                     load -= len(groups[n][2]) * (1 - STATES)
-        # What looks at a trunk that is computed again for the same piece has to see it with its graph.
-        for n, (_, last, _) in enumerate(groups):
-            again[n] = again[n] or any(again[m] and groups[m][1] == last for m in range(n))
-        return again
+        return _seen_with_graph([(first, last) for first, last, _ in groups], again)
+
+    def forks(self, owner: np.ndarray, trunk: int, tokens: np.ndarray) -> tuple[int, ...]:
+        """At which of the `tokens` of a trunk paths leave it."""
+        ends = [path[:-1][(owner[path[:-1]] == trunk) & (owner[path[1:]] != trunk)] for path in chain(*self.paths)]
+        return tuple(np.searchsorted(tokens, np.unique(np.concatenate(ends))).tolist())
 
     def layout(self, i: int, owner: np.ndarray, groups: list[_Group], trunk: int = -1) -> PieceLayout:
         """The layout of a piece, or of a `trunk` in its batch."""
         paths, real = self.paths[i], np.flatnonzero(self.masks[i])
         source = np.concatenate(paths)
         columns = np.split(real, np.cumsum([len(path) for path in paths])[:-1])
-        if trunk >= 0:  # the rows up to their last token in the trunk
+        is_empty = trunk >= 0 and not len(groups[trunk][2])
+        if is_empty:  # a token that looks at nothing
+            paths, columns = [paths[0][:1]], [columns[0][:1]]
+        elif trunk >= 0:  # the rows up to their last token in the trunk
             ends = [np.flatnonzero(owner[path] == trunk)[-1:] + 1 for path in paths]
             paths = [path[: end[0]] for path, end in zip(paths, ends, strict=True) if len(end)]
             columns = [places[: end[0]] for places, end in zip(columns, ends, strict=True) if len(end)]
         needed = np.concatenate(paths)
-        outer = [n for n in np.unique(owner[needed]).tolist() if n not in (-1, trunk)]
+        outer = [] if is_empty else [n for n in np.unique(owner[needed]).tolist() if n not in (-1, trunk)]
         tokens = [np.zeros(0, dtype=np.int64), *(groups[n][2] for n in outer)]
         first = at = sum(map(len, tokens))
         local = np.full(self.tokens, -1)

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import count, repeat
 from types import CellType, FunctionType
 from typing import Any
 
@@ -30,15 +31,18 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
-from .forks import tree_of, with_zero
+from .forks import tree_of
 from .row_blocks import row_blocks
 from .split import in_slices
 
 
-__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "kernel_parameters", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "hands_states_on", "kernel_parameters", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
+
+Keys = Iterator[tuple[nn.Module, int]]
+"""A name for each call of a function in a mixer, the same in all its forwards: states are handed on by it."""
 
 
 def primitives_of(module: nn.Module) -> set[str]:
@@ -51,6 +55,11 @@ def primitives_of(module: nn.Module) -> set[str]:
     recurs = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
     by_itself = (convolves and "causal_conv1d_fn" not in names) or (recurs and not names & _RECURRENCES)
     return set() if by_attention or by_itself else names
+
+
+def hands_states_on(module: nn.Module) -> bool:
+    """Whether a forked mixer can begin with the states in which other forwards have ended, and gradients go back."""
+    return all(_KNOWN[name] is not _scan_on_rows for name in primitives_of(module))
 
 
 def chunk_of(module: nn.Module) -> int:
@@ -84,7 +93,8 @@ class PrimitivesPatch(ForwardPatch):
         assert function is not None, "a mixer whose forward is not a method of its class is handed rows"
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
-        replaced = {name: in_slices(name, _KNOWN[name](space[name], call), call.slices) for name in names}
+        keys = zip(repeat(self.module), count())
+        replaced = {name: in_slices(name, _KNOWN[name](space[name], call, keys), call.slices) for name in names}
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
@@ -110,20 +120,21 @@ def _holds(cell: CellType, value: Any) -> bool:
         return False
 
 
-def _convolution(own: Callable, call: PackedCall) -> Callable:
+def _convolution(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     tree = tree_of(call)
 
     def causal_conv1d_fn(
         hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        index, own_tokens = tree.led(weight.shape[-1] - 1)
-        x = with_zero(hidden_states[0].transpose(0, 1)).index_select(0, index)
-        return own(x.transpose(0, 1).unsqueeze(0), weight, bias, activation=activation).index_select(2, own_tokens)
+        def run(x: torch.Tensor) -> torch.Tensor:
+            return own(x, weight, bias, activation=activation)
+
+        return tree.convolve(run, hidden_states, weight.shape[-1] - 1, next(keys))
 
     return causal_conv1d_fn
 
 
-def _delta_rule(own: Callable, call: PackedCall) -> Callable:
+def _delta_rule(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(own)
 
     def chunk(query: Any, key: Any, value: Any, g: Any, beta: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -139,12 +150,12 @@ def _delta_rule(own: Callable, call: PackedCall) -> Callable:
             return own(q, k, v, g=decay, beta=write, **given)
 
         over = tree.over_levels if is_varlen else tree.over_blocks
-        return over(step, [query, key, value, g, beta]), None
+        return over(step, [query, key, value, g, beta], next(keys)), None
 
     return chunk
 
 
-def _state_space(own: Callable, call: PackedCall) -> Callable:
+def _state_space(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     known = kernel_parameters(own)
     tree, is_kernel, separates = tree_of(call), bool(known), "seq_idx" in known
 
@@ -169,7 +180,7 @@ def _state_space(own: Callable, call: PackedCall) -> Callable:
         if dt_softplus:
             dt = nn.functional.softplus(dt)
         dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
-        if separates and len(tree.levels) == 1:
+        if separates and tree.is_flat:
             return own(hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, seq_idx=tree.node_of)
 
         def step(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
@@ -178,12 +189,12 @@ def _state_space(own: Callable, call: PackedCall) -> Callable:
             output = own(x, steps, A, b, c, chunk_size=chunk_size, D=D, **given)
             return output if with_states else (output, None)
 
-        return tree.over_blocks(step, [hidden_states, dt, B, C])
+        return tree.over_blocks(step, [hidden_states, dt, B, C], next(keys))
 
     return scan
 
 
-def _scan_on_rows(own: Callable, call: PackedCall) -> Callable:
+def _scan_on_rows(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     """A scan on rows, where its arguments and its output hold tokens in their last dimension."""
     rows, parameters = row_blocks(call), list(_parameters(own))
 
@@ -203,7 +214,7 @@ def _scan_on_rows(own: Callable, call: PackedCall) -> Callable:
     return scan
 
 
-def _left_out(own: Callable, call: PackedCall) -> Callable:
+def _left_out(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     """For fused kernels of a whole mixer: without one the mixer computes its steps one by one."""
     return lambda *args, **kwargs: None
 
@@ -255,7 +266,7 @@ def _of_function(function: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-_KNOWN: dict[str, Callable[[Callable, PackedCall], Callable]] = {
+_KNOWN: dict[str, Callable[[Callable, PackedCall, Keys], Callable]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,

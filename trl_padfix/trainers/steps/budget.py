@@ -2,15 +2,13 @@
 Training batches by token budget.
 
 A batch of the data loader is one optimizer step. The sampler deals its rows out to the processes with even work, the
-collator splits those of a process into micro-batches, and `training_step` runs them one after another: counts of steps
-and epochs, shuffling and resuming stay Trainer's. A step has the rows that it has without a budget, and each row
-weighs in the loss what it weighs in TRL's mean over micro-batches, however the rows were split.
+collator splits those of a process into micro-batches, and `training_step` runs them one after another. A step has the
+rows that it has without a budget, and each row weighs what it weighs in TRL's mean over micro-batches.
 
 A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
-once, and its forwards are split (`split_forward.py`); so are the forwards of an evaluation, which need no second pass.
-Where rows are compared without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is a
-sum over rows, and computed in pieces of them that need no second pass either.
-Images go with their rows as long as their collator makes the batches, so forwards with images are never split.
+once, and its forwards are split (`split_forward.py`), as are those of an evaluation. Where rows are compared without
+gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in pieces of rows.
+Forwards with images are never split: images go with their rows as long as their collator makes the batches.
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ from typing import Any
 import torch
 import trl
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from accelerate.utils import gather as accelerate_gather
 from datasets import Dataset
 
+from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator
@@ -40,7 +39,7 @@ from .image_measures import ImageMeasure, check_images_of_processes, measure_ima
 from .micro_batches import MICRO_BATCHES, ONCE, WEIGHTS, BudgetCollator, Piece, halved
 from .once import REPLAN, MicroBatches, computes_once
 from .sampler import StepOrder, StepRows
-from .split_forward import Splits, attach_splitting, joins_balancing_losses, splitting
+from .split_forward import Splits, attach_splitting, joins_balancing_losses, running_pieces, splitting
 from .step_metrics import StepMetrics
 
 
@@ -55,7 +54,6 @@ class Splitting(Part):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
-        self._in_pieces, self._pieces = False, None
 
     @property
     def budget(self) -> int | None:
@@ -117,16 +115,17 @@ class Splitting(Part):
         Where the loss is computed in pieces of rows, each of them is one forward: of the ids and the mask that it has
         `joined`, if they are not those of its batch.
         """
-        if self._in_pieces and self._pieces is not None and joined:
-            self._pieces.joined(*joined)
-        if self.budget is None or self.has_images() or self._in_pieces:
+        running = running_pieces()
+        if running is not None and joined:
+            running.joined(*joined)
+        if self.budget is None or self.has_images() or running is not None:
             return contextlib.nullcontext()
         return splitting(self._splits(self.budget))
 
     def _splits(self, budget: int) -> Splits:
         handle = self.trainer.padding.handle
         agree = self.most_over_processes if self._is_sharded else None
-        return Splits(budget, bool(handle and handle.prefix_sharing), agree, self.once)
+        return Splits(budget, bool(handle and handle.prefix_sharing), agree, self.once and agree is None)
 
     def compute_loss(self, compute: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """
@@ -135,42 +134,60 @@ class Splitting(Part):
         A loss that is a sum over rows, once what it compares of them is known, is computed in pieces of rows: each has
         its forward and its backward, but for the last one, whose backward is Trainer's.
         """
-        trainer, task, budget = self.trainer, self.trainer.padding.task, self.budget
-        if budget is None or not self._is_sum_over_rows(inputs):
+        trainer, task = self.trainer, self.trainer.padding.task
+        if self.budget is None or not self._is_sum_over_rows(inputs):
             return compute(model, inputs, *args, **kwargs)
-        splits, metrics = self._splits(budget), StepMetrics(trainer)
+        splits = self._splits(self.budget)
         known = splits.of(*task.padded_batches(inputs)[0].values())
         if len(known.rows) == 1 and trainer.accelerator.num_processes == 1:
             return compute(model, inputs, *args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            inputs = stack.enter_context(task.in_pieces(inputs, splits))
+        with task.in_pieces(inputs, splits) as inputs:
             pieces = [_rows_of(inputs, rows, sum(map(len, known.rows))) for rows in known.rows]
-            batches = [tuple(task.padded_batches(piece)[0].values()) for piece in pieces]
-            once = None if known.once is None else MicroBatches(known.once, batches)
-            stack.enter_context(temporarily_set(self, "_in_pieces", True))
-            stack.enter_context(temporarily_set(self, "_pieces", once))
+            running = MicroBatches(
+                len(pieces), known.once, [tuple(task.padded_batches(piece)[0].values()) for piece in pieces]
+            )
             loss = done = torch.zeros((), device=trainer.args.device)
-            for i, piece in enumerate(pieces):
-                is_last = i == len(pieces) - 1
-                if once is not None:
-                    once.begin(i)
-                sizes, weight = task.metric_items(piece), task.loss_weight(piece, inputs)
-                with (
-                    metrics.piece(sizes, reduces=False),
-                    splitting(once),
-                    self._gradients_synchronised(model, is_last),
-                ):
-                    loss = compute(model, piece, *args, **kwargs) * weight
-                    if not is_last:
-                        with torch.autocast(loss.device.type, enabled=False):
-                            trainer.accelerator.backward(loss)
-                        done = done + loss.detach()
-        if once is not None:
-            once.check()
-            if trainer.state.global_step == 0:
-                logger.info(once.pieces.summary)
+            with self._running(running) as metrics:
+                for i, piece in enumerate(pieces):
+                    sizes, weight = task.metric_items(piece), task.loss_weight(piece, inputs)
+                    with self._piece(running, model, i), metrics.piece(sizes, reduces=False):
+                        loss = compute(model, piece, *args, **kwargs) * weight
+                        if i < len(pieces) - 1:
+                            with torch.autocast(loss.device.type, enabled=False):
+                                trainer.accelerator.backward(loss)
+                            done = done + loss.detach()
         metrics.join()
         return loss + done
+
+    @contextlib.contextmanager
+    def _running(self, pieces: MicroBatches) -> Iterator[StepMetrics]:
+        """A block with the pieces of a step, one after another."""
+        with splitting(pieces):
+            yield StepMetrics(self.trainer)
+        pieces.check()
+        if pieces.are_written:
+            logger.warning_once(
+                "Somebody wrote to a micro-batch after its step was planned: from there on each micro-batch of such a "
+                "step computes the prefixes that it shares with others anew."
+            )
+        if pieces.planned is not None and self.trainer.state.global_step == 0:
+            logger.info(pieces.planned.summary)
+
+    @contextlib.contextmanager
+    def _piece(self, running: MicroBatches, model: Any, i: int) -> Iterator[None]:
+        """A block with piece `i`: gradients are reduced over processes with those of the last one."""
+        running.begin(i)
+        accelerator, last = self.trainer.accelerator, i == running.count - 1
+        state = accelerator.gradient_state
+        each = state.plugin_kwargs.get("sync_each_batch", False)
+        waits = not (last or each or accelerator.distributed_type == DistributedType.DEEPSPEED)
+        saved = state.sync_gradients
+        state._set_sync_gradients(saved and last)
+        try:
+            with accelerator.no_sync(model) if waits else contextlib.nullcontext():
+                yield
+        finally:
+            state._set_sync_gradients(saved)
 
     def _is_sum_over_rows(self, inputs: dict[str, Any]) -> bool:
         """Whether the loss of a batch is the sum of those of its rows, with weights that are known."""
@@ -185,9 +202,14 @@ class Splitting(Part):
     @cached_property
     def once(self) -> bool:
         """Whether prefixes are computed once in a step, and not by each piece; said once where they cannot be."""
-        return self.budget is not None and computes_once(
-            self.trainer.padding.handles, self.trainer.args, self._is_sharded
-        )
+        if self.budget is None:
+            return False
+        # Under FSDP2 processes agree on their forwards; ZeRO-3 and FSDP1 expect modules in one order.
+        trainer, task = self.trainer, self.trainer.padding.task
+        agrees = getattr(trainer.accelerator, "is_fsdp2", False) and not task.compares_rows()
+        for model in map(task.scoring_module, models_of(trainer)):
+            agrees = agrees and "logits_to_keep" in inspect.signature(type(find_pretrained(model)).forward).parameters
+        return computes_once(trainer.padding.handles, trainer.args, self._is_sharded and not agrees)
 
     @property
     def _is_sharded(self) -> bool:
@@ -202,23 +224,6 @@ class Splitting(Part):
 
     def precomputing(self) -> contextlib.AbstractContextManager[None]:
         return self.splitting()
-
-    @contextlib.contextmanager
-    def _gradients_synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Whether the backward in this block ends the step, for those that reduce gradients over processes."""
-        accelerator = self.trainer.accelerator
-        state = accelerator.gradient_state
-        saved = state.sync_gradients
-        state._set_sync_gradients(saved and last)
-        try:
-            each = state.plugin_kwargs.get("sync_each_batch", False)
-            if last or each or accelerator.distributed_type == DistributedType.DEEPSPEED:
-                yield
-            else:
-                with accelerator.no_sync(model):
-                    yield
-        finally:
-            state._set_sync_gradients(saved)
 
 
 class Budget(Splitting):
@@ -269,6 +274,7 @@ class Budget(Splitting):
         rows = trainer._remove_unused_columns(dataset, description="training")
         order.images = self._measured_images(rows) if self.has_images() else None
         how = {"whole": task.compares_rows(), "by_tokens": task.averages_tokens(), "once": self.once}
+        how["plans"] = self.once and not self._is_sharded
         collator = BudgetCollator(trainer.data_collator, order.measure(), self.budget, order.steps, **how)
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
         fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
@@ -299,26 +305,15 @@ class Budget(Splitting):
             return train(model, pieces[0][0], *args, **kwargs)
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         pieces = halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
-        loss, metrics = torch.zeros((), device=self.trainer.args.device), StepMetrics(self.trainer)
-        once = self._once(pieces, inputs)
-        with splitting(once), temporarily_set(self, "weight", None):
+        loss = torch.zeros((), device=self.trainer.args.device)
+        running = self._micro_batches(pieces, inputs)
+        with self._running(running) as metrics, temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(pieces):
-                if once is not None:
-                    once.begin(i)
                 # A piece without a weight only keeps step with the other processes.
                 self.weight = None if counts_tokens and weight else weight
-                with (
-                    metrics.piece(self._sizes(batch, weight, counts_tokens)),
-                    self._gradients_synchronised(model, i == len(pieces) - 1),
-                ):
+                sizes = self._sizes(batch, weight, counts_tokens)
+                with self._piece(running, model, i), metrics.piece(sizes):
                     loss = loss + train(model, batch, *args, **kwargs)
-        if once is not None:
-            once.check()
-            if once.are_written:
-                logger.warning_once(
-                    "Somebody wrote to a micro-batch after its step was planned: from there on each micro-batch of "
-                    "such a step computes the prefixes that it shares with others anew."
-                )
         metrics.join(sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight))
         return loss
 
@@ -328,15 +323,13 @@ class Budget(Splitting):
         rest = task.loss_items(batch) if counts_tokens else weight
         return {"": rest, **task.metric_items(batch)} if weight else {"": 0}
 
-    def _once(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches | None:
-        """The micro-batches of a step that see each other's prefixes, if they have any in common."""
+    def _micro_batches(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches:
+        """The micro-batches of a step, which see each other's prefixes if they have any in common."""
         if not self.once or len(pieces) == 1:
-            return None
+            return MicroBatches(len(pieces))
         planned = inputs.get(ONCE) if len(pieces) == len(inputs[MICRO_BATCHES]) else REPLAN
-        found = MicroBatches.of([batch for batch, _ in pieces], planned, self.budget)
-        if found is not None and self.trainer.state.global_step == 0:
-            logger.info(found.pieces.summary)
-        return found
+        gather = gather_object if self._is_sharded else None
+        return MicroBatches.of([batch for batch, _ in pieces], planned, self.budget, gather)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:

@@ -47,6 +47,8 @@ class BudgetCollator:
             Whether micro-batches weigh by their trained tokens, and not by their rows.
         once (`bool`, *optional*, defaults to `False`):
             Whether prefixes that micro-batches have in common are computed once in the step.
+        plans (`bool`, *optional*, defaults to `False`):
+            Whether how that is done is planned here.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -56,6 +58,7 @@ class BudgetCollator:
     whole: bool = False
     by_tokens: bool = False
     once: bool = False
+    plans: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
         ((rows_of_step, numbers, examples),) = shares
@@ -75,8 +78,9 @@ class BudgetCollator:
             of_step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
         else:
             of_step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
-        if self.once and len(batches) > 1 and (planned := plan_pieces(ids_and_masks(batches), self.budget)):
-            of_step[ONCE] = FlatMaps.of(planned)
+        if self.plans and len(batches) > 1:
+            planned = plan_pieces(ids_and_masks(batches), self.budget)
+            of_step[ONCE] = planned and FlatMaps.of(planned)
         return of_step
 
 

@@ -26,7 +26,9 @@ from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatMaps
 from ...core.layout.pieces import PieceLayout, Pieces, plan_pieces
-from ...core.mixers.mixers import PACKED
+from ...core.mixers.mixers import FORKED, PACKED
+from ...core.mixers.primitives import hands_states_on
+from ...core.model.find import find_decoder
 from ..data.batch_layouts import without_layouts
 
 
@@ -87,9 +89,9 @@ class Walk:
             if trunk.last < self.at:
                 self.made.pop(n, None)
                 self.leaves.pop(n, None)
-            elif trunk.first == self.at:
+            if trunk.first == self.at:
                 self._compute(n, self.at, run, with_graph=self.with_graph and not trunk.again)
-            elif trunk.last == self.at and self.with_graph:
+            if trunk.last == self.at and self.with_graph:
                 ending.append(n)
                 if trunk.again:
                     self._compute(n, self.at, run, with_graph=True)
@@ -148,37 +150,49 @@ class MicroBatches:
     The micro-batches of a step, to be run one after another, each with its backward.
 
     Args:
-        pieces ([`Pieces`]):
-            How they are computed.
+        count (`int`):
+            How many they are.
+        planned ([`Pieces`], *optional*):
+            How they are computed; `None` if they have nothing in common.
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
             Ids and mask of each: calls of a model with these very tensors are pieces of a walk. Where somebody has
             written to them, the walk ends, and the rest of the step computes its prefixes anew.
+        with_head (`bool`, *optional*, defaults to `False`):
+            Whether trunks run through the model and not only its decoder: FSDP2 gathers a head with the last norm.
     """
 
-    def __init__(self, pieces: Pieces, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
-        self.pieces = pieces
+    def __init__(
+        self,
+        count: int,
+        planned: Pieces | None = None,
+        batches: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        with_head: bool = False,
+    ):
+        self.count, self.planned, self.with_head = count, planned, with_head
         self.batches = [(Seen.of(ids), Seen.of(mask)) for ids, mask in batches]
         self.at, self.are_written = 0, False
         self.walks: dict[Any, Walk] = {}
         self.calls: Counter[Any] = Counter()
 
     @classmethod
-    def of(cls, batches: Sequence[dict[str, Any]], planned: Any, budget: int) -> MicroBatches | None:
+    def of(
+        cls, batches: Sequence[dict[str, Any]], planned: Any, budget: int, gather: Callable[[list], list] | None = None
+    ) -> MicroBatches:
         """
         Micro-batches as they were `planned` by their collator, if nobody has written to them since.
 
         `planned` are [`Pieces`], perhaps not on their device yet, `None` if they have nothing in common, or `REPLAN`.
-        Planning anew costs a copy of each to the host.
+        Planning anew costs a copy of each to the host; with `gather` all processes do (see [`plan_pieces`]).
         """
         given = ids_and_masks(batches)
         laid = [(batch, without_layouts(batch)[1]) for batch in batches]
         kept = all(x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in laid)
-        if planned is REPLAN or (planned is not None and not kept):
-            planned = plan_pieces([(ids.cpu(), mask.cpu()) for ids, mask in given], budget)
+        if gather is not None or planned is REPLAN or (planned is not None and not kept):
+            planned = plan_pieces([(ids.cpu(), mask.cpu()) for ids, mask in given], budget, gather)
             planned = planned and FlatMaps.of(planned)
         if isinstance(planned, FlatMaps):
             planned = planned.to(given[0][0].device)
-        return None if planned is None else cls(planned, given)
+        return cls(len(batches), planned, given, with_head=gather is not None)
 
     def begin(self, i: int) -> None:
         """Micro-batch `i` is the next one."""
@@ -187,16 +201,19 @@ class MicroBatches:
 
     def joined(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """These tensors, which a loss has put together, are the running micro-batch, if they are as large."""
-        if tuple(ids.shape) == self.pieces.layouts[self.at].batch_shape:
+        if self.planned is not None and tuple(ids.shape) == self.planned.layouts[self.at].batch_shape:
             self.batches[self.at] = Seen.of(ids), Seen.of(mask)
 
     @contextlib.contextmanager
-    def piece(self, model: Any, decoder: Any, call: dict[str, Any]) -> Iterator[None]:
+    def piece(self, model: Any, forward: Any, call: dict[str, Any]) -> Iterator[None]:
         """
         A block in which a call of `model` is a piece of a walk, if it can be.
 
         The first call of a model in each micro-batch, with gradients or without, is one walk, the second another one.
         """
+        if self.planned is None:
+            yield
+            return
         ids, mask, seen = call.get("input_ids"), call.get("attention_mask"), self.batches[self.at]
         unwritten = seen[0].is_still(ids) and seen[1].is_still(mask)
         is_own = unwritten or (ids is seen[0].tensor and mask is seen[1].tensor)
@@ -204,7 +221,7 @@ class MicroBatches:
         serves = is_own and call.get("position_ids") is None
         key = id(model), torch.is_grad_enabled(), self.calls[model, torch.is_grad_enabled()]
         if serves and unwritten and self.at == 0:
-            self.walks[key] = Walk(self.pieces, torch.is_grad_enabled())
+            self.walks[key] = Walk(self.planned, torch.is_grad_enabled())
         walk = self.walks.get(key)
         if not serves or walk is None or walk.is_over:
             yield
@@ -217,7 +234,11 @@ class MicroBatches:
             own, of = (x.tensor for x in self.batches[at])
             if not unwritten and tokens is not None and own is not None:
                 own = own.flatten().index_copy(0, trunk.own.packed_index, tokens).view_as(own)
-            run_trunk(decoder, call if unwritten else call | {"input_ids": own, "attention_mask": of}, trunk)
+            given = call if unwritten else call | {"input_ids": own, "attention_mask": of}
+            if self.with_head:
+                run_trunk(forward, given, trunk, logits_to_keep=1)
+            else:
+                run_trunk(find_decoder(model), given, trunk)
 
         if not unwritten:
             walk.abandon(run)
@@ -238,7 +259,7 @@ class MicroBatches:
         Raises:
             PaddingRemovalError: If a walk did not come to its end, so that gradients of prefixes are missing.
         """
-        if any(not walk.is_over and walk.at != len(self.batches) - 1 for walk in self.walks.values()):
+        if any(not walk.is_over and walk.at != self.count - 1 for walk in self.walks.values()):
             raise _left_out()
 
 
@@ -251,13 +272,20 @@ def _left_out() -> PaddingRemovalError:
     )
 
 
-def run_trunk(decoder: Any, call: dict[str, Any], layout: PieceLayout) -> None:
-    """Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout."""
+def run_trunk(forward: Any, call: dict[str, Any], layout: PieceLayout, **more: Any) -> None:
+    """
+    Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout.
+
+    With `logits_to_keep` it is run with its head, which backward then comes to first.
+    """
     asked = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
-    layout.sight.notes.ids = call["input_ids"].flatten()[layout.own.packed_index]
+    notes = layout.sight.notes
+    notes.ids, notes.forks = call["input_ids"].flatten()[layout.own.packed_index], layout.forks
     with within(model=None, step=Step([_known(call, BatchFacts(layout))])):
-        decoder(**given, **asked)
+        output = forward(**given, **asked, **more)
+    if more:
+        notes["head",] = (output.logits,)
 
 
 @contextlib.contextmanager
@@ -297,13 +325,13 @@ def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool)
     """Why pieces of a step cannot see the states of others, so that each computes its prefixes again; `None` if so."""
     if handle.multimodal is not None:
         return "images are not compared before a forward"
-    if other := next((m for m in handle.mixers.mixers if m.how != PACKED), None):
-        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) is no attention of keys and values alone"
+    mixers = handle.mixers.mixers
+    unserved = (m for m in mixers if m.how != PACKED and not (m.how == FORKED and hands_states_on(m.module)))
+    if other := next(unserved, None):
+        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands no state on to other forwards"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
-    if len(handle.mixers.mixers) != layers:
-        return (
-            f"{type(handle.decoder).__name__} has {layers} layers and {len(handle.mixers.mixers)} attentions in them"
-        )
+    if len(mixers) != layers:
+        return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
     if getattr(args, "torch_compile", False):
         return "compiled layers take no states from outside"
     if handle.split is not None:

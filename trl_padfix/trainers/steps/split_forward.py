@@ -45,6 +45,7 @@ __all__ = [
     "check_balancing_loss",
     "joins_balancing_losses",
     "routed_of",
+    "running_pieces",
     "splitting",
 ]
 
@@ -134,6 +135,12 @@ def splitting(splits: Splits | MicroBatches | None) -> Iterator[None]:
         _splits.reset(token)
 
 
+def running_pieces() -> MicroBatches | None:
+    """The micro-batches of which one is running, if that is so."""
+    running = _splits.get()
+    return running if isinstance(running, MicroBatches) else None
+
+
 class SplitForward(ForwardPatch):
     """Runs the forward of a model in the pieces of [`splitting`]."""
 
@@ -147,7 +154,7 @@ class SplitForward(ForwardPatch):
             return self.wrapped(*args, **kwargs)
         if isinstance(splits, MicroBatches):
             # A trunk runs through the decoder alone, which may be this very module.
-            with splitting(None), splits.piece(self.module, find_decoder(self.module), kwargs):
+            with splitting(None), splits.piece(self.module, self.wrapped, kwargs):
                 return self.wrapped(**kwargs)
         if images_in(kwargs):
             raise ValueError(
@@ -183,7 +190,8 @@ class SplitForward(ForwardPatch):
     def _layouts(self, known: _Known, calls: list[dict[str, Any]]) -> list[PieceLayout | None]:
         """The layouts of pieces, with the states of the prefixes that they have in common; these are computed here."""
         pieces, states = known.once, []
-        if pieces is None or any(_tells_tokens_apart(call) for call in calls):
+        # Positions tell tokens apart, too, by which prefixes are compared.
+        if pieces is None or calls[0].get("position_ids") is not None:
             return [None] * len(calls)
         for trunk in pieces.trunks.values():
             states.append(self._states(calls[trunk.first], trunk.layouts[trunk.first], states))
@@ -232,11 +240,6 @@ def attach_splitting(model: torch.nn.Module) -> Attachment:
         patch = patch.below
     attachment = Attachment()
     return attachment.attach([SplitForward(pretrained, attachment)])
-
-
-def _tells_tokens_apart(call: dict[str, Any]) -> bool:
-    """Whether a call says more of its tokens than ids and mask, by which prefixes are compared."""
-    return call.get("position_ids") is not None
 
 
 def _has_rows(value: Any, rows: int) -> bool:
