@@ -47,12 +47,15 @@ CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` 
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
-def install(session: nox.Session, stack: Stack) -> None:
-    torch = os.environ.get("TRL_PADFIX_TORCH")
-    if torch:
+def install(session: nox.Session, *packages: str) -> None:
+    if torch := os.environ.get("TRL_PADFIX_TORCH"):
         session.install(torch)
+    session.install(*packages)
+
+
+def install_stack(session: nox.Session, stack: Stack) -> None:
     versions = [f"{name}=={version}" for name, version in stack._asdict().items()]
-    session.install("-e", f"{ROOT}[cli]", *versions, PEFT.get(stack.trl, "peft"), *TESTS)
+    install(session, "-e", f"{ROOT}[cli]", *versions, PEFT.get(stack.trl, "peft"), *TESTS)
     session.run("pip", "list")
 
 
@@ -60,7 +63,7 @@ def install(session: nox.Session, stack: Stack) -> None:
 @nox.parametrize("stack", [nox.param(s, id=f"trl-{s.trl}", tags=["oldest"] if s in OLDEST else []) for s in TESTED])
 def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions."""
-    install(session, stack)
+    install_stack(session, stack)
     session.run("pytest", *CELLS, *STACKS, *session.posargs)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
     if trainers:
@@ -74,7 +77,7 @@ def stacks(session: nox.Session, stack: Stack) -> None:
 @nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
-    install(session, TESTED[0])
+    install_stack(session, TESTED[0])
     session.run("pytest", "tests/end_to_end/stories", *session.posargs)
 
 
@@ -116,14 +119,12 @@ for library in pathlib.Path(sysconfig.get_path("platlib"), "torchaudio", "lib").
 @nox.parametrize("package", [nox.param(name, id=name) for name in OTHER_STACKS])
 def plugins(session: nox.Session, package: str) -> None:
     """The plug-in of another stack, run by that stack's own entry point."""
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install("-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
+    install(session, "-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
     session.install("--no-deps", f"{package}=={OTHER_STACKS[package]}", *TRAINING[package])
     session.run("python", "-c", WITHOUT_CUDA)
     session.run("pip", "list")
-    name = package.replace("-", "_")
-    session.run("pytest", "-m", "slow", f"tests/integrations/test_{name}.py", *session.posargs)
+    tests = (f"tests/integrations/test_{name}.py" for name in ("versions", package.replace("-", "_")))
+    session.run("pytest", "-m", "slow", *tests, *session.posargs)
 
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -145,9 +146,7 @@ def distributions(session: nox.Session) -> None:
 def installed(session: nox.Session, what: str) -> None:
     """What `distributions` built, in an empty environment: a training, and without the extra `cli` the way to it."""
     (built,) = (ROOT / "dist").glob("*.tar.gz" if what == "sdist" else "*.whl")
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install(f"{built}[{EXTRAS}]" if what == "extras" else str(built))
+    install(session, f"{built}[{EXTRAS}]" if what == "extras" else str(built))
     session.run("pip", "check")
     folder = session.create_tmp()
     session.chdir(folder)  # away from the clone, whose package would be imported
@@ -165,7 +164,5 @@ def installed(session: nox.Session, what: str) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install("-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
+    install(session, "-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
     session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)
