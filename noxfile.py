@@ -103,8 +103,8 @@ OTHERS = {
     "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
                      "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
                      "tyro<0.9", "uvicorn"),
-    "verl": ("antlr4-python3-runtime==4.9.3", "codetiming", "dill", "hydra-core", "omegaconf", "orjson", "pybind11",
-             "pylatexenc", "pyvers", "ray[default]", "wandb"),
+    "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "hydra-core", "omegaconf",
+             "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "wandb"),
 }  # fmt: skip
 
 # The wheel of torchaudio looks for CUDA's libraries beside a torch that has none; what is run here needs none of them.
