@@ -24,7 +24,7 @@ from trl_padfix.tools.tiny import BENCH_SHAPES
 
 FILES = ["dpo-hh-rlhf-8-pairs-auto", "dpo-hh-rlhf-16-pairs", "sft-hh-rlhf-16-rows", "dpo-equal-lengths"]
 FILES += ["sft-tree-4x8-600-80", "dpo-tree-4x8-600-80", "sft-short-prompts", "dpo-short-prompts"]
-FILES += ["dpo-1024-256", "dpo-4096-512", "dpo-gsm8k-8-pairs"]
+FILES += ["dpo-1024-256", "dpo-4096-512", "dpo-gsm8k-8-pairs", "sft-airline-32-rows"]
 
 
 DATA = Path(__file__).parents[2] / "recipes/data"

@@ -304,6 +304,9 @@ def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
     found = {r.name: r for r in bench.measure(step, settings)}
     assert found["group_by_prefix"].tokens < 0.8 * found["auto"].tokens < found["padding_free"].tokens
     assert found["group_by_prefix"].loss == pytest.approx(found["trl"].loss, rel=1e-5)
+    # Batches that share more need less arithmetic.
+    needed = {name: r.mfu * sum(r.step_seconds) for name, r in found.items()}
+    assert needed["group_by_prefix"] < 0.9 * needed["auto"] == pytest.approx(0.9 * needed["trl"], rel=1e-3)
 
 
 @pytest.mark.parametrize("data", ["tree:", "tree:4/600/80", "tree:0x8/600/80", "tree:4x8/600/3"])

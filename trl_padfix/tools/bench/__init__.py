@@ -139,8 +139,10 @@ def measure(
     if not counted:
         raise stopped or TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
-    needed = _needed_flops(step, counted)
-    results = [_result(v, figures, peak, needed, settings) for v in variants]
+    fixed = _needed_flops(step, counted)  # other batches need other arithmetic: they share more, or less
+    own = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if v.batching != "fixed"}
+    needed = [own.get(v.name, fixed) for v in variants]
+    results = [_result(v, figures, peak, flops, settings) for v, flops in zip(variants, needed, strict=True)]
     try:
         for variant, result in zip(variants, results, strict=True) if extra and not stopped else ():
             watch(f"memory of {variant.name}", done, total)
