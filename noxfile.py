@@ -90,8 +90,8 @@ TRAINING = {
                  "torchvision"),
     "llamafactory": ("transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0", "datasets==4.0.0",
                      "torchdata==0.11.0", "torchaudio", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
-    "verl": ("transformers==5.10.2", "trl==0.24.0", "peft==0.18.1", "datasets==4.8.4", "tensordict==0.10.0", "torchdata",
-             "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
+    "verl": ("transformers==5.10.2", "trl==0.24.0", "peft==0.18.1", "datasets==4.8.4", "tensordict==0.10.0",
+             "torchdata", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
 }  # fmt: skip
 OTHERS = {
     "axolotl": ("addict", "art", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "colorama", "einops",

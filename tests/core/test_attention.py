@@ -271,25 +271,28 @@ def test_attention_does_not_wait_for_the_device(implementation):
 # -- memory
 
 
+def masks_given(module, implementation, monkeypatch) -> list[torch.Tensor | None]:
+    """The masks that the attention function of a module is given from now on."""
+    masks, space, name = [], ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa"
+    if implementation == "eager":
+        space, name = type(module).forward.__globals__, "eager_attention_forward"
+    function = space[name]
+
+    def spy(module, query, key, value, attention_mask, **kwargs):
+        masks.append(attention_mask)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(space, name, spy)
+    return masks
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
     monkeypatch.setattr(trl_padfix.core.attention.segments, "BLOCK", 4)
     layout, _ = layout_of("holes", sharing=True)
     module = attention_module(implementation=implementation)
-    masks = []
-
-    def spy(module, query, key, value, attention_mask, **kwargs):
-        masks.append(attention_mask)
-        return function(module, query, key, value, attention_mask, **kwargs)
-
-    if implementation == "eager":
-        forward_globals = type(module).forward.__globals__
-        function = forward_globals["eager_attention_forward"]
-        monkeypatch.setitem(forward_globals, "eager_attention_forward", spy)
-    else:
-        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
+    masks = masks_given(module, implementation, monkeypatch)
     attend(module, random_states(layout), layout, sliding_window=window)
 
     longest = max(layout.key_lengths) if window is None else 4 + window - 1
@@ -308,33 +311,13 @@ def test_a_row_that_shares_little_is_made_whole_instead_of_masked(shared, masked
     ids[1, :shared] = ids[0, :shared]
     layout = prefix_sharing_layout(ids, torch.ones_like(ids))
     padded = padding_free_layout(torch.ones_like(ids))
-    states, masks, function = random_states(layout), [], ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def spy(module, query, key, value, attention_mask, **kwargs):
-        masks.append(attention_mask)
-        return function(module, query, key, value, attention_mask, **kwargs)
-
+    states, module = random_states(layout), attention_module()
     alone = [unpack(x.transpose(1, 2), layout).flatten(0, 1)[None].transpose(1, 2) for x in states]
-    expected = attend(attention_module(), alone, padded)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
-    found = unpack(attend(attention_module(), states, layout), layout)
+    expected = attend(module, alone, padded)
+    masks = masks_given(module, "sdpa", monkeypatch)
+    found = unpack(attend(module, states, layout), layout)
     torch.testing.assert_close(found, unpack(expected, padded), rtol=1e-5, atol=1e-5)
     assert [mask is not None for mask in masks] == [False, masked]
-
-
-def test_sdpa_needs_no_mask_for_whole_rows(monkeypatch):
-    layout, _ = layout_of("right", sharing=False)
-    masks = []
-    function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def spy(module, query, key, value, attention_mask, **kwargs):
-        masks.append(attention_mask)
-        return function(module, query, key, value, attention_mask, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", spy)
-    attend(attention_module(), random_states(layout), layout)
-
-    assert masks == [None] * len(layout.query_lengths)
 
 
 # -- torch's variable-length kernel
@@ -409,31 +392,18 @@ def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applie
 
 
 @pytest.mark.parametrize(
-    "implementation",
-    [
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flash_attention_4",
-        "kernels-community/flash-attn3",
-        "kernels-community/vllm-flash-attn3",
-    ],
-)
-def test_implementations_that_attend_over_segments_are_accepted(implementation):
-    assert refuse_implementation(implementation) is None
-
-
-@pytest.mark.parametrize(
     ("implementation", "message"),
     [
+        *((name, None) for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")),
+        *((f"kernels-community/{name}", None) for name in ("flash-attn3", "vllm-flash-attn3")),
         ("flex_attention", "`flex_attention` would need a block mask.*attn_implementation='sdpa'"),
         ("paged|sdpa", r"'paged\|sdpa'.*not known to attend over variable-length segments"),
         ("my_attention", "'my_attention'.*'flash_attention_2'"),
     ],
 )
-def test_other_implementations_are_refused_with_a_remedy(implementation, message):
-    assert re.search(message, refuse_implementation(implementation))
+def test_what_does_not_attend_over_segments_is_refused_with_a_remedy(implementation, message):
+    reason = refuse_implementation(implementation)
+    assert reason is None if message is None else re.search(message, reason)
 
 
 @pytest.mark.parametrize(
@@ -493,6 +463,3 @@ def test_a_flash_kernel_that_fails_outside_half_precision_is_explained(monkeypat
     layout, _ = layout_of("right", sharing=False)
     with pytest.raises(PaddingRemovalError, match=r"torch.float32 on cpu: .*only support fp16.*dtype='bfloat16'"):
         attend(attention_module(implementation="flash_attention_2"), random_states(layout), layout)
-
-
-# -- nothing stays behind

@@ -145,11 +145,12 @@ def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypat
 def test_a_wrong_layout_gives_other_numbers(monkeypatch):
     model, (ids, mask) = build(), batches(1)[0]
     want = step(model, ids, mask)
-    order = trl_padfix.core.attention.compiled._segments
+    segments_of = trl_padfix.core.attention.compiled._segments
 
     def rolled(call, mask):
-        segments = order(call, mask)
-        return segments._replace(key_index=segments.key_index.roll(1))
+        segments = segments_of(call, mask)
+        index, *order = segments.keys
+        return segments._replace(keys=(index.roll(1), *order))
 
     monkeypatch.setattr(trl_padfix.core.attention.compiled, "_segments", rolled)
     with remove_padding(model, prefix_sharing=True) as handle:

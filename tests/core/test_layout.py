@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given
+from kit.gpu_models import pairs, rows
 from kit.models import drawn_batches
+from kit.simulated_cuda import to_simulated
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
 
@@ -142,11 +144,6 @@ def test_pack_and_unpack_are_inverse_where_tokens_are_real():
     assert torch.equal(unpack(packed, layout), values * MASK[:, :, None])
 
 
-def test_unpack_gives_a_shared_token_to_each_of_its_rows():
-    layout = prefix_sharing_layout(IDS, MASK)
-    assert torch.equal(unpack(pack(IDS, layout), layout), IDS)
-
-
 def test_gradients_of_a_shared_token_are_summed():
     layout = prefix_sharing_layout(IDS, MASK)
     packed = torch.zeros(1, layout.packed_tokens, requires_grad=True)
@@ -263,55 +260,42 @@ def test_each_real_token_is_computed_and_sees_its_own_row(batch):
     assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
 
 
-@given(drawn_batches())
-def test_lengths_on_the_host_are_those_on_the_device(batch):
-    for layout in (padding_free_layout(batch[1]), prefix_sharing_layout(*batch)):
-        assert layout.query_lengths == tuple(layout.cu_seqlens_q.diff().tolist())
-        assert layout.key_lengths == tuple(layout.cu_seqlens_k.diff().tolist())
-        assert sum(layout.query_lengths) == layout.packed_tokens
-        assert layout.key_index is None or sum(layout.key_lengths) == layout.key_index.numel()
-
-
 # -- on a device that is not the host
 
 
-class Remote(torch.Tensor):
-    """A tensor on a device of its own. Records each operation that makes the host wait for that device."""
+@pytest.mark.parametrize("build", [padding_free_layout, lambda mask: prefix_sharing_layout(to_simulated(IDS), mask)])
+def test_a_layout_costs_one_synchronisation(gpu, build):
+    mask = to_simulated(MASK)
+    gpu.reset()
+    layout = build(mask)
 
-    waits: list[str] = []
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor):
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device="meta")
-
-    def __init__(self, values: torch.Tensor):
-        self.values = values
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        local_args, local_kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.values, (args, kwargs or {}))
-        to_host = local_kwargs.pop("device", None) == torch.device("cpu")
-        if to_host or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            cls.waits.append(str(func))
-        out = func(*local_args, **local_kwargs)
-        return torch.utils._pytree.tree_map_only(torch.Tensor, cls, out) if not to_host else out
+    assert sum(gpu.synchronisations.values()) == 1
+    assert {layout.real_index.device, layout.packed_index.device, layout.cu_seqlens_q.device} == {mask.device}
 
 
-@pytest.mark.parametrize("build", [padding_free_layout, lambda mask: prefix_sharing_layout(Remote(IDS), mask)])
-def test_a_layout_costs_one_synchronisation(build):
-    Remote.waits.clear()
-    layout = build(Remote(MASK))
-
-    assert Remote.waits == ["aten._to_copy.default"]
-    assert {layout.real_index.device, layout.packed_index.device, layout.cu_seqlens_q.device} == {torch.device("meta")}
+def test_unpacking_in_place_keeps_gradients():
+    layout = prefix_sharing_layout(*pairs(8))
+    states = torch.randn(1, layout.packed_tokens, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: unpack(x, layout), states, fast_mode=True)
 
 
-def test_a_synchronisation_would_be_noticed():
-    Remote.waits.clear()
-    Remote(MASK).sum().item()
-    Remote(MASK).nonzero()
+def unpacking_copies_no_batch(gpu, unpack) -> None:
+    _, mask = rows()
+    layout = padding_free_layout(mask)
+    states = pack(to_simulated(torch.randn(*mask.shape, 16)), layout)
+    gpu.reset()
+    unpack(states, layout)
+    assert dict(gpu.kernels) == {"new_zeros": 1, "index_copy_": 1}
 
-    assert Remote.waits == ["aten._local_scalar_dense.default", "aten.nonzero.default"]
+
+def test_a_second_padded_tensor_is_noticed(gpu):
+    def out_of_place(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+        zeros = x.new_zeros(layout.padded_tokens, *x.shape[2:])
+        return zeros.index_copy(0, layout.real_index, x[0]).unflatten(0, layout.batch_shape)
+
+    unpacking_copies_no_batch(gpu, unpack)
+    with pytest.raises(AssertionError):
+        unpacking_copies_no_batch(gpu, out_of_place)
 
 
 def test_a_layout_moves_as_a_whole_or_not_at_all():

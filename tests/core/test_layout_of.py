@@ -88,15 +88,6 @@ def test_layouts_that_are_remembered_by_identity_are_wrong_then():
     assert (found - expected)[other_mask.bool()].abs().max() > 0.1
 
 
-def test_both_modes_on_the_same_tensors_have_their_own_layouts():
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
-    model = build("qwen2")
-    for sharing, tokens in ((False, 8), (True, 6)):
-        with step_layouts(), remove_padding(model, prefix_sharing=sharing) as handle, torch.no_grad():
-            model(ids, attention_mask=torch.ones_like(ids))
-        assert handle.stats.packed_tokens == tokens
-
-
 def test_positions_in_one_row_are_read_by_mode():
     ids, positions = torch.tensor([[5, 6, 7, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
     model, counts = build("qwen2"), []

@@ -40,7 +40,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl_padfix import (
     PaddingRemovalError,
     check_parity,
-    packed_layout,
     padding_free_layout,
     prefix_sharing_layout,
     remove_padding,
@@ -127,13 +126,6 @@ def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
     assert blocks.take.tolist() == [0, 1, 2, 3, 6]
     tokens = torch.arange(5.0).view(1, 5, 1)
     assert torch.equal(blocks.scatter([blocks.gather(tokens, 0)]), tokens)
-
-
-def test_blocks_of_rows_put_every_token_back():
-    layout = padding_free_layout(torch.ones(3, 20).tril(10)[:, :].long())
-    tokens = torch.randn(1, layout.packed_tokens, 2)
-    blocks = RowBlocks.of(layout)
-    assert torch.equal(blocks.scatter([blocks.gather(tokens, i) for i in range(len(blocks.tokens))]), tokens)
 
 
 # The tree
@@ -364,15 +356,6 @@ def test_no_function_of_transformers_is_replaced_for_other_models():
         batched(model, "left")
     assert seen
     assert all(inside == before for inside in seen)
-
-
-def test_packed_rows_of_a_decoder_without_positions_are_told_by_what_its_model_is_given():
-    model, sequences = build("mamba2"), rows()
-    positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
-    layout = packed_layout(positions)
-    with torch.no_grad(), remove_padding(model) as handle:
-        model(torch.cat(sequences)[None], position_ids=positions, use_cache=False)
-    assert handle.stats.packed_tokens == layout.packed_tokens
 
 
 # Older versions of transformers

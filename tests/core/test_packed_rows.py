@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -271,32 +268,3 @@ def test_memory_grows_linearly_with_the_packed_row():
         packed_step(model, LENGTHS[0])
     assert memory.largest >= LENGTHS[0] ** 2
     assert memory.largest > 4 * measured[0][0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory is read as Linux tells it")
-def test_the_peak_of_resident_memory_grows_linearly():
-    code = f"""
-import re, sys
-from pathlib import Path
-sys.path.insert(0, "tests")
-import torch
-from kit.packed_rows import SMALL, packed_step
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from trl_padfix import remove_padding
-torch.set_num_threads(1)
-model = Qwen2ForCausalLM(Qwen2Config(**SMALL | dict(hidden_size=128)))
-kib = lambda name: int(re.search(name + r":\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-with remove_padding(model):
-    packed_step(model, 512)
-    for tokens in {LENGTHS!r}:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-        before = kib("VmRSS")
-        packed_step(model, tokens)
-        print((kib("VmHWM") - before) / 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    growth = [float(line) for line in done.stdout.split()]
-    print({tokens: f"{mib:.0f} MiB" for tokens, mib in zip(LENGTHS, growth, strict=True)})
-    assert growth[2] <= 6 * growth[1]  # four times the tokens; what grew with their square would be sixteen times
-    assert growth[2] < LENGTHS[2] ** 2 / 2**20  # the mask that transformers would build

@@ -73,21 +73,6 @@ def test_a_supported_model_passes(name, implementation, side, sharing):
 
 
 @SHARING
-@pytest.mark.parametrize("model", ["RobertaForCausalLM", "BartForCausalLM"])
-def test_a_model_that_numbers_its_tokens_itself_passes(model, sharing):
-    sizes = {"vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": PAD, "is_decoder": True}
-    roberta = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    bart = {"d_model": 32, "decoder_ffn_dim": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "init_std": 0.2}
-    cls = getattr(transformers, model)
-    config = cls.config_class(**sizes, **bart) if "Bart" in model else cls.config_class(**sizes, **roberta)
-
-    result = check_parity(cls(config), inputs(), prefix_sharing=sharing)
-
-    assert result.ok, result
-    assert 0 < result.packed_tokens < result.padded_tokens
-
-
-@SHARING
 def test_an_attached_model_is_compared_as_it_is(sharing):
     model = build("qwen2")
     with remove_padding(model, prefix_sharing=sharing) as handle:
@@ -137,20 +122,6 @@ def test_small_batches_without_padding_are_compared(rows, sharing):
     )
     assert result.ok
     assert 0 < result.packed_tokens < result.padded_tokens
-
-
-def test_dropout_is_off_and_modes_come_back():
-    model = build("qwen2", attention_dropout=0.5)
-    model.train()
-    model.model.layers[1].eval()
-    before = {name: module.training for name, module in model.named_modules()}
-    random_state = torch.get_rng_state()
-
-    assert check_parity(model, inputs(), prefix_sharing=True).ok
-
-    assert {name: module.training for name, module in model.named_modules()} == before
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_modes_and_stats_come_back_after_an_exception():

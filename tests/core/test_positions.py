@@ -41,6 +41,7 @@ def test_a_row_is_the_same_wherever_it_stands(family, sharing):
     model = build(family)
     with torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
         packed = model(IDS, attention_mask=MASK, use_cache=False).logits
+    assert check_parity(model, {"input_ids": IDS, "attention_mask": MASK}, prefix_sharing=sharing).ok
     with torch.no_grad():
         for row, first, last in ((0, 2, 4), (1, 0, 3)):
             single = model(IDS[row : row + 1, first:last], use_cache=False).logits
@@ -137,10 +138,5 @@ def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
 
 def test_the_outermost_module_says_how_tokens_are_numbered():
     assert Numbering.of(find_decoder(build("opt"))).by_mask
-    for family in (
-        "biogpt",
-        "gpt2",
-        "llama",
-        "bart",
-    ):  # BioGPT's embedding is given columns
+    for family in ("biogpt", "gpt2", "llama", "bart"):  # BioGPT's embedding is given columns
         assert Numbering.of(find_decoder(build(family))).by_columns

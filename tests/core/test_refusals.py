@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from accelerate.hooks import AlignDevicesHook
-from kit.gpu_models import build, small
+from kit.gpu_models import build
 from kit.simulated_cuda import to_simulated
 
-import trl_padfix.core.remove as remove
 from trl_padfix import PaddingRemovalError, remove_padding
 
 
@@ -25,17 +24,3 @@ def test_layers_that_are_sent_to_several_gpus_are_refused():
         layer._hf_hook = AlignDevicesHook(execution_device=index)
     with pytest.raises(PaddingRemovalError, match="cuda:0, cuda:1"):
         remove_padding(model)
-
-
-def several_devices_are_refused() -> None:
-    model = small()
-    to_simulated(model.model.layers[1])
-    with pytest.raises(PaddingRemovalError, match="several devices"):
-        remove_padding(model)
-
-
-def test_several_devices_that_are_not_refused_are_noticed(gpu, monkeypatch):
-    several_devices_are_refused()
-    monkeypatch.setattr(remove, "refuse_devices", lambda decoder: None)
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        several_devices_are_refused()

@@ -112,18 +112,6 @@ def test_loss_is_the_models_own_on_the_right_scores():
     torch.testing.assert_close(embedded, expected)
 
 
-def test_the_decoder_called_by_itself_gives_its_hidden_states():
-    model = classifier()
-    ids, mask = pad(ROWS, "right", pad_id=EOS)
-    expected = model.base_model(ids, attention_mask=mask, use_cache=False)[0]
-    with remove_padding(model):
-        model(ids, attention_mask=mask)
-        found = model.base_model(ids, attention_mask=mask)[0]
-        output = model(ids, attention_mask=mask, output_hidden_states=True)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(output.hidden_states[-1][mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
-
-
 class Calibrated(Qwen2ForSequenceClassification):
     """Halves what its parent scores."""
 
@@ -151,15 +139,3 @@ def test_subclasses_pool_as_they_say():
     expected = model(ids, mask)
     with remove_padding(model):
         torch.testing.assert_close(model(ids, mask), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_removing_restores_the_classifier():
-    model = classifier()
-    ids, mask = pad(ROWS, "right", pad_id=EOS)
-    before = model(ids, attention_mask=mask, use_cache=False).logits
-    handle = remove_padding(model)
-    model(ids, attention_mask=mask)
-    handle.remove()
-    assert "forward" not in vars(model)
-    assert "forward" not in vars(model.base_model)
-    assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, before)

@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 from kit.trainer_runs import build_model
-from torch.utils.checkpoint import checkpoint
 
 import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
+from trl_padfix.core.call.step import step_layouts
 
 
 def kept(sharing: bool, shared: int = 1, **config) -> int:
@@ -48,7 +48,7 @@ def test_masks_live_as_long_as_a_graph_keeps_them():
     model = build_model()
     ids = torch.randint(2, 38, (4, 12), generator=torch.Generator().manual_seed(0))
     ids[:, :8] = ids[0, :8]
-    with remove_padding(model, prefix_sharing=True):
+    with step_layouts(), remove_padding(model, prefix_sharing=True):
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.sum()
         assert len(masks()) == before + 3  # one for each row that is no whole row, for both layers
         loss.backward()
@@ -58,17 +58,3 @@ def test_masks_live_as_long_as_a_graph_keeps_them():
         with torch.no_grad():
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         assert len(masks()) == before
-
-
-def test_checkpointing_keeps_no_mask():
-    held = []
-
-    def attend(x):
-        mask = torch.zeros(1, 1, 4, 4)
-        held.append(kernels.TensorWeakRef(mask))
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-
-    x = torch.randn(1, 2, 4, 8, requires_grad=True)
-    output = checkpoint(attend, x, use_reentrant=False)
-    assert held[0]() is None
-    output.sum().backward()

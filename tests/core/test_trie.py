@@ -1,17 +1,14 @@
-"""The trie: rows in order, what each has in common with the one before, and the places of every token."""
+"""The trie: rows in order, and what each has in common with the one before."""
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.models import drawn_batches
-from kit.packed_rows import sum_order
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.core.layout.trie import merge_prefixes, places_by_token, shared_paths
+from trl_padfix.core.layout.trie import merge_prefixes, shared_paths
 
 
 def common(a: list, b: list) -> int:
@@ -37,25 +34,6 @@ def test_several_keys_tell_tokens_apart():
     assert merge_prefixes([places, ids], [2, 2]).shared == [0, 1]
 
 
-@given(drawn_batches())
-def test_places_of_a_token_are_those_that_a_sort_finds(batch):
-    layout = prefix_sharing_layout(*batch)
-    if layout.key_index is None:
-        return
-    order, offsets = sum_order(layout.key_index, layout.packed_tokens)
-    assert torch.equal(layout.key_order, order)
-    assert torch.equal(layout.key_offsets, offsets)
-
-
-def test_places_in_a_tree_of_three_levels():
-    # Segments 0-3, then one that shares two of them, one that shares three, and one that shares one.
-    order, offsets = places_by_token([0, 2, 3, 1], [4, 4, 5, 3])
-    keys = [0, 1, 2, 3, 0, 1, 4, 5, 0, 1, 4, 6, 7, 0, 8, 9]
-    expected = np.argsort(keys, kind="stable")
-    assert order.tolist() == expected.tolist()
-    assert offsets.tolist() == np.searchsorted(np.sort(keys), np.arange(10)).tolist()
-
-
 def test_paths_follow_the_row_before():
     # In sorted order: the second row (four tokens), the first (shares two), and one that shares three with that.
     rows = [(4, 0, 4), (0, 2, 4), (8, 3, 4)]
@@ -70,6 +48,3 @@ def test_a_large_tree_is_laid_out_as_a_small_one(rows):
     assert layout.packed_tokens == len({tuple(row[: i + 1]) for row in ids.tolist() for i in range(8)})
     keys = torch.cat([layout.source.view(rows, 8)[row] for row in range(rows)])
     assert torch.equal(layout.key_index, keys)
-    order, offsets = sum_order(layout.key_index, layout.packed_tokens)
-    assert torch.equal(layout.key_order, order)
-    assert torch.equal(layout.key_offsets, offsets)

@@ -159,9 +159,9 @@ def test_deep_stack_features_of_another_token_are_found_wrong(sharing, monkeypat
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments._pack_value
 
-    def unpermuted(name, value, layout, visual):
+    def unpermuted(name, layout, visual, value):
         visual = visual and (visual[0], torch.arange(visual[0]).flip(0)[: len(visual[1])])
-        return pack(name, value, layout, visual)
+        return pack(name, layout, visual, value)
 
     monkeypatch.setattr(trl_padfix.core.call.arguments, "_pack_value", unpermuted)
     with remove_padding(vision.model, prefix_sharing=sharing):

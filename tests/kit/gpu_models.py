@@ -74,13 +74,10 @@ def second_row_sees_the_first(layout: Any) -> Any:
     begins = [begin - (row == 1) for row, begin in enumerate(bounds[:-1])]
     index = torch.cat([torch.arange(begin, end) for begin, end in zip(begins, bounds[1:], strict=True)])
     lengths = [end - begin for begin, end in zip(begins, bounds[1:], strict=True)]
-    counts = torch.bincount(index, minlength=layout.packed_tokens)
     wrong = dataclasses.replace(
         layout,
         key_index=index,
         key_lengths=tuple(lengths),
         cu_seqlens_k=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        key_order=torch.argsort(index, stable=True),
-        key_offsets=counts.cumsum(0) - counts,
     )
     return wrong.to(device)

@@ -11,20 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    Llama4TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 BOS, EOS, PAD = 0, 1, 39
@@ -62,20 +51,20 @@ _GPT2_SHAPE: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"head_dim": 8, "num_experts_per_tok": 2}
 
 CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
-    "qwen2": lambda **more: Qwen2Config(**_SHAPE | more),
-    "llama": lambda **more: LlamaConfig(**_SHAPE | more),
-    "mistral": lambda **more: MistralConfig(**_SHAPE | {"sliding_window": 4} | more),
-    "gpt2": lambda **more: GPT2Config(**_GPT2_SHAPE | more),
-    "qwen3_moe": lambda **more: Qwen3MoeConfig(
+    "qwen2": lambda **more: transformers.Qwen2Config(**_SHAPE | more),
+    "llama": lambda **more: transformers.LlamaConfig(**_SHAPE | more),
+    "mistral": lambda **more: transformers.MistralConfig(**_SHAPE | {"sliding_window": 4} | more),
+    "gpt2": lambda **more: transformers.GPT2Config(**_GPT2_SHAPE | more),
+    "qwen3_moe": lambda **more: transformers.Qwen3MoeConfig(
         **_SHAPE | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True} | more
     ),
-    "gemma2": lambda **more: Gemma2Config(
+    "gemma2": lambda **more: transformers.Gemma2Config(
         **_SHAPE | {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0} | more
     ),
-    "gpt_oss": lambda **more: GptOssConfig(
+    "gpt_oss": lambda **more: transformers.GptOssConfig(
         **_SHAPE | _EXPERTS | {"num_local_experts": 4, "sliding_window": 4, "initializer_range": 0.1} | more
     ),
-    "llama4": lambda **more: Llama4TextConfig(
+    "llama4": lambda **more: transformers.Llama4TextConfig(
         **_SHAPE
         | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2}
         | {"attention_chunk_size": 4, "no_rope_layers": [1, 0, 1], "attn_temperature_tuning": False}

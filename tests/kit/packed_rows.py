@@ -17,9 +17,3 @@ def packed_step(model, tokens: int, sequence: int = 256) -> None:
     positions = torch.arange(tokens)[None] % sequence
     hidden = model.model(torch.arange(tokens)[None] % 64, position_ids=positions, use_cache=False)
     hidden.last_hidden_state.square().mean().backward()
-
-
-def sum_order(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in `index` sorted by the token that they name, and where those of each of `size` tokens begin."""
-    counts = torch.bincount(index, minlength=size)
-    return torch.argsort(index, stable=True), counts.cumsum(0) - counts

@@ -12,56 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
+from kit.models import CONFIGS, EOS, PAD
+from kit.models import real_logps as logps
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
-EOS, PAD = 1, 39
+__all__ = ["CASES", "EOS", "PAD", "ROWS", "alone", "backward", "build", "logps", "pad", "relative_error"]
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-_GPT2_SHAPE: dict[str, Any] = {
-    "vocab_size": 40,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "n_inner": 48,
-    "initializer_range": 0.2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "qwen2": lambda **more: Qwen2Config(**_SHAPE | more),
-    "llama": lambda **more: LlamaConfig(**_SHAPE | more),
-    "mistral": lambda **more: MistralConfig(**_SHAPE | {"sliding_window": 4} | more),
-    "gpt2": lambda **more: GPT2Config(**_GPT2_SHAPE | more),
+_SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 64}
+_SHAPES = dict.fromkeys(("qwen2", "llama", "mistral"), _SHAPE) | {
+    "gpt2": {"n_layer": 2, "n_positions": 64, "n_inner": 48}
 }
 
 CASES = [
     (name, implementation)
-    for name in _CONFIGS
+    for name in _SHAPES
     for implementation in ("sdpa", "eager", "flash_attention_2")
     # transformers asks GPT-2 for the dtype of an `nn.Linear` there, and it has none.
     if (name, implementation) != ("gpt2", "flash_attention_2")
@@ -79,7 +44,8 @@ def build(name: str = "qwen2", implementation: str = "sdpa", auto: Any = AutoMod
     """A model in evaluation mode; one with `flash_attention_2` inside `flash_attention_stand_in()` only."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = auto.from_config(_CONFIGS[name](**config), attn_implementation=implementation)
+        settings = CONFIGS[name](**_SHAPES[name] | {"bos_token_id": None} | config)
+        model: PreTrainedModel = auto.from_config(settings, attn_implementation=implementation)
         return model.eval()
 
 
@@ -93,12 +59,6 @@ def pad(rows: list[list[int]], side: str, pad_id: int = PAD) -> tuple[torch.Tens
         ids[i, begin : begin + len(row)] = torch.tensor(row)
         mask[i, begin : begin + len(row)] = 1
     return ids, mask
-
-
-def logps(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the real tokens behind a real token, row after row."""
-    scores = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return scores[(mask[:, :-1] * mask[:, 1:]).bool()]
 
 
 def alone(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ids: torch.Tensor, mask: torch.Tensor):

@@ -18,24 +18,15 @@ __all__ = ["Context", "context", "outside_calls", "set_until_reset", "within"]
 
 @dataclass(frozen=True)
 class Context:
-    """
-    Attributes:
-        model ([`ModelCall`], *optional*): The call of an attached model.
-        packed ([`PackedCall`], *optional*): The packed forward of a decoder.
-        rows ([`RowsCall`], *optional*): The forward of a decoder over rows.
-        layer ([`LayerCall`], *optional*): The call of a layer within a packed forward.
-        step ([`Step`], *optional*): The step of training or evaluation.
-        disabled (`frozenset` of [`Attachment`]): Attachments that are switched off.
-        attention (`str`, *optional*): What padded forwards compute with, if not with what their config names.
-    """
+    """What is running, where something is."""
 
-    model: Any = None
-    packed: Any = None
-    rows: Any = None
-    layer: Any = None
-    step: Any = None
-    disabled: frozenset[Any] = frozenset()
-    attention: str | None = None
+    model: Any = None  # [`ModelCall`]: the call of an attached model
+    packed: Any = None  # [`PackedCall`]: the packed forward of a decoder
+    rows: Any = None  # [`RowsCall`]: the forward of a decoder over rows
+    layer: Any = None  # [`LayerCall`]: the call of a layer within a packed forward
+    step: Any = None  # [`Step`]: the step of training or evaluation
+    disabled: frozenset[Any] = frozenset()  # attachments that are switched off
+    attention: str | None = None  # what padded forwards compute with, if not with what their config names
 
 
 _NOTHING = Context()

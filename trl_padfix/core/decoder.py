@@ -9,7 +9,6 @@ attention modules to packed attention, [`PositionPatch`] numbers tokens for deco
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,12 +29,14 @@ from .layout.layout import Layout, pack
 from .layout.pieces import PieceLayout
 from .layout.slices import Slices
 from .mixers.dry_run import DryRun
+from .mixers.mixers import ROWS
 from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
 from .model.patching import ForwardPatch
 from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
 from .model.views import attention_override
+from .refusals import refuse_batch
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
@@ -46,26 +47,12 @@ ROW_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache_par
 
 
 class DecoderPatch(ForwardPatch):
-    """
-    Packs at the decoder's door, unpacks at its exit.
-
-    `layers` are those of the decoder by name, `refuse` says why a layout, or a batch with prepared masks, cannot be
-    packed, if it cannot, and `makes_rows` whether some of its mixers run on rows.
-    """
+    """Packs at the decoder's door, unpacks at its exit."""
 
     runs_on_view = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        attachment: PaddingRemoval,
-        *,
-        layers: dict[str, nn.Module] | None = None,
-        refuse: Callable[[Layout, bool], str | None] | None = None,
-        makes_rows: bool = False,
-    ):
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
-        self.layers, self.refuse, self.makes_rows = layers or {}, refuse, makes_rows
         self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(needs_whole_rows(module))
         self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
@@ -137,7 +124,7 @@ class DecoderPatch(ForwardPatch):
                 "Leave it off, here and in the config, or remove the handle for this call (`with "
                 "handle.disabled(): ...`)."
             )
-        if self.refuse is not None and (reason := self.refuse(layout, prepared is not None)):
+        if reason := refuse_batch(layout, prepared is not None, self.attachment.mixers):
             raise PaddingRemovalError(reason)
 
     def _over_piece(self, call: dict[str, Any], layout: PieceLayout) -> Any:
@@ -161,7 +148,9 @@ class DecoderPatch(ForwardPatch):
             packed["attention_mask"] = prepared.for_decoder()
         if slices is not None:
             packed = slice_arguments(packed, slices)
-        positions, last = packed["position_ids"], self._last_position(call, layout)
+        positions, given, last = packed["position_ids"], call.get("position_ids"), layout.batch_shape[1] - 1
+        if self.depends_on_length and given is not None:
+            last = given.max()
         packed = self._accepted(packed)
         current = PackedCall(
             layout=layout,
@@ -169,7 +158,7 @@ class DecoderPatch(ForwardPatch):
             decoder=self.module,
             position_ids=positions,
             last_position=last,
-            dry_run=DryRun(self, self.layers, packed, last),
+            dry_run=DryRun(self, self.attachment.mixers.layers, packed, last),
             prepared=prepared,
             one_block=self._needs_equal_calls(),
             sight=sight,
@@ -187,23 +176,16 @@ class DecoderPatch(ForwardPatch):
 
     def _needs_equal_calls(self) -> bool:
         """Whether a forward has to call the same parts as those of other processes, whatever rows these have."""
-        return self.makes_rows and gathers_in_parts(self.module)
+        return bool(self.attachment.mixers.that_are(ROWS)) and gathers_in_parts(self.module)
 
     def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Look how layers are called, as processes do whose batches are packed; a forward with them as they are."""
         if self._needs_equal_calls():
-            DryRun(self, self.layers, self._accepted(call), 0).as_called()
+            DryRun(self, self.attachment.mixers.layers, self._accepted(call), 0).as_called()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """Drop arguments that the decoder does not accept."""
         return call if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
-
-    def _last_position(self, call: dict[str, Any], layout: Layout) -> int | torch.Tensor:
-        """The largest position of the padded call, where the decoder looks at it."""
-        positions = call.get("position_ids")
-        if not self.depends_on_length or positions is None:
-            return layout.batch_shape[1] - 1
-        return positions.max()
 
 
 class PositionPatch(ForwardPatch):

@@ -147,9 +147,10 @@ class PaddingRemoval(Attachment):
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.packs_padded = True
+        # Mamba's decoder is given the positions of a call, and does not look at them.
+        self.takes_positions = takes_positions(decoder) or takes_any_argument(decoder)
         self.split: Split | None = None
         self.stats = PaddingStats()
-        self._recomputable: set[int] = set()
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         spare_packed_search(self, _are_packed)
@@ -162,13 +163,8 @@ class PaddingRemoval(Attachment):
         Where gradient checkpointing has yet to recompute a packed forward, the attention modules stay able to do so,
         and are restored when its graph is gone.
         """
-        self._removed = True
-        needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
-        for patch in reversed(self._patches):
-            if patch not in needed:
-                patch.take_off()
-        self._patches = needed
-        if not needed:
+        super().remove()
+        if not self._patches:
             resume_packed_search(self)
 
     def remember(self, call: PackedCall) -> None:
@@ -188,15 +184,7 @@ class PaddingRemoval(Attachment):
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
     ) -> Layout | None:
         """The layout of a decoder call, or `None` if the call is to go through as it is; see [`layout_of`]."""
-        return layout_of(
-            call,
-            model_call=model_call,
-            prepared=prepared,
-            prefix_sharing=self.prefix_sharing,
-            packs_padded=self.packs_padded,
-            # Mamba's decoder is given the positions of a call, and does not look at them.
-            takes_positions=takes_positions(self.decoder) or takes_any_argument(self.decoder),
-        )
+        return layout_of(call, self, model_call, prepared)
 
     def slices_of(self, layout: Layout | None) -> Slices | None:
         """How a packed row is cut; `None` where every process computes all of it, one with fewer tokens than these."""

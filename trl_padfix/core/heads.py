@@ -15,9 +15,8 @@ from transformers.utils import logging
 
 from .call.arguments import bind
 from .call.calls import ModelCall, model_call
-from .call.pooled import Pooled, pooled_tokens
-from .call.step import Word, rely_on, within_call
-from .context import context, within
+from .call.step import Pooled, Word, facts_of, pooled_tokens, rely_on, within_call
+from .context import within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
 from .layout.slices import Slices
@@ -93,8 +92,7 @@ class LMHeadPatch(ForwardPatch):
         target = labels[:, 1:] != -100
         if mask is not None:
             target = target & mask[:, :-1].bool()
-        step = context().step
-        facts = step.facts(ids, mask) if step is not None else None
+        facts = facts_of(ids, mask)
         if facts is not None and facts.scored is not None:
             known = target.new_zeros(target.numel()).index_fill(0, facts.scored, True).view_as(target)
             if self.word.is_kept("The labels of the batch are where its collator saw them", (known != target).any(1)):
@@ -150,11 +148,9 @@ def skip_first_comparison(attachment: Attachment) -> None:
 
 class OwnLabels:
     """
-    The labels that this process scores: all, or with `slices` those that are predicted from its own tokens.
+    The labels that this process scores, `(n,)`, and the places in the flattened batch from which they are predicted.
 
-    Attributes:
-        places (`torch.Tensor` of shape `(n,)`): Places in the flattened batch from which they are predicted.
-        labels (`torch.Tensor` of shape `(n,)`): Those labels. A process without any scores one token, for nothing.
+    All labels, or with `slices` those of own tokens; a process without any scores one token, for nothing.
     """
 
     def __init__(self, places: torch.Tensor, labels: torch.Tensor, slices: Slices | None):
@@ -224,7 +220,12 @@ class PoolingPatch(ForwardPatch):
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return
         pad = self.module.config.get_text_config().pad_token_id
-        pooled = self._pooled(ids, mask, pad)
+        facts = facts_of(ids, mask)
+        pooled = facts.pooled if facts is not None else None
+        if pooled is None or pooled.pad_token_id != pad:
+            pooled = Pooled.of(ids, mask, pad)
+        elif not any(pooled.padding):
+            rely_on("No padding of the batch is scored", pooled_tokens(ids, mask, pad)[1])
         remedy = (
             "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
             "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "
@@ -244,13 +245,3 @@ class PoolingPatch(ForwardPatch):
                 f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
                 f"does the model when it is served. {remedy} Said once."
             )
-
-    def _pooled(self, ids: torch.Tensor | None, mask: torch.Tensor, pad: int | None) -> Pooled:
-        """What the batch came with, or what the device says of it."""
-        step = context().step
-        facts = step.facts(ids, mask) if step is not None else None
-        if facts is None or facts.pooled is None or facts.pooled.pad_token_id != pad:
-            return Pooled.of(ids, mask, pad)
-        if not any(facts.pooled.padding):
-            rely_on("No padding of the batch is scored", pooled_tokens(ids, mask, pad)[1])
-        return facts.pooled

@@ -148,8 +148,13 @@ _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 """Kinds of prompt learning that hand a model embeddings and a mask that is as long, virtual tokens included."""
 
 
-def refuse_sharing(wrapper: nn.Module) -> str | None:
+def refuse_sharing(wrapper: nn.Module, decoder: nn.Module) -> str | None:
     """Why prefixes cannot be shared in a model whose padding can be removed; `None` if they can."""
+    if why := needs_whole_rows(decoder):
+        return (
+            f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
+            "share"
+        )
     given = next((type(config).__name__ for config in _prompt_learning(wrapper)), None)
     return given and (
         f"{given} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"

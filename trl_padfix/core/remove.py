@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,12 +23,11 @@ from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .mixers.mixers import ROWS, Mixers
-from .mixers.row_blocks import needs_whole_rows
+from .mixers.mixers import Mixers
 from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, length_dependent_ropes, position_embeddings, takes_positions
-from .refusals import refusal, refuse_batch, refuse_devices, refuse_sharing
+from .refusals import refusal, refuse_devices, refuse_sharing
 from .towers import MultimodalPatch, TowerPatch, towers
 
 
@@ -107,17 +105,11 @@ def remove_padding(
             f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
             "`padding_free=False` in a trainer's configuration."
         )
-    why = needs_whole_rows(decoder) if prefix_sharing else None
-    if why and prefix_sharing == "auto":
-        logger.info(f"prefix_sharing='auto': nothing is shared, since {type(decoder).__name__} {why}.")
+    if prefix_sharing and (why := refuse_sharing(model, decoder)):
+        if prefix_sharing != "auto":
+            raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
+        logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
-    elif why:
-        raise PaddingRemovalError(
-            f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
-            "share. Attach with `prefix_sharing=False`: padding is removed all the same."
-        )
-    if prefix_sharing and (why := refuse_sharing(model)):
-        raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
     multimodal = find_multimodal(pretrained, decoder)
     handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
     handle.mixers = mixers
@@ -127,10 +119,9 @@ def remove_padding(
 
 def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
     """The patches that remove padding from `model`, from its decoder to its head."""
-    decoder, multimodal, mixers = handle.decoder, handle.multimodal, handle.mixers
-    refuse = partial(refuse_batch, mixers=mixers)
-    yield DecoderPatch(decoder, handle, layers=mixers.layers, refuse=refuse, makes_rows=bool(mixers.that_are(ROWS)))
-    yield from mixers.patches(handle)
+    decoder, multimodal = handle.decoder, handle.multimodal
+    yield DecoderPatch(decoder, handle)
+    yield from handle.mixers.patches(handle)
     yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
     yield from (RopePatch(m, handle) for m in length_dependent_ropes(decoder))
     if multimodal is not None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import ModelOutput
 
 from .call.arguments import bind
 from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
-from .call.step import Word
+from .call.step import Word, facts_of
 from .context import context, set_until_reset, within
 from .handle import PaddingRemoval
 from .model.patching import ForwardPatch
@@ -77,8 +77,10 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        doubled = call.doubled if call is not None else []
-        may = self.separates_halves is not False and not _images_differ(call)
+        doubled, given = (call.doubled, call.arguments) if call is not None else ([], {})
+        known = facts_of(given.get("input_ids"), given.get("attention_mask")) if given else None
+        # Where the batch came with word that its images do not repeat, nobody looks on the device.
+        may = self.separates_halves is not False and (known is None or known.images_repeat is not False)
         may = may and not _draws(self.module) and not _is_sharded(self.module)
         if not may or not self._repeats([*args, *kwargs.values()], doubled):
             return self.wrapped(*args, **kwargs)
@@ -105,29 +107,12 @@ class TowerPatch(ForwardPatch):
         return all(torch.equal(*v.chunk(2)) for v in tensors)
 
 
-def _images_differ(call: ModelCall | None) -> bool:
-    """Whether the batch came with word that its images do not repeat: then nobody looks on the device."""
-    step = context().step
-    if call is None or step is None:
-        return False
-    facts = step.facts(call.arguments.get("input_ids"), call.arguments.get("attention_mask"))
-    return facts is not None and facts.images_repeat is False
-
-
 def _first_half(value: Any) -> Any:
     return value.chunk(2)[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
 
 def _twice(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return torch.cat([output, output])
-    if isinstance(output, ModelOutput):
-        for name, value in output.items():
-            output[name] = _twice(value)
-        return output
-    if isinstance(output, list | tuple):
-        return type(output)(map(_twice, output))
-    return output
+    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x, output)
 
 
 def _agree(a: Any, b: Any) -> bool:

@@ -92,11 +92,6 @@ class PaddingRemovalCallback(TrainerCallback):
         self._trainer: Any = None
         self._hook: Any = None
         self._first_call: dict[str, torch.Tensor] = {}
-        self._start()
-
-    def _start(self) -> None:
-        self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._counted, self._is_evaluating, self._has_stepped = [0] * 5, False, False
 
     @property
     def stats(self) -> PaddingStats | None:
@@ -133,10 +128,10 @@ class PaddingRemovalCallback(TrainerCallback):
         except BaseException:
             self.remove()
             raise
-        self._start()
+        self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
+        self._counted, self._is_evaluating, self._has_stepped = [0] * 5, False, False
         if self.parity_check:
-            policy = find_pretrained(trainer.model)
-            self._hook = policy.register_forward_pre_hook(self._see_call, with_kwargs=True)
+            self._hook = find_pretrained(trainer.model).register_forward_pre_hook(self._see_call, with_kwargs=True)
 
     def remove(self) -> None:
         """Detach from the models, as at the end of a training; after one that failed, before another trainer."""
@@ -202,16 +197,16 @@ class PaddingRemovalCallback(TrainerCallback):
         self._has_stepped = True
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._counters["train"].pause()
-        self._is_evaluating = True
-        self._count("eval")
+        if self._trainer is not None:
+            self._counters["train"].pause()
+            self._is_evaluating = True
+            self._count("eval")
 
     def _count(self, mode: str) -> None:
-        if self._trainer is not None:
-            counts = forward_counts(self.handles[0])
-            new = [now - before for now, before in zip(counts, self._counted, strict=True)]
-            self._counters[mode].add(summed_over_processes(torch.tensor(new), self._trainer))
-            self._counted = counts
+        counts = forward_counts(self.handles[0])
+        new = [now - before for now, before in zip(counts, self._counted, strict=True)]
+        self._counters[mode].add(summed_over_processes(torch.tensor(new), self._trainer))
+        self._counted = counts
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self._trainer is None or logs is None:
@@ -243,35 +238,27 @@ def settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_taken_over(trainer: Any) -> None:
-    """
-    Raises:
-        PaddingRemovalError: If something was put around the model that expects its forward to stay as it is.
-    """
+    """Raise a [`PaddingRemovalError`] if something is around the model that expects its forward to stay as it is."""
     for module in (m for model in (trainer.model, trainer.model_wrapped) for m in model.modules()):
-        names = [WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS]
+        taken = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if getattr(module, "_compiled_call_impl", None) is not None or trainer.args.torch_compile:
-            names = ["`torch.compile`"]
-        if not names:
+            taken = "`torch.compile`"
+        if taken is None:
             continue
         remedy = (
             "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
             "compiles the layers of a packed model one by one."
-            if "compile" in names[0]
+            if "compile" in taken
             else "Attach before: call `callback.attach(trainer)` between making the trainer and `trainer.train()`."
         )
         raise PaddingRemovalError(
-            f"{names[0]} has taken over `{type(module).__name__}` before padding removal was attached to it, and "
+            f"{taken} has taken over `{type(module).__name__}` before padding removal was attached to it, and "
             f"would not see, or not follow, the packed forward. {remedy}"
         )
 
 
 def _trainer_with(callback: TrainerCallback) -> Any:
-    """
-    The trainer that is calling `callback`. Callbacks are not handed their trainer, and only it knows the reference.
-
-    Raises:
-        PaddingRemovalError: If no [`~transformers.Trainer`] calls.
-    """
+    """The trainer that is calling `callback`: callbacks are not handed it, and only it knows the reference."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -13,15 +13,12 @@ from kit.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
-    TINY,
-    TOLERANCE,
     assert_equal_where_real,
-    attached_parts,
     logits_of,
     lora,
     weighted_sum,
 )
-from kit.models import COLUMNS, CONFIGS, ROWS, batch, build, padded_positions, real_logps
+from kit.models import COLUMNS, batch, build, padded_positions, real_logps
 
 from trl_padfix import PaddingRemovalError, remove_padding
 
@@ -123,20 +120,6 @@ def test_token_types_are_packed_or_refused(sharing):
 
 
 @SHARING
-@pytest.mark.parametrize("model", ["PhimoeForCausalLM", "Qwen2MoeForCausalLM"])
-def test_a_window_that_only_the_mask_knows_is_kept_or_refused(model, sharing):
-    ids, mask = batch("right")
-    experts = {"num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1}
-    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 2, "initializer_range": 0.2}
-    cls = getattr(transformers, model)
-    network = cls(cls.config_class(**TINY | experts | window | {"shared_expert_intermediate_size": 8})).eval()
-    expected = logits_of(network, ids, mask)
-
-    with contextlib.suppress(PaddingRemovalError), remove_padding(network, prefix_sharing=sharing):
-        assert_equal_where_real(logits_of(network, ids, mask), expected, mask)
-
-
-@SHARING
 def test_all_hidden_states_are_laid_out_over_the_batch(sharing):
     ids, mask = batch("mixed")
     model = build("qwen2")
@@ -169,35 +152,6 @@ def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing)
     for one, other in zip(got.router_logits, expected.router_logits, strict=True):
         assert one.shape == other.shape == (mask.numel(), 4)
         assert_equal_where_real(one, other, mask.flatten())
-
-
-@SHARING
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_reward_heads_pool_the_same_token(side, sharing):
-    ids, mask = batch(side)
-    config = CONFIGS["qwen2"](num_labels=2)
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    expected = logits_of(model, ids, mask)
-
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        torch.testing.assert_close(logits_of(model, ids, mask), expected, rtol=0, atol=TOLERANCE)
-    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
-
-
-@SHARING
-@pytest.mark.parametrize("side", ["left", "right", "mixed"])
-def test_reward_heads_pool_the_end_of_the_mask_even_if_its_id_is_that_of_padding(side, sharing):
-    ids, mask = batch(side)
-    last = 9  # ends rows 3 and 6
-    config = CONFIGS["qwen2"](num_labels=2, pad_token_id=last)
-    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        alone = [model.score(model.model(torch.tensor([row])).last_hidden_state[0, -1]) for row in ROWS]
-
-    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
-        got = logits_of(model, ids.masked_fill(mask == 0, last), mask)
-
-    torch.testing.assert_close(got, torch.stack(alone), rtol=0, atol=TOLERANCE)
 
 
 @SHARING
@@ -326,15 +280,3 @@ def test_the_signature_of_forward_stays():
     with remove_padding(model):
         for module, signature in zip((model, model.model, model.model.layers[0].self_attn), signatures, strict=True):
             assert inspect.signature(module.forward) == signature
-
-
-def test_another_model_stays_as_it_is_bit_for_bit():
-    ids, mask = batch("mixed")
-    config = CONFIGS["qwen2"]()
-    one, other = (transformers.Qwen2ForCausalLM(config).eval() for _ in range(2))  # they share the config object
-    before = logits_of(other, ids, mask)
-
-    with remove_padding(one):
-        logits_of(one, ids, mask)
-        assert torch.equal(logits_of(other, ids, mask), before)
-        assert not attached_parts(other)

@@ -231,18 +231,6 @@ def test_an_attached_model_can_be_saved_whole():
     assert torch.equal(logits_of(torch.load(file, weights_only=False), ids, mask), expected)
 
 
-def test_batches_can_be_saved_after_a_forward():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    file = io.BytesIO()
-    with remove_padding(model, prefix_sharing=True):
-        logits_of(model, ids, mask)
-    torch.save({"ids": ids, "mask": mask}, file)
-
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True)["ids"], ids)
-
-
 def test_checkpoints_hold_nothing_of_ours(tmp_path):
     ids, mask = batch("mixed")
     model = build("qwen2")

@@ -156,17 +156,6 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     assert (got[0] - expected[0]).abs().max() > 0.01
 
 
-def test_absolute_positions_that_go_on_give_other_numbers(monkeypatch):
-    ids, mask = batch("left")
-    model = build("gpt2")
-    expected = padded_numbers("gpt2", model, ids, mask)
-    wrong = keep_counting_positions(padding_free_layout(mask))
-    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", lambda mask: wrong)
-
-    with remove_padding(model), pytest.raises(AssertionError):
-        assert_same_numbers(numbers(model, ids, mask), expected)
-
-
 @SHARING
 @pytest.mark.parametrize("when", ["after removal", "while disabled"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

@@ -131,7 +131,7 @@ def test_virtual_tokens_are_packed(config, name):
     for side in ("left", "right"):
         ids, mask = batch(side)
         for packed in (False, True):
-            with remove_padding(model) as handle:
+            with remove_padding(model, prefix_sharing="auto") as handle:
                 with nullcontext() if packed else handle.disabled():
                     logits = model(ids, attention_mask=mask, use_cache=False).logits[:, 3:]
                 assert handle.stats.packed_tokens == (mask.sum() + 3 * len(mask) if packed else 0)

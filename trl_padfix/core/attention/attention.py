@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -85,21 +86,14 @@ def names_attention(module: nn.Module) -> bool:
 def counts_columns(module: nn.Module) -> bool:
     """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
     code = _forward_code(type(module))
-    return "arange" in code.co_names or _computes_with(code, "cache_position")
-
-
-def _computes_with(code: Any, name: str) -> bool:
-    """Whether an argument is used for more than handing it on: some attribute of it, or a function of its file."""
-    instructions = list(dis.get_instructions(code))
-    for before, one, after in zip(instructions, instructions[1:], instructions[2:], strict=False):
-        loaded = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # some versions load two at once
-        if not one.opname.startswith("LOAD_FAST") or name not in loaded:
-            continue
-        if loaded[-1] == name and after.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            return True
-        if loaded[0] == name and before.opname == "LOAD_GLOBAL":
-            return True
-    return False
+    if "arange" in code.co_names:
+        return True
+    # Or it computes with those of the cache: with an attribute of them, or by a function of its file.
+    loads = " ".join(f"{i.opname} {i.argval}" for i in dis.get_instructions(code))
+    # Some versions of Python load two at once.
+    loaded = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
+    given = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
+    return bool(re.search(f"{loaded}|{given}", loads))
 
 
 def refuse_implementation(implementation: str) -> str | None:

@@ -10,7 +10,6 @@ import importlib
 import os
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers.dependency_versions_table import deps
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ...versions import installed_version
 from ..model.older import supports
 from .attention import refuse_implementation
 from .varlen import torch_varlen_is_complete
@@ -228,9 +228,10 @@ def require_usable(implementation: Implementation, workload: Workload, field: st
             continue
         usable = ", ".join(repr(b.name) for b in list_backends(workload) if b.usable)
         asked = f"`{field}={implementation!r}`" + (f" ({part})" if part else "")
-        where = f"{workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}"
-        message = f"{asked} cannot run on this {where}: {backend.reason}. "
-        message += f"What can: {usable}, or 'auto' for the fastest of them."
+        message = (
+            f"{asked} cannot run on this {workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}: "
+            f"{backend.reason}. What can: {usable}, or 'auto' for the fastest of them."
+        )
         if backend.install is None:
             raise ValueError(message)
         raise ImportError(f"{message} To install what is missing: `{backend.install}`.")
@@ -285,10 +286,9 @@ def _flash_package(name: str, workload: Workload) -> Backend:
 
 def _hub_kernel(name: str, workload: Workload) -> Backend:
     repository = name.partition(":")[0].partition("@")[0]
-    flash = "flash" in repository
-    obstacles = _flash_obstacles(name, workload, HUB_KERNELS.get(repository, (0, 0))) if flash else []
-    missing = _missing(_KERNELS)
-    if missing:
+    capability = HUB_KERNELS.get(repository, (0, 0))
+    obstacles = _flash_obstacles(name, workload, capability) if "flash" in repository else []
+    if missing := _missing(_KERNELS):
         obstacles.append(missing)
     cached = _is_cached(repository)
     if not cached and constants.HF_HUB_OFFLINE:
@@ -301,14 +301,12 @@ def _sdpa(workload: Workload) -> Backend:
     obstacles = _unsupported(workload, "sdpa")
     if _text(workload, "attn_logit_softcapping") is not None:
         obstacles.append("it has no softcap, and this model was trained with one")
-    note = "torch's scaled-dot-product attention, packed batches "
-    if workload.machine.device != "cuda" or workload.dtype not in HALF:
-        note += "row by row (torch's own variable-length FlashAttention needs a CUDA GPU and half precision)"
-    elif torch_varlen_is_complete():
-        note += "on torch's own variable-length FlashAttention"
-    else:
-        note += "row by row (torch's own variable-length FlashAttention needs a newer torch or GPU)"
-    return Backend("sdpa", tuple(obstacles), note)
+    needs = "a CUDA GPU and half precision"
+    if workload.machine.device == "cuda" and workload.dtype in HALF:
+        needs = None if torch_varlen_is_complete() else "a newer torch or GPU"
+    varlen = "torch's own variable-length FlashAttention"
+    how = f"row by row ({varlen} needs {needs})" if needs else f"on {varlen}"
+    return Backend("sdpa", tuple(obstacles), f"torch's scaled-dot-product attention, packed batches {how}")
 
 
 def _flex(workload: Workload) -> Backend:
@@ -342,24 +340,20 @@ def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int])
 
 def _unsupported(workload: Workload, kind: str) -> list[str]:
     cls = workload.model_class
-    if cls is None or supports(cls, kind):
-        return []
-    return [f"transformers has no {kind} path for {cls.__name__}"]
+    return [] if cls is None or supports(cls, kind) else [f"transformers has no {kind} path for {cls.__name__}"]
 
 
 def _text(workload: Workload, name: str, default: Any = None) -> Any:
-    config = workload.config
-    return default if config is None else getattr(config.get_text_config(), name, default)
+    return getattr(workload.config and workload.config.get_text_config(), name, default)
 
 
 def _missing(requirement: Requirement) -> str | None:
-    try:
-        version = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
+    version = installed_version(requirement.name)
+    if version is None:
         return f"{requirement.name} is not installed"
-    if not requirement.specifier.contains(version, prereleases=True):
-        return f"transformers takes {requirement}, and {version} is installed"
-    return None
+    if requirement.specifier.contains(version, prereleases=True):
+        return None
+    return f"transformers takes {requirement}, and {version} is installed"
 
 
 @cache

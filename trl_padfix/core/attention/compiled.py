@@ -31,8 +31,8 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from .attention import ViewPatch, uses_attention_interface
-from .operators import attend_segments, gather_keys
-from .segments import in_attention_dtype
+from .operators import attend_segments
+from .segments import GatherKeys, in_attention_dtype
 from .varlen import torch_varlen, torch_varlen_is_complete
 
 
@@ -55,13 +55,15 @@ COMPILED = "trl_padfix_compiled"
 
 
 class Segments(NamedTuple):
-    """A layout as a compiled layer takes it: tensors, the longest segments, and the window of its mask."""
+    """
+    A layout as a compiled layer takes it: tensors, the longest segments, and the window of its mask.
+
+    `keys` are its `key_index` and `key_order`. It and `cu_seqlens_k` are `None` where keys are queries.
+    """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor | None
-    key_index: torch.Tensor | None
-    key_order: torch.Tensor | None
-    key_offsets: torch.Tensor | None
+    keys: tuple[Any, ...] | None
     longest_query: int
     longest_key: int
     window: int | None
@@ -158,11 +160,9 @@ def attend_compiled(
         )
     query, key, value = in_attention_dtype(query, key, value)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if segments.key_index is not None:
-        maps = segments.key_index, segments.key_order, segments.key_offsets
-        key, value = gather_keys(key, *maps), gather_keys(value, *maps)
-    bounds_q, bounds_k = segments.cu_seqlens_q, segments.cu_seqlens_k
-    bounds = bounds_q, bounds_q if bounds_k is None else bounds_k
+    if segments.keys is not None:
+        key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
+    bounds = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
@@ -185,16 +185,11 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
     window = asked.window if asked.window is not None and asked.window < span else None
     if (asked.chunk is not None and asked.chunk < span) or (window and layout.spans != layout.key_lengths):
         return None
-    shared = layout.key_index is not None
-    return Segments(
-        layout.cu_seqlens_q,
-        layout.cu_seqlens_k if shared else None,
-        layout.key_index,
-        layout.key_order,
-        layout.key_offsets,
-        *layout.longest,
-        window,
-    )
+    if layout.key_index is None:
+        return Segments(layout.cu_seqlens_q, None, None, *layout.longest, window)
+    order = layout.key_order if torch.is_grad_enabled() else (None, None)
+    keys = layout.key_index, *order
+    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window)
 
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:

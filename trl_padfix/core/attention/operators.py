@@ -1,9 +1,9 @@
 """
-Operators of packed attention for compiled layers, with the shapes of what they return.
+The operator of packed attention for compiled layers, with the shapes of what it returns.
 
-A compiler cannot look into a loop over segments whose lengths change with every batch. To it these operators are one
-node each: the gather of keys, its sum in backward, and attention segment by segment where torch has no
-variable-length kernel for it (CPU). Imported when the first layers are compiled, which registers them with torch.
+A compiler cannot look into a loop over segments whose lengths change with every batch. To it attention segment by
+segment, where torch has no variable-length kernel for it (CPU), is one node, and its backward another. Imported when
+the first layers are compiled, which registers them with torch.
 """
 
 from __future__ import annotations
@@ -15,43 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from .segments import blocks, sum_places, visible
+from .segments import blocks, visible
 
 
-__all__ = ["attend_segments", "gather_keys"]
-
-
-@torch.library.custom_op("trl_padfix::gather_keys", mutates_args=())
-def gather_keys(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The states `(T, K, D)` of the keys of all segments: `(sum of key_lengths, K, D)`."""
-    return states.index_select(0, index)
-
-
-@gather_keys.register_fake
-def _(states: torch.Tensor, index: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return states.new_empty(index.shape[0], *states.shape[1:])
-
-
-@torch.library.custom_op("trl_padfix::sum_by_token", mutates_args=())
-def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The backward of the gather."""
-    return sum_places(rows, order, offsets)
-
-
-@sum_by_token.register_fake
-def _(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty(offsets.shape[0], *rows.shape[1:])
-
-
-def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[2:])
-
-
-def _sum_back(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-    return sum_by_token(upstream, *ctx.saved_tensors), None, None, None
-
-
-gather_keys.register_autograd(_sum_back, setup_context=_keep_order)
+__all__ = ["attend_segments"]
 
 
 @torch.library.custom_op("trl_padfix::attend_segments", mutates_args=())

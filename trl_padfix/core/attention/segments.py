@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..layout.layout import Layout
 
 
-__all__ = ["attend_by_segment", "blocks", "in_attention_dtype", "sum_by_token", "visible"]
+__all__ = ["GatherKeys", "attend_by_segment", "blocks", "in_attention_dtype", "sum_by_token", "visible"]
 
 BLOCK = 1024
 """Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
@@ -61,7 +61,8 @@ def attend_by_segment(
         layout.key_positions.split(layout.key_lengths),
         strict=True,
     )
-    # On a CPU the keys of grouped heads need no copies, and one mask serves all layers of a forward.
+    # On a CPU the keys of grouped heads need no copies (transformers makes them), and one mask serves all layers.
+    grouped = query.shape[1] != key.shape[1]
     on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu" and masks is None
     on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
     outputs = []
@@ -76,7 +77,14 @@ def attend_by_segment(
             seen = positions[q], own_positions_k[k], *limits[index]
             if on_cpu:
                 mask = _kept_mask(layout, (index, q.start, *limits[index], query.dtype), query, *seen)
-                outputs.append(_attend_grouped(*part, mask, kwargs))
+                # transformers would copy the keys for every head of their group.
+                given = {
+                    "dropout_p": kwargs.get("dropout", 0.0),
+                    "scale": kwargs.get("scaling"),
+                    "enable_gqa": grouped,
+                }
+                attended = functional.scaled_dot_product_attention(*part, attn_mask=mask, **given)
+                outputs.append(attended.transpose(1, 2))
                 continue
             mask = visible(*seen) if masks is None else masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
@@ -136,22 +144,6 @@ def _kept_mask(layout: Layout, block: tuple, query: torch.Tensor, *seen: Any) ->
     return mask
 
 
-def _attend_grouped(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """torch's attention under a mask; transformers would copy the keys for every head of their group."""
-    attended = functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=kwargs.get("dropout", 0.0),
-        scale=kwargs.get("scaling"),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return attended.transpose(1, 2)
-
-
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     """
     States in the precision that attention computes in: that of autocast where it is on, as torch's own attention does.
@@ -166,12 +158,18 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return states if layout.key_index is None else _GatherKeys.apply(states, layout)
+    """The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`."""
+    if layout.key_index is None:
+        return states
+    order = layout.key_order if states.requires_grad else (None, None)
+    # Token by token, as variable-length kernels read it. Squeezed: the gradient of `x[0]` is a copy of `x`.
+    gathered = GatherKeys.apply(states.squeeze(0).transpose(0, 1), layout.key_index, *order)
+    return gathered.transpose(0, 1).unsqueeze(0)
 
 
-class _GatherKeys(torch.autograd.Function):
+class GatherKeys(torch.autograd.Function):
     """
-    The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`.
+    The states `(T, K, D)` of the keys of all segments, `(sum of key_lengths, K, D)`.
 
     The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
     GPU come, and in half precision. This one is a single sum for each token, over the places that gathered it in
@@ -179,23 +177,16 @@ class _GatherKeys(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, layout: Layout) -> torch.Tensor:
-        ctx.layout = layout
-        index: Any = layout.key_index
-        # Token by token, as variable-length kernels read it; `(1, K, n, D)` is a view of that.
-        return states[0].transpose(0, 1).index_select(0, index).transpose(0, 1).unsqueeze(0)
+    def forward(ctx: Any, states: torch.Tensor, index: torch.Tensor, order: Any, offsets: Any) -> torch.Tensor:
+        ctx.order, ctx.offsets = order, offsets
+        return states.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_by_token(grads[0][0].transpose(0, 1), ctx.layout).transpose(0, 1).unsqueeze(0), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return sum_by_token(grads[0], ctx.order, ctx.offsets), None, None, None
 
 
-def sum_by_token(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What stands at the places of `key_index`, `(n, K, D)`, summed for each packed token: `(T, K, D)`."""
-    return sum_places(rows, layout.key_order, layout.key_offsets)
-
-
-def sum_places(rows: torch.Tensor, order: Any, offsets: Any) -> torch.Tensor:
-    """[`sum_by_token`] by the tensors of a layout."""
+def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """What stands at the places of `key_index`, `(n, K, D)`, summed for each token by its `key_order`: `(T, K, D)`."""
     flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
     return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])

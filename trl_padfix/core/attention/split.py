@@ -24,38 +24,19 @@ __all__ = ["attend_in_slices"]
 def attend_in_slices(
     attend: Callable[..., torch.Tensor],
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    slices: Slices,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """
-    What `attend(module, query, key, value, layout, kwargs)` says for own tokens, `(1, t, N, D)`.
-
-    Args:
-        attend (`Callable`):
-            Attention over a layout, `(1, N, T, D)` to `(1, T, N, D)`.
-        query, key, value (`torch.Tensor` of shapes `(1, N, t, D)` and `(1, K, t, D)`):
-            States of own tokens.
-        slices ([`Slices`]):
-            How the packed row is cut.
-    """
-    if slices.how == HEADS:
-        return _with_some_heads(attend, module, query, key, value, slices, kwargs)
-    key, value = (slices.gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
-    return attend(module, query, key, value, slices.queries, kwargs)
-
-
-def _with_some_heads(
-    attend: Callable[..., torch.Tensor],
-    module: nn.Module,
     query: Any,
     key: Any,
     value: Any,
     slices: Slices,
-    kwargs: Any,
+    kwargs: dict[str, Any],
 ) -> torch.Tensor:
+    """
+    What `attend(module, query, key, value, layout, kwargs)` says for own tokens: `(1, t, N, D)` of queries
+    `(1, N, t, D)`, keys and values `(1, K, t, D)`.
+    """
+    if slices.how != HEADS:
+        key, value = (slices.gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
+        return attend(module, query, key, value, slices.queries, kwargs)
     n, heads, groups = slices.group.size, query.shape[1], key.shape[1]
     # Keys are repeated as little as lets every process have whole groups; else once for each of their queries.
     copies = next((c for c in range(1, heads // groups + 1) if heads % (groups * c) == groups * c % n == 0), 0)
@@ -73,6 +54,5 @@ def _with_some_heads(
         kwargs = kwargs | {"s_aux": own["sinks"]}
     # The attention function asks its module for its sinks, and how many heads share a key.
     held = {name: value for name, value in own.items() if hasattr(module, name)}
-    module = view_of(module, {"config": module.config, **held})
-    output = attend(module, query, key, value, slices.layout, kwargs)
+    output = attend(view_of(module, {"config": module.config, **held}), query, key, value, slices.layout, kwargs)
     return slices.to_tokens(output[0], of_queries).unsqueeze(0)

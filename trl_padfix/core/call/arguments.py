@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.modeling_outputs import ModelOutput
 
 from ..errors import PaddingRemovalError
@@ -20,7 +22,6 @@ __all__ = ["bind", "pack_arguments", "slice_arguments", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
-
 
 _SAID_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that say of a packed row what its layout says."""
@@ -55,32 +56,24 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
     Raises:
         PaddingRemovalError: If a tensor among them is not a value for each token.
     """
-    positions = call.get("position_ids")
     visual = visual_mask(call, layout.batch_shape)
     if visual is not None:
         # Features of visual tokens come in the order of the padded batch: where each packed one is among them.
         order = pack((visual.flatten().cumsum(0) - 1).view(visual.shape), layout)[pack(visual, layout)]
         visual = (int(visual.sum()), order)
-    untouched = ("attention_mask", "position_ids", *_SAID_BY_LAYOUT)
-    packed = {k: v if k in untouched else _pack_value(k, v, layout, visual) for k, v in call.items()}
-    packed["attention_mask"] = None
-    if positions is None:
-        packed["position_ids"] = packed_positions(numbering, call, layout).unsqueeze(0)
+    apart = {"attention_mask", "position_ids", *_SAID_BY_LAYOUT}
+    packed = {k: tree_map(partial(_pack_value, k, layout, visual), v) for k, v in call.items() if k not in apart}
+    if (positions := call.get("position_ids")) is None:
+        rows = packed_positions(numbering, call, layout).unsqueeze(0)
     else:
         rows = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
         rows = torch.cat([pack(row, layout) for row in rows])
-        packed["position_ids"] = rows if positions.dim() == 2 else rows.unsqueeze(1)
-    for name in _SAID_BY_LAYOUT:
-        packed.pop(name, None)
-    return packed
+        rows = rows if positions.dim() == 2 else rows.unsqueeze(1)
+    return packed | {"attention_mask": None, "position_ids": rows}
 
 
-def _pack_value(name: str, value: Any, layout: Layout, visual: tuple[int, torch.Tensor] | None) -> Any:
-    """An argument of the decoder for the packed tokens; what is in lists and dictionaries, one by one."""
-    if isinstance(value, dict):
-        return {k: _pack_value(name, v, layout, visual) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_pack_value(name, v, layout, visual) for v in value)
+def _pack_value(name: str, layout: Layout, visual: tuple[int, torch.Tensor] | None, value: Any) -> Any:
+    """An argument of the decoder, or what is within it, for the packed tokens."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     # Numbers for each token, ids or masks; of what could have another shape by chance, what is known to be one.
@@ -103,15 +96,13 @@ def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None, sl
     With `slices` it is the output for the tokens of this process, and what the others have computed is told; but the
     states that a head scores, which are this process's own.
     """
-    if isinstance(output, ModelOutput):
-        for name, value in output.items():
-            is_last = name == "last_hidden_state"
-            output[name] = _states(value, layout, call, slices) if is_last else _unpack_value(value, layout, slices)
-        return output
-    if isinstance(output, tuple):
-        states = _states(output[0], layout, call, slices)
-        return (states, *(_unpack_value(value, layout, slices) for value in output[1:]))
-    raise PaddingRemovalError(f"The decoder returned a `{type(output).__name__}`, which is not a transformers output.")
+    if not isinstance(output, ModelOutput | tuple):
+        raise PaddingRemovalError(
+            f"The decoder returned a `{type(output).__name__}`, which is not a transformers output."
+        )
+    (hidden, *others), spec = tree_flatten(output)
+    states = _states(hidden, layout, call, slices)
+    return tree_unflatten([states, *(_unpack_value(value, layout, slices) for value in others)], spec)
 
 
 def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None, slices: Slices | None) -> torch.Tensor:
@@ -135,8 +126,6 @@ def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None, slices
 
 
 def _unpack_value(value: Any, layout: Layout, slices: Slices | None = None) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(_unpack_value(v, layout, slices) for v in value)
     if not isinstance(value, torch.Tensor) or (layout.is_trivial and slices is None):
         return value
     # Hidden states `(1, T, H)`. Router logits: one row per token, `(T, experts)`; losses expect `(B * L, experts)`.

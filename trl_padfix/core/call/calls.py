@@ -30,33 +30,15 @@ LAYOUT = "padding_layout"
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """
-    One call of an attached model, from its head to its decoder and back.
+    """One call of an attached model, from its head to its decoder and back."""
 
-    Attributes:
-        decoder (`torch.nn.Module`):
-            The decoder of the model that was called.
-        arguments (`dict`):
-            What the module around the decoder was called with, if there is one: ids and mask of a multimodal model.
-        scored (`torch.Tensor` of shape `(n,)`, *optional*):
-            Places in the flattened batch whose hidden states the LM head asks for; the decoder returns no others.
-        given (`dict`):
-            Mask, positions and bounds that the model was called with: some do not hand them to their decoder.
-        pools_last (`bool`):
-            Whether the decoder returns the state of a row's last real token in every column of the row.
-        layout ([`Layout`], *optional*):
-            The layout of the `(B, L, H)` that the decoder has returned, for what comes after it in this call.
-        doubled (`list` of `weakref.ref`):
-            What towers answered whose halves are the same; not kept alive for it.
-    """
-
-    decoder: nn.Module
-    arguments: dict[str, Any] = field(default_factory=dict)
-    scored: torch.Tensor | None = None
-    given: dict[str, Any] = field(default_factory=dict)
-    pools_last: bool = False
-    layout: Layout | None = None
-    doubled: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    decoder: nn.Module  # of the model that was called
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the module around the decoder: ids and mask
+    scored: torch.Tensor | None = None  # `(n,)`: places in the flattened batch; the decoder returns no other states
+    given: dict[str, Any] = field(default_factory=dict)  # the model's: mask, positions, bounds, for its decoder
+    pools_last: bool = False  # the decoder returns the state of a row's last real token in all columns of the row
+    layout: Layout | None = None  # of the `(B, L, H)` that the decoder has returned, for what comes after it
+    doubled: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # what towers answered with equal halves
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,32 +47,19 @@ class PackedCall:
     One packed forward: what its layers need to know.
 
     It lives as long as the forward can still be recomputed: gradient checkpointing keeps it until backward is done.
-
-    Attributes:
-        layout ([`Layout`]): Layout of the batch.
-        implementation (`str`): Attention implementation to compute with.
-        decoder (`torch.nn.Module`): The decoder that is called.
-        position_ids (`torch.Tensor`): Positions of the packed tokens, as the decoder is given them.
-        last_position (`int` or `torch.Tensor`, *optional*): Largest position of the padded call, padding included.
-        dry_run (`Callable`): Tells how the decoder calls its layers for rows, where some need rows.
-        prepared ([`PreparedMasks`], *optional*): Masks that the decoder was given, where its own would not do.
-        one_block (`bool`): Whether the rows of all mixers are one block, so that every process runs a mixer once.
-        sight ([`Sight`], *optional*): States of tokens that other forwards have computed.
-        slices ([`Slices`], *optional*): How the packed row is cut, where each process of a group computes a part.
-        made (`dict`): What mixers make of the layout when they first need it; see [`PackedCall.once`].
     """
 
     layout: Layout
-    implementation: str
+    implementation: str  # of attention, to compute with
     decoder: nn.Module
-    position_ids: torch.Tensor
-    last_position: int | torch.Tensor = 0
-    dry_run: Callable[..., Any] = lambda rows: []
-    prepared: PreparedMasks | None = None
-    one_block: bool = False
-    sight: Sight | None = None
-    slices: Slices | None = None
-    made: dict[Any, Any] = field(default_factory=dict)
+    position_ids: torch.Tensor  # as the decoder is given them
+    last_position: int | torch.Tensor = 0  # the largest one of the padded call, padding included
+    dry_run: Callable[..., Any] = lambda rows: []  # tells how the decoder calls its layers for rows
+    prepared: PreparedMasks | None = None  # that the decoder was given, where its own would not do
+    one_block: bool = False  # the rows of all mixers are one block, so that every process runs a mixer once
+    sight: Sight | None = None  # states of tokens that other forwards have computed
+    slices: Slices | None = None  # how the packed row is cut, where each process of a group computes a part
+    made: dict[Any, Any] = field(default_factory=dict)  # see `once`
 
     @property
     def own_tokens(self) -> int:
@@ -106,11 +75,7 @@ class PackedCall:
 
 @dataclass(frozen=True, eq=False)
 class RowsCall:
-    """
-    A forward of a decoder over whole rows with its layers left out, to see how it calls them; see `dry_run.py`.
-
-    Its fields are those of a [`PackedCall`], for these rows.
-    """
+    """A forward of a decoder over rows with its layers left out (`dry_run.py`), with fields of a [`PackedCall`]."""
 
     decoder: nn.Module
     position_ids: torch.Tensor

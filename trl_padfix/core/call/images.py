@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..layout.flat_maps import on_device
 from ..model.older import own_masks
-from .prepared_masks import PreparedMasks
+from .prepared_masks import PreparedMasks, by_kind, visible
 
 
 __all__ = ["content_keys", "plain_mask", "tensors_in", "token_keys", "visual_mask"]
@@ -67,10 +68,8 @@ def plain_mask(
     """
     A decoder call with the two-dimensional mask that prepared masks were made of, as the module `around` it has it.
 
-    Returns:
-        `tuple[dict, PreparedMasks | None]`: the call, and the masks themselves if they are other ones than the decoder
-        would make: those in which tokens of an image see each other. Of a decoder whose attention is not causal by
-        itself they always are, since they alone say what is seen.
+    Beside it the masks themselves if they are other ones than the decoder would make: tokens of an image see each
+    other. Of a decoder whose attention is not causal by itself they always are: they alone say what is seen.
     """
     prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
     cached = call.get("past_key_values") is not None or call.get("use_cache") is True
@@ -81,38 +80,27 @@ def plain_mask(
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return call, None
-    own: Any = own_masks(decoder.config, embeds, mask) if is_causal else None
-    are_own = is_causal and isinstance(prepared, dict) == isinstance(own, dict)
-    if are_own and isinstance(prepared, dict):
-        are_own = all(_same_mask(prepared[kind], own.get(kind), mask) for kind in prepared)
-    elif are_own:
-        are_own = _same_mask(prepared, own, mask)
-    return call | {"attention_mask": mask}, None if are_own else PreparedMasks.of(prepared)
+    if is_causal:
+        given, own = by_kind(prepared), by_kind(own_masks(decoder.config, embeds, mask))
+        are_alike = (_same_mask(given[kind], own.get(kind), mask) for kind in given)
+        if (None in given) == (None in own) and all(are_alike):
+            return call | {"attention_mask": mask}, None
+    return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
 
 
 def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:
     """Whether two masks agree on the rows of real tokens. No mask is a causal one of a batch without padding."""
     if prepared is None and own is None:
         return True
-    if prepared is None or own is None:
-        other: Any = prepared if own is None else own
-        own = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).tril()
-        own = own.expand(len(mask), 1, -1, -1)
-        prepared = other if other.dtype == torch.bool else other == 0
-    if prepared.shape != own.shape:
-        return False
-    if prepared.dim() == 2:
-        return torch.equal(prepared.bool(), own.bool())
-    real = mask.bool()[:, None, :, None]
-    return bool(((prepared == own) | ~real).all())
+    causal = mask.new_ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril().expand(len(mask), 1, -1, -1)
+    a, b = (causal if x is None else x.bool() if x.dim() == 2 else visible(x) for x in (prepared, own))
+    padding = mask[:, None, :, None] == 0 if a.dim() == 4 else False
+    return a.shape == b.shape and bool(((a == b) | padding).all())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in an argument, those within lists and dictionaries included."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [tensor for v in values for tensor in tensors_in(v)]
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _content(values: torch.Tensor) -> torch.Tensor:

@@ -105,10 +105,7 @@ def _carrying(checkpoint: Callable, frame: LayerCall) -> Callable:
         with within(layer=frame, packed=frame.call):
             return function(*args, **kwargs)
 
-    def carrying(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(partial(run, function), *args, **kwargs)
-
-    return carrying
+    return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)
 
 
 @cache

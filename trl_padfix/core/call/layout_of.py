@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,25 +35,14 @@ _ALIKE = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "c
 
 @dataclass(frozen=True, eq=False)
 class LayoutKey:
-    """
-    What a layout is made of, as far as a call or a batch says it.
+    """What a layout is made of, as far as a call or a batch says it."""
 
-    Attributes:
-        ids (`torch.Tensor` of shape `(B, L)`, *optional*): Token ids, if there are any.
-        mask (`torch.Tensor` of shape `(B, L)`, *optional*): 1 for real tokens; `None` if all are.
-        positions (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*): Positions, and other numbers that tell
-            tokens with the same id apart.
-        bounds (`torch.Tensor` of shape `(S + 1,)`, *optional*): Where the sequences of rows that arrive packed begin.
-        shares (`bool`): Whether prefixes that rows have in common are computed once, where that pays.
-        is_packed (`bool`): Whether the rows arrive packed, each with several sequences.
-    """
-
-    ids: torch.Tensor | None
-    mask: torch.Tensor | None
-    positions: torch.Tensor | None = None
-    bounds: torch.Tensor | None = None
-    shares: bool = False
-    is_packed: bool = False
+    ids: torch.Tensor | None  # `(B, L)`
+    mask: torch.Tensor | None  # `(B, L)`, 1 for real tokens; `None` if all are
+    positions: torch.Tensor | None = None  # `(B, L)`, or `(P, B, L)` with other numbers that tell equal ids apart
+    bounds: torch.Tensor | None = None  # `(S + 1,)`: where the sequences of rows that arrive packed begin
+    shares: bool = False  # prefixes that rows have in common are computed once, where that pays
+    is_packed: bool = False  # the rows arrive packed, each with several sequences
 
     @classmethod
     def read(
@@ -67,15 +57,8 @@ class LayoutKey:
         """
         Read the arguments of a decoder, or the batch that they will come from; `None` if there is nothing to pack.
 
-        Args:
-            prefix_sharing (`bool` or `"auto"`):
-                With `"auto"` nothing is shared where ids do not tell tokens apart.
-            packs_padded (`bool`):
-                Whether calls with a mask are packed; rows that arrive packed are kept apart either way.
-            takes_positions (`bool`):
-                Whether the decoder takes `position_ids`, by which rows that arrive packed are told.
-            ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
-                Ids that the module around a decoder made its embeddings of.
+        With `packs_padded=False` only rows that arrive packed are kept apart; a decoder that `takes_positions` tells
+        these by them. `ids_around`, `(B, L)`, are those that the module around a decoder made its embeddings of.
 
         Raises:
             PaddingRemovalError: If something is given that cannot be packed.
@@ -113,16 +96,14 @@ class LayoutKey:
         """The layout; where the tensors are on the host, so is it. Elsewhere it costs one synchronisation."""
         ids, mask, positions, bounds = self.tensors
         if self.is_packed:
-            if positions is None:
-                positions = torch.arange(ids.shape[1], device=ids.device)
-            positions = positions.expand(ids.shape[:2])
-            shared = packed_layout(positions, cu_seqlens=bounds, input_ids=ids) if self.shares else None
-            if shared is not None and shared.sharing_pays:
-                return shared
-            return packed_layout(positions, cu_seqlens=bounds)
-        mask = torch.ones_like(ids) if mask is None else mask
-        shared = prefix_sharing_layout(ids, mask, positions) if self.shares else None
-        return shared if shared is not None and shared.sharing_pays else padding_free_layout(mask)
+            columns = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
+            plain = partial(packed_layout, columns.expand(ids.shape[:2]), cu_seqlens=bounds)
+            sharing = partial(plain, input_ids=ids)
+        else:
+            mask = torch.ones_like(ids) if mask is None else mask
+            plain, sharing = partial(padding_free_layout, mask), partial(prefix_sharing_layout, ids, mask, positions)
+        shared = sharing() if self.shares else None
+        return shared if shared is not None and shared.sharing_pays else plain()
 
     def misfits(self, layout: Layout) -> torch.Tensor:
         """The rows of a batch for which a layout is wrong, `(B,)`, bool, found on the device of the batch."""
@@ -147,18 +128,13 @@ class LayoutKey:
 
 
 def layout_of(
-    call: dict[str, Any],
-    *,
-    model_call: ModelCall | None = None,
-    prepared: PreparedMasks | None = None,
-    prefix_sharing: PrefixSharing = False,
-    **how: Any,
+    call: dict[str, Any], handle: Any, model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
 ) -> Layout | None:
     """
-    The layout of a decoder call; `None` if it is to go through as it is.
+    The layout of a decoder call, by what its `handle` says; `None` if it is to go through as it is.
 
     `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared`
-    are masks that it was given, if they let tokens see more than its own would. The rest is for [`LayoutKey.read`].
+    are masks that it was given, if they let tokens see more than its own would.
 
     Raises:
         PaddingRemovalError: If the call brings something that cannot be packed.
@@ -174,7 +150,13 @@ def layout_of(
         )
     around = model_call.arguments if model_call is not None else {}
     ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
-    key = LayoutKey.read(call, prefix_sharing=prefix_sharing, ids_around=ids if around else None, **how)
+    key = LayoutKey.read(
+        call,
+        prefix_sharing=handle.prefix_sharing,
+        packs_padded=handle.packs_padded,
+        takes_positions=handle.takes_positions,
+        ids_around=ids if around else None,
+    )
     if key is None:
         return None
     if around and key.shares and not key.is_packed:  # by what only this forward has: no step can know it

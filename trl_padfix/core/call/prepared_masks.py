@@ -17,30 +17,26 @@ from ..layout.layout import Layout
 from ..model.masks import PackedMask
 
 
-__all__ = ["PreparedMasks", "with_added_masks"]
+__all__ = ["PreparedMasks", "by_kind", "visible", "with_added_masks"]
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedMasks:
     """
-    The masks of a padded batch that a decoder is given.
-
-    Attributes:
-        masks (`dict`): `(B, 1, L, L)`, `True` (or 0, to be added to scores) where a token is seen; by the type of the
-            layers that it is for, or by `None` if it is for all.
-        given (`dict` or `torch.Tensor`): As the decoder was given them, for a call that has nothing to pack.
+    The masks of a padded batch that a decoder is given: `(B, 1, L, L)`, `True` (or 0, to be added to scores) where a
+    token is seen.
     """
 
-    masks: dict[str | None, torch.Tensor]
-    given: Any = None
+    masks: dict[str | None, torch.Tensor]  # by the type of the layers that it is for, `None` for all
+    given: Any = None  # as the decoder was given them, for a call that has nothing to pack
 
     @classmethod
     def of(cls, prepared: Any) -> PreparedMasks:
         """Those that stand in the place of an attention mask: one, or a `dict` by the type of the layers."""
-        by_kind = prepared if isinstance(prepared, dict) else {None: prepared}
-        other = next(mask for mask in by_kind.values() if mask is not None)
+        masks = by_kind(prepared)
+        other = next(mask for mask in masks.values() if mask is not None)
         causal = torch.ones(other.shape[-2:], dtype=torch.bool, device=other.device).tril().expand(other.shape)
-        return cls({kind: causal if mask is None else mask for kind, mask in by_kind.items()}, prepared)
+        return cls({kind: causal if mask is None else mask for kind, mask in masks.items()}, prepared)
 
     def for_decoder(self) -> Any:
         """What the packed forward of the decoder is given for them: a name by which attention finds each again."""
@@ -62,7 +58,7 @@ class PreparedMasks:
             rank = (real.cumsum(0) - 1).clamp(min=0)
             furthest, sights = rank, []
             for mask in self.masks.values():
-                seen = _visible(mask[b, 0]) & real[None, :] & real[:, None]
+                seen = visible(mask[b, 0]) & real[None, :] & real[:, None]
                 sights.append((seen * factors[0, rank]).sum(1))
                 furthest = torch.maximum(furthest, (seen * rank).amax(1))
             own = [*sights, *(key[b] for key in given)]
@@ -84,7 +80,7 @@ class PreparedMasks:
         lengths = zip(layout.query_lengths, layout.key_lengths, strict=True)
         for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
-            parts.append(_visible(mask[row])[:, columns[-queries:]][:, :, columns][None])
+            parts.append(visible(mask[row])[:, columns[-queries:]][:, :, columns][None])
         return parts
 
 
@@ -97,5 +93,11 @@ def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:
     return torch.zeros_like(prepared, dtype=dtype).masked_fill_(~prepared, torch.finfo(dtype).min)
 
 
-def _visible(mask: torch.Tensor) -> torch.Tensor:
+def by_kind(prepared: Any) -> dict[str | None, Any]:
+    """Prepared masks by the type of the layers that they are for; by `None` one that is for all."""
+    return prepared if isinstance(prepared, dict) else {None: prepared}
+
+
+def visible(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask lets tokens be seen, as it is or added to scores."""
     return mask if mask.dtype == torch.bool else mask == 0

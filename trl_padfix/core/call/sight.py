@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import ModelOutput
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 __all__ = ["Sight", "States", "leaf_of"]
@@ -19,33 +19,27 @@ __all__ = ["Sight", "States", "leaf_of"]
 
 class States(dict[Any, tuple[torch.Tensor, ...]]):
     """
-    Of the tokens of a forward: keys and values by attention module, and by name what its decoder returned.
+    Of the tokens of a forward: keys and values by attention module, and what its decoder returned by place in `spec`.
 
-    `kind` is the class of what it returned, `ids` are those of the tokens, `(t,)`.
+    `ids` are those of the tokens, `(t,)`.
     """
 
-    kind: Any = ModelOutput
+    spec: Any = None
     ids: Any = None
 
     def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
         """The same with each tensor changed."""
         found = States({name: tuple(map(change, values)) for name, values in self.items()})
-        found.kind, found.ids = self.kind, self.ids
+        found.spec, found.ids = self.spec, self.ids
         return found
 
 
 class Sight:
     """
-    States that a forward sees, and that it notes down for others.
+    States that a forward sees, of the forwards whose tokens lead its own (`outer`), and its `notes` for others.
 
-    Args:
-        outer (`list` of `States`):
-            Of the forwards whose tokens lead its own.
-        notes (`States`, *optional*):
-            Where its own go, if others need them.
-        closes (`list` of `tuple[torch.Tensor, torch.Tensor]`, *optional*):
-            States of other forwards whose backward comes with that of this one, and the leaves in which the gradients
-            of earlier ones were added up.
+    `closes` are states of other forwards whose backward comes with that of this one, each with the leaf in which the
+    gradients of earlier ones were added up.
     """
 
     def __init__(
@@ -68,49 +62,34 @@ class Sight:
 
     def join(self, output: Any, tokens: int) -> Any:
         """The output of a decoder for its `tokens`, behind what the outer forwards returned."""
-        fields: dict[str, Any] = dict(output.items()) if isinstance(output, ModelOutput) else {"": output}
-        for name, value in fields.items():
-            fields[name] = _by_token(name, value, tokens, self._join)
+        leaves, spec = tree_flatten(output)
+        joined = [self._join(i, x) if _is_by_token(x, tokens) else x for i, x in enumerate(leaves)]
         if self.notes is not None:
-            self.notes.kind = type(output)
+            self.notes.spec = spec
         self.notes = None  # what gradient checkpointing computes again is known
-        if not isinstance(output, ModelOutput):
-            return fields[""]
-        for name, value in fields.items():
-            output[name] = value
-        return output
+        return tree_unflatten(joined, spec)
 
     def without_own(self) -> Any:
         """The output where a forward has no token of its own."""
-        names = [name for name in self.outer[0] if isinstance(name, str)]
-        found: dict[str, Any] = {}
-        for name in names:
-            joined = self._join(name, None)
-            field, _, index = name.partition("/")
-            found[field] = (*found.get(field, ()), joined) if index else joined
-        kind = self.outer[0].kind
-        return kind(**found) if issubclass(kind, ModelOutput) else tuple(found.values())
+        spec = self.outer[0].spec
+        return tree_unflatten([self._join(i) if i in self.outer[0] else None for i in range(spec.num_leaves)], spec)
 
-    def _join(self, name: str, own: torch.Tensor | None) -> torch.Tensor:
+    def _join(self, place: int, own: torch.Tensor | None = None) -> torch.Tensor:
         if self.notes is not None and own is not None:
-            self.notes[name] = (own,)
-        parts = [states[name][0] for states in self.outer] + ([] if own is None else [own])
+            self.notes[place] = (own,)
+        parts = [states[place][0] for states in self.outer] + ([] if own is None else [own])
         dim = 1 if parts[0].dim() > 2 else 0
         joined = torch.cat([x.to(parts[-1].dtype) for x in parts], dim=dim) if len(parts) > 1 else parts[0]
-        if self.closes and torch.is_grad_enabled() and name.startswith(("last_hidden_state", "0")):
+        if self.closes and torch.is_grad_enabled() and place == 0:  # the last hidden states
             joined = _Close.apply(joined, [leaf for _, leaf in self.closes], *(made for made, _ in self.closes))
         return joined
 
 
-def _by_token(name: str, value: Any, tokens: int, join: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """A part of an output with what it has for each token joined: `(1, T, ...)`, or `(T, experts)` of routers."""
-    if isinstance(value, tuple | list):
-        name = f"{name}/" if name else ""
-        return type(value)(_by_token(f"{name}{i}", v, tokens, join) for i, v in enumerate(value))
-    if not isinstance(value, torch.Tensor):
-        return value
-    is_state = value.dim() > 2 and tuple(value.shape[:2]) == (1, tokens)
-    return join(name, value) if is_state or (value.dim() == 2 and len(value) == tokens) else value
+def _is_by_token(x: Any, tokens: int) -> bool:
+    """Whether a part of an output has values for each token: `(1, T, ...)`, or `(T, experts)` of routers."""
+    if not isinstance(x, torch.Tensor) or x.dim() < 2:
+        return False
+    return len(x) == tokens if x.dim() == 2 else tuple(x.shape[:2]) == (1, tokens)
 
 
 class _Close(torch.autograd.Function):

@@ -12,47 +12,65 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from .pooled import Pooled
 
 
 __all__ = [
     "BatchFacts",
     "Doubt",
     "Known",
+    "Pooled",
     "Seen",
     "Step",
     "Word",
     "check_doubts",
+    "facts_of",
     "knowing",
+    "pooled_tokens",
     "rely_on",
     "step_layouts",
     "within_call",
 ]
 
 
+class Pooled(NamedTuple):
+    """Which token of each row a sequence classifier of transformers scores: the last one that is not the pad token."""
+
+    pad_token_id: int | None
+    others: tuple[bool, ...]  # of each row, whether it is another one than its last
+    padding: tuple[bool, ...]  # and whether it is padding
+
+    @classmethod
+    def of(cls, ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> Pooled:
+        """What ids and mask say, both `(B, L)`; one synchronisation if they are on a device."""
+        others, padding = pooled_tokens(ids, mask, pad_token_id).tolist()
+        return cls(pad_token_id, tuple(others), tuple(padding))
+
+
+def pooled_tokens(ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
+    """`others` and `padding` of [`Pooled`] as a tensor of shape `(2, B)`, where the mask is."""
+    column = torch.arange(mask.shape[1], device=mask.device)
+    # Without ids or a pad token transformers scores the last column.
+    scored = torch.ones_like(mask) if ids is None or pad_token_id is None else ids != pad_token_id
+    pooled = (scored * column).argmax(1)
+    last = (mask.bool() * column).argmax(1)
+    return torch.stack([pooled != last, mask.gather(1, pooled[:, None]).squeeze(1) == 0])
+
+
 @dataclass(frozen=True, eq=False)
 class BatchFacts:
-    """
-    What there is to know of a batch before its forward.
-
-    Attributes:
-        layout ([`Layout`]): Layout of the batch.
-        scored (`torch.Tensor` of shape `(n,)`, *optional*): Places of `(B, L - 1)` from which a label is predicted.
-        images_repeat (`bool`, *optional*): Whether the halves of the batch have the same images.
-        pooled ([`Pooled`], *optional*): The tokens that a sequence classifier scores.
-    """
+    """What there is to know of a batch before its forward."""
 
     layout: Layout
-    scored: torch.Tensor | None = None
-    images_repeat: bool | None = None
-    pooled: Pooled | None = None
+    scored: torch.Tensor | None = None  # `(n,)`: places of `(B, L - 1)` from which a label is predicted
+    images_repeat: bool | None = None  # whether the halves of the batch have the same images
+    pooled: Pooled | None = None  # the tokens that a sequence classifier scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +97,12 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """
-    A batch of which something is known.
-
-    `seen` are the tensors of the key as they were then, `images` those of which `facts.images_repeat` says something.
-    """
+    """A batch of which something is known."""
 
     key: Any
     facts: BatchFacts
-    seen: tuple[Seen, ...]
-    images: tuple[Seen, ...] = ()
+    seen: tuple[Seen, ...]  # the tensors of the key as they were then
+    images: tuple[Seen, ...] = ()  # those of which `facts.images_repeat` says something
 
     @classmethod
     def of(cls, key: Any, facts: BatchFacts) -> Known:
@@ -112,14 +126,10 @@ class Doubt:
 
 @dataclass(eq=False)
 class Step:
-    """
-    The batches that a step knows, those that its forwards met included, and what it relied on: to be read later.
-
-    Without `doubts` nobody can have written to the batches.
-    """
+    """What a step knows of batches, those that its forwards met included, and what it relied on, to be read later."""
 
     known: list[Known] = field(default_factory=list)
-    doubts: list[Doubt] | None = None
+    doubts: list[Doubt] | None = None  # without, nobody can have written to the batches
 
     def layout(self, key: Any) -> Layout | None:
         """The layout of `key`, if it is known."""
@@ -144,6 +154,12 @@ class Step:
             return True
         unwritten = [seen.tensor for seen in said if seen.is_still(seen.tensor)]
         return any(t.shape == x.shape and t.device == x.device for t in unwritten if t is not None)
+
+
+def facts_of(ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts | None:
+    """What the running step, if there is one, knows of the batch that has these ids and this mask."""
+    step = context().step
+    return step.facts(ids, mask) if step is not None else None
 
 
 @contextmanager

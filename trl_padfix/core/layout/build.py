@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import numpy as np
 import torch
 
-from .flat_maps import bounds_of
 from .layout import Layout
-from .trie import merge_prefixes, places_by_token, shared_paths
+from .trie import merge_prefixes, shared_paths
 
 
 __all__ = ["packed_layout", "padding_free_layout", "prefix_sharing_layout"]
@@ -157,8 +155,8 @@ def packed_layout(
     place = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
     lengths = first.diff(append=torch.tensor([B * L]))
-    keys = [] if input_ids is None else [x.flatten() for x in given_BL]
     position = place - first.repeat_interleave(lengths)
+    keys = [] if input_ids is None else [x.flatten() for x in given_BL]
     return _lay_out((B, L), place, position, lengths.tolist(), keys).to(position_ids.device)
 
 
@@ -172,34 +170,27 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     given = [mask, *keys]
     if mask.device.type != "cpu":  # one copy to the host, and so one synchronisation, for all that is read
         given = list(torch.stack([x.to(torch.int64) for x in given]).cpu())
-    kept_BL, keys_BL = _kept(mask, given[0]), given[1:]
-    B, L = kept_BL.shape
-    lengths = np.count_nonzero(kept_BL, axis=1)
-    is_full = bool((lengths == L).all())
-    real_index = torch.arange(B * L) if is_full else torch.from_numpy(np.flatnonzero(kept_BL))
-    # Rows without holes are counted from 0 on, and need no positions to be told apart by.
-    first, behind = kept_BL.argmax(1), L - kept_BL[:, ::-1].argmax(1)
-    position_R = None
-    if (behind - first != lengths).any():
-        begins = torch.from_numpy(np.arange(B) * L + first)
-        position_R = real_index - begins.repeat_interleave(torch.from_numpy(lengths))
-    keys_R = [k.flatten() if is_full else k.flatten()[real_index] for k in keys_BL]
+    kept_BL, (B, L) = _kept(mask, given[0]), mask.shape
+    real_index, lengths = kept_BL.flatten().nonzero().squeeze(1), kept_BL.sum(1)
+    begins = torch.arange(B) * L + kept_BL.int().argmax(1)
+    position_R = real_index - begins.repeat_interleave(lengths)
+    keys_R = [key.flatten()[real_index] for key in given[1:]]
+    if keys_R and not torch.equal(position_R[lengths.cumsum(0) - 1] + 1, lengths):
+        keys_R.insert(0, position_R)  # only of rows with holes are the positions not 0, 1, 2, ...
     return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
 
 
-def _kept(mask: torch.Tensor, on_host: torch.Tensor) -> np.ndarray:
+def _kept(mask: torch.Tensor, on_host: torch.Tensor) -> torch.Tensor:
     """Where tokens are real, `(B, L)`, bool; a `ValueError` for other values than 0 and 1 and for empty rows."""
-    whole = not mask.is_floating_point() and on_host.numel() > 0
-    # The bits of all numbers together: one pass says whether any is negative or more than 1.
-    if not whole or int(np.bitwise_or.reduce(on_host.contiguous().view(-1).numpy())) not in (0, 1):
+    kept_BL = on_host != 0
+    if mask.is_floating_point() or not kept_BL.numel() or not torch.equal(on_host, kept_BL.to(on_host.dtype)):
         values = mask.flatten().unique()[:5].tolist()
-        if on_host.numel() == 0 or not set(values) <= {0, 1}:
+        if not values or not set(values) <= {0, 1}:
             raise ValueError(
                 f"The attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} holds {values}; removing "
                 "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
             )
-    kept_BL = on_host.numpy() != 0 if whole else (on_host != 0).numpy()
-    empty = np.flatnonzero(~kept_BL.any(1)).tolist()
+    empty = (~kept_BL.any(1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
             f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
@@ -223,50 +214,38 @@ def _begins(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
 def _lay_out(
     batch_shape: tuple[int, int],
     real_index: torch.Tensor,
-    position_R: torch.Tensor | None,
+    position_R: torch.Tensor,
     lengths: list[int],
     keys_R: list[torch.Tensor],
 ) -> Layout:
     """
     The layout of the real tokens of sequences of `lengths`, one behind the other, on the host.
 
-    Sequences that agree in all `keys_R` and in their positions (by default without holes) are shared.
+    Sequences that agree in all `keys_R` are shared; without keys none are.
     """
     begins = [0, *accumulate(lengths)][:-1]
-    if not keys_R:
-        segments = [(begin, 0, length) for begin, length in zip(begins, lengths, strict=True)]
-        source, packed_index = None, real_index
-    else:
-        trie = merge_prefixes(keys_R if position_R is None else [position_R, *keys_R], lengths)
-        rows = [(begins[row], own, lengths[row]) for row, own in zip(*trie, strict=True)]
+    segments = [(begin, 0, length) for begin, length in zip(begins, lengths, strict=True)]
+    source, packed_index, positions = None, real_index, position_R
+    if keys_R:
+        rows = [(begins[row], own, lengths[row]) for row, own in zip(*merge_prefixes(keys_R, lengths), strict=True)]
         source = shared_paths(rows, len(real_index))
         # A row that another one begins with, or is, may have no token of its own: then it has no segment.
         segments = [(begin, own, length) for begin, own, length in rows if length > own]
-        packed_index = torch.cat([real_index[begin + own : begin + length] for begin, own, length in segments])
-    query_lengths, key_lengths = [n - own for _, own, n in segments], [n for *_, n in segments]
-    if position_R is None:
-        positions = torch.cat([torch.arange(own, n) for _, own, n in segments])
-    else:
-        positions = torch.cat([position_R[begin + own : begin + n] for begin, own, n in segments])
-
-    key_index = key_order = key_offsets = None
-    cu_seqlens_q = cu_seqlens_k = bounds_of(query_lengths)
-    if source is not None and query_lengths != key_lengths:
+        packed_index, positions = (
+            torch.cat([x[begin + own : begin + n] for begin, own, n in segments]) for x in (real_index, position_R)
+        )
+    queries, keys = [n - own for _, own, n in segments], [n for *_, n in segments]
+    key_index = None
+    if source is not None and queries != keys:
         key_index = torch.cat([source[begin : begin + n] for begin, _, n in segments])
-        key_order, key_offsets = places_by_token([own for _, own, _ in segments], key_lengths)
-        cu_seqlens_k = bounds_of(key_lengths)
-    return Layout(
+    return Layout.of_segments(
+        queries,
+        keys,
         batch_shape=batch_shape,
         real_index=real_index,
         source=source,
         packed_index=packed_index,
         positions=positions,
         key_index=key_index,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        query_lengths=tuple(query_lengths),
-        key_lengths=tuple(key_lengths),
-        spans=tuple((positions[cu_seqlens_q[1:] - 1] + 1).tolist()),
-        key_order=key_order,
-        key_offsets=key_offsets,
+        spans=tuple((positions[torch.tensor(queries).cumsum(0) - 1] + 1).tolist()),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 __all__ = ["FlatMaps", "bounds_of", "on_device"]
 
 
-def bounds_of(lengths: list[int]) -> torch.Tensor:
+def bounds_of(lengths: Iterable[int]) -> torch.Tensor:
     """Where parts of these lengths begin and end, `(n + 1,)`, int32: `cu_seqlens` of variable-length kernels."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 

@@ -15,12 +15,18 @@ aligned to the bottom right, which every variable-length attention kernel knows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .flat_maps import FlatMaps
+from .flat_maps import FlatMaps, bounds_of, on_device
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 __all__ = ["Layout", "pack", "unpack"]
@@ -50,16 +56,16 @@ class Layout:
             Columns between each packed token and the first real token of its row (of a row that arrived packed: of its
             sequence). A hole in a row keeps its place.
         key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
-            Packed tokens that are the keys of the segments, segment after segment. `None` when the keys of every
-            segment are its own queries.
-        key_order, key_offsets (`torch.Tensor` of shapes `(sum of key_lengths,)` and `(T,)`, *optional*):
-            Places in `key_index`, sorted by the token that they name, and where those of each token begin.
+            Tokens that are the keys of the segments, segment after segment. `None` when the keys of every segment are
+            its own queries.
         cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
             Where the queries and the keys of the segments begin and end. One object where they are equal: cuDNN asks.
         query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
             Tokens of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+        positions_among (`torch.Tensor` of shape `(n,)`, *optional*):
+            `positions` of the `n` tokens that `key_index` numbers, where these are not the packed ones.
     """
 
     batch_shape: tuple[int, int]
@@ -73,8 +79,20 @@ class Layout:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     spans: tuple[int, ...]
-    key_order: torch.Tensor | None = None
-    key_offsets: torch.Tensor | None = None
+    positions_among: torch.Tensor | None = None
+
+    @classmethod
+    def of_segments(cls, queries: Sequence[int], keys: Sequence[int], **others: Any) -> Self:
+        """A layout of segments with so many `queries` and `keys` each, on the device of its `positions`."""
+        device = others["positions"].device
+        bounds = on_device(bounds_of(queries), device)
+        return cls(
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds if list(queries) == list(keys) else on_device(bounds_of(keys), device),
+            query_lengths=tuple(queries),
+            key_lengths=tuple(keys),
+            **others,
+        )
 
     @property
     def padded_tokens(self) -> int:
@@ -111,7 +129,20 @@ class Layout:
     @property
     def key_positions(self) -> torch.Tensor:
         """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
-        return self.positions if self.key_index is None else self.positions.index_select(0, self.key_index)
+        among = self.positions if self.positions_among is None else self.positions_among
+        return among if self.key_index is None else among.index_select(0, self.key_index)
+
+    @cached_property
+    def key_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Places in `key_index` sorted by the token that they name, and where those of each token begin among them:
+        the order in which the gradients of keys are summed, as [`torch.nn.functional.embedding_bag`] takes it.
+        """
+        assert self.key_index is not None
+        among = self.positions if self.positions_among is None else self.positions_among
+        with torch.inference_mode(False):  # it may serve a forward with gradients later
+            tokens, order = self.key_index.sort(stable=True)
+            return order, torch.searchsorted(tokens, torch.arange(len(among), device=tokens.device))
 
     @property
     def gathered_keys(self) -> int:

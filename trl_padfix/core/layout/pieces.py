@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from .build import prefix_sharing_layout
-from .flat_maps import bounds_of
 from .layout import Layout
-from .slices import QueriesLayout
 
 
 __all__ = ["PieceLayout", "Pieces", "Trunk", "plan_pieces"]
@@ -196,100 +194,61 @@ class _StepTrie:
             again[n] = again[n] or any(again[m] and groups[m][1] == last for m in range(n))
         return again
 
-    def layout(self, i: int, owner: np.ndarray, groups: list[_Group], trunk: int | None = None) -> PieceLayout:
+    def layout(self, i: int, owner: np.ndarray, groups: list[_Group], trunk: int = -1) -> PieceLayout:
         """The layout of a piece, or of a `trunk` in its batch."""
-        mask = self.masks[i]
-        (b, L), real = mask.shape, np.flatnonzero(mask)
-        paths = self.paths[i]
+        paths, real = self.paths[i], np.flatnonzero(self.masks[i])
+        source = np.concatenate(paths)
         columns = np.split(real, np.cumsum([len(path) for path in paths])[:-1])
-        if trunk is None:
-            outer = np.unique(owner[self.needed[i]])
-        else:  # the rows up to their last token in the trunk
-            ends = [np.flatnonzero(owner[path] == trunk) for path in paths]
-            rows = [(p[: e[-1] + 1], c) for p, c, e in zip(paths, columns, ends, strict=True) if len(e)]
-            paths, columns = [p for p, _ in rows], [c for _, c in rows]
-            outer = np.unique(owner[np.concatenate(paths)])
-        outer = outer[(outer >= 0) & (outer != (-1 if trunk is None else trunk))]
+        if trunk >= 0:  # the rows up to their last token in the trunk
+            ends = [np.flatnonzero(owner[path] == trunk)[-1:] + 1 for path in paths]
+            paths = [path[: end[0]] for path, end in zip(paths, ends, strict=True) if len(end)]
+            columns = [places[: end[0]] for places, end in zip(columns, ends, strict=True) if len(end)]
+        needed = np.concatenate(paths)
+        outer = [n for n in np.unique(owner[needed]).tolist() if n not in (-1, trunk)]
+        tokens = [np.zeros(0, dtype=np.int64), *(groups[n][2] for n in outer)]
+        first = at = sum(map(len, tokens))
         local = np.full(self.tokens, -1)
-        at = 0
-        for n in outer:
-            local[groups[n][2]] = np.arange(at, at + len(groups[n][2]))
-            at += len(groups[n][2])
-        own, places, segments = [], [], []
+        local[np.concatenate(tokens)] = np.arange(at)
+        queries, seen = [], []
         # The trie is numbered depth first: by their last tokens its paths are in order. What has a number already, of
         # a trunk or of a row before, is where a path begins.
-        for r in sorted(range(len(paths)), key=lambda r: int(paths[r][-1])):
-            path = paths[r]
-            new = int((local[path] < 0).sum())
-            if new:
-                own.append(path[-new:])
-                places.append(columns[r][len(path) - new : len(path)])
-                segments.append((new, path))
-                local[own[-1]] = np.arange(at, at + new)
-                at += new
-        inner = self._inner(real, (b, L), own, places, segments, local, at)
-        every = np.concatenate(self.paths[i]) if trunk is None else np.concatenate(paths)
-        packed, positions = np.zeros(at, dtype=np.int64), np.zeros(at, dtype=np.int64)
-        packed[local[every]] = (
-            real if trunk is None else np.concatenate([c[: len(p)] for p, c in zip(paths, columns, strict=True)])
-        )
-        known = np.flatnonzero(local >= 0)
-        positions[local[known]] = self.positions[known]
-        whole = bounds_of([at])
-        return PieceLayout(
-            batch_shape=(b, L),
-            real_index=torch.from_numpy(real),
-            source=torch.from_numpy(local[np.concatenate(self.paths[i])]).clamp(min=0),
-            packed_index=torch.from_numpy(packed),
-            positions=torch.from_numpy(positions),
+        for path in sorted(paths, key=lambda path: path[-1]):
+            new = path[local[path] < 0]
+            if len(new):
+                local[new] = np.arange(at, at + len(new))
+                at += len(new)
+                tokens.append(new)
+                queries.append(len(new))
+                seen.append(path)
+        positions = torch.from_numpy(self.positions[np.concatenate(tokens)])
+        place = np.zeros(at, dtype=np.int64)
+        place[local[needed]] = np.concatenate(columns)
+        packed = torch.from_numpy(place)
+        batch: dict[str, Any] = {"batch_shape": self.masks[i].shape, "real_index": torch.from_numpy(real)}
+        own, keys = None, [len(path) for path in seen]
+        if seen:
+            is_whole = not first and queries == keys
+            own = Layout.of_segments(
+                queries,
+                keys,
+                **batch,
+                source=None,
+                packed_index=packed[first:],
+                positions=positions[first:],
+                key_index=None if is_whole else torch.from_numpy(local[np.concatenate(seen)]),
+                spans=tuple((self.positions[[path[-1] for path in seen]] + 1).tolist()),
+                positions_among=None if is_whole else positions,
+            )
+        return PieceLayout.of_segments(
+            [at],
+            [at],
+            **batch,
+            source=torch.from_numpy(local[source]).clamp(min=0),
+            packed_index=packed,
+            positions=positions,
             key_index=None,
-            cu_seqlens_q=whole,
-            cu_seqlens_k=whole,
-            query_lengths=(at,),
-            key_lengths=(at,),
             spans=(at,),
-            own=inner,
-            outer=tuple(outer.tolist()),
-            is_trunk=trunk is not None,
-        )
-
-    def _inner(
-        self,
-        real: np.ndarray,
-        batch_shape: tuple[int, int],
-        own: list[np.ndarray],
-        places: list[np.ndarray],
-        segments: list[tuple[int, np.ndarray]],
-        local: np.ndarray,
-        tokens: int,
-    ) -> Layout | None:
-        """The layout of what a forward computes itself, of `tokens` that are its keys."""
-        if not own:
-            return None
-        queries, keys = [new for new, _ in segments], [len(path) for _, path in segments]
-        computed, looked_at = np.concatenate(own), np.concatenate([path for _, path in segments])
-        key_index = key_order = key_offsets = None
-        key_positions = torch.from_numpy(self.positions[looked_at])
-        cu_seqlens_q = cu_seqlens_k = bounds_of(queries)
-        if len(computed) < tokens or queries != keys:
-            index = local[looked_at]
-            order, counts = np.argsort(index, kind="stable"), np.bincount(index, minlength=tokens)
-            key_index, key_order = torch.from_numpy(index), torch.from_numpy(order)
-            key_offsets = torch.from_numpy(np.cumsum(counts) - counts)
-            cu_seqlens_k = bounds_of(keys)
-        return QueriesLayout(
-            batch_shape=batch_shape,
-            real_index=torch.from_numpy(real),
-            source=None,
-            packed_index=torch.from_numpy(np.concatenate(places)),
-            positions=torch.from_numpy(self.positions[computed]),
-            key_index=key_index,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            query_lengths=tuple(queries),
-            key_lengths=tuple(keys),
-            spans=tuple(int(self.positions[path[-1]]) + 1 for _, path in segments),
-            key_order=key_order,
-            key_offsets=key_offsets,
-            positions_of_keys=key_positions,
+            own=own,
+            outer=tuple(outer),
+            is_trunk=trunk >= 0,
         )

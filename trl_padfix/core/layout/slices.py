@@ -74,12 +74,15 @@ class Slices:
         return [sum(end - begin for begin, end in pieces) for pieces in self.pieces]
 
     @cached_property
-    def _order(self) -> torch.Tensor | None:
-        """Places of the packed tokens among those of all processes, one after the other; `None` if in order."""
-        if len(self.pieces[0]) == 1:
-            return None
+    def _dealt(self) -> torch.Tensor:
+        """The packed tokens of all processes, one process after the other."""
         dealt = torch.cat([torch.arange(*piece) for pieces in self.pieces for piece in pieces])
-        return dealt.argsort().to(self.layout.packed_index.device)
+        return dealt.to(self.layout.packed_index.device)
+
+    @cached_property
+    def _place(self) -> torch.Tensor:
+        """Where each packed token stands in `_dealt`."""
+        return self._dealt.argsort()
 
     def cut(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Of values for all packed tokens, those of this process's."""
@@ -107,24 +110,16 @@ class Slices:
         return self._in_order(self.group.told(x, self.tokens))
 
     def _in_order(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._order is None else x.index_select(0, self._order)
+        return x if len(self.pieces[0]) == 1 else x.index_select(0, self._place)
 
     def owners(self, tokens: torch.Tensor) -> torch.Tensor:
         """The process of each of some packed tokens, `(n,)` to `(n,)`."""
-        return self._owner.index_select(0, tokens)
-
-    @cached_property
-    def _owner(self) -> torch.Tensor:
-        owner = torch.empty(self.layout.packed_tokens, dtype=torch.long)
-        for rank, pieces in enumerate(self.pieces):
-            for begin, end in pieces:
-                owner[begin:end] = rank
-        return owner.to(self.layout.packed_index.device)
+        ends = torch.tensor(self.tokens, device=tokens.device).cumsum(0)
+        return torch.searchsorted(ends, self._place.index_select(0, tokens), right=True)
 
     def among_own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Where some of this process's packed tokens stand among them."""
-        own = self.cut(torch.arange(self.layout.packed_tokens, device=tokens.device))
-        return torch.searchsorted(own, tokens)
+        return self._place.index_select(0, tokens) - sum(self.tokens[: self.group.rank])
 
     def told_of(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Of values of own tokens, `(t, ...)`, those of any packed `tokens`, `(n, ...)`, at the exit."""
@@ -134,56 +129,28 @@ class Slices:
         return self.group.told(own, counts).index_select(0, owner.argsort(stable=True).argsort())
 
     @cached_property
-    def queries(self) -> QueriesLayout:
+    def queries(self) -> Layout:
         """Own tokens as queries, all as keys: a row's part ends, as its keys do, where a piece ends."""
-        layout, places = self.layout, self._order
-        index = layout.key_index
-        keys = torch.arange(layout.packed_tokens) if index is None else index.cpu()
-        positions, own = layout.positions.cpu(), self.pieces[self.group.rank]
-        queries, lengths, seen, spans = [], [], [], []
-        for low, high in own:
-            q = k = 0
-            for n_q, n_k in zip(layout.query_lengths, layout.key_lengths, strict=True):
-                begin, end = max(q, low), min(q + n_q, high)
-                if begin < end:
-                    length = n_k - (q + n_q - end)
-                    queries.append(end - begin)
-                    lengths.append(length)
-                    seen.append(keys[k : k + length])
-                    spans.append(int(positions[end - 1] - positions[seen[-1][0]]) + 1)
-                q, k = q + n_q, k + n_k
-        tokens = torch.cat(seen).to(layout.packed_index.device)
-        index = tokens if places is None else places.index_select(0, tokens)
-        counts = index.bincount(minlength=layout.packed_tokens)
-
-        def bounds(n: list[int]) -> torch.Tensor:
-            return torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=index.device)
-
-        return QueriesLayout(
+        layout, positions = self.layout, self.layout.positions.cpu()
+        keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index.cpu()
+        ends = list(accumulate(layout.query_lengths))
+        segments = list(zip(ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
+        queries, seen = [], []
+        for low, high in self.pieces[self.group.rank]:
+            for end, n, path in segments:
+                begin, last = max(end - n, low), min(end, high)
+                if begin < last:
+                    queries.append(last - begin)
+                    seen.append(path[: len(path) - (end - last)])
+        return Layout.of_segments(
+            queries,
+            [len(path) for path in seen],
             batch_shape=layout.batch_shape,
             real_index=layout.real_index,
             source=layout.source,
             packed_index=self.cut(layout.packed_index),
             positions=self.cut(layout.positions),
-            key_index=index,
-            cu_seqlens_q=bounds(queries),
-            cu_seqlens_k=bounds(lengths),
-            query_lengths=tuple(queries),
-            key_lengths=tuple(lengths),
-            spans=tuple(spans),
-            key_order=index.argsort(stable=True),
-            key_offsets=counts.cumsum(0) - counts,
-            positions_of_keys=layout.positions.index_select(0, tokens),
+            key_index=self._place.index_select(0, torch.cat(seen).to(layout.packed_index.device)),
+            spans=tuple(int(positions[path[-1]] - positions[path[0]]) + 1 for path in seen),
+            positions_among=layout.positions.index_select(0, self._dealt),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class QueriesLayout(Layout):
-    """A layout whose keys are not among its queries: where those stand in their rows is given with them."""
-
-    positions_of_keys: torch.Tensor | None = None
-
-    @property
-    def key_positions(self) -> torch.Tensor:
-        assert self.positions_of_keys is not None
-        return self.positions_of_keys

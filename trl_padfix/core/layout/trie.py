@@ -1,8 +1,7 @@
 """
 The trie of prefix sharing: rows sorted, and the prefix of each that a row before it has computed already.
 
-Everything is made by whole slices of rows: rows are compared as bytes, paths are copied from the row before, and sums
-over the places of a token follow from the order of the trie. Time and memory are linear in the tokens.
+Rows are compared as bytes and paths copied from the row before: time and memory are linear in the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 
-__all__ = ["Trie", "common_bytes", "merge_prefixes", "places_by_token", "shared_paths", "sort_rows"]
+__all__ = ["Trie", "common_bytes", "merge_prefixes", "shared_paths", "sort_rows"]
 
 
 class Trie(NamedTuple):
@@ -31,12 +30,14 @@ def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
 
     In sorted order a row shares with all rows before it what it shares with the one just before it.
     """
-    keys = _big_endian(keys_R)
+    keys = np.stack([key.numpy() for key in keys_R], axis=1)
+    # Big-endian numbers, whose bytes sort as they do. The bits of all numbers together: one pass says whether 32 bits
+    # hold them, and none is negative.
+    keys = keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")
     width = keys.itemsize * len(keys_R)
-    ends = width * np.cumsum(lengths)
-    begins = ends - width * np.asarray(lengths)
+    bounds = [0, *(width * np.cumsum(lengths)).tolist()]
     every = keys.tobytes()
-    return sort_rows([every[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)], width)
+    return sort_rows([every[begin:end] for begin, end in pairwise(bounds)], width)
 
 
 def sort_rows(rows: Sequence[bytes], width: int) -> Trie:
@@ -47,16 +48,11 @@ def sort_rows(rows: Sequence[bytes], width: int) -> Trie:
 
 
 def common_bytes(left: bytes, right: bytes) -> int:
-    """How many bytes `left` and `right` begin with in common: a few are compared first, since most rows part early."""
+    """How many bytes `left` and `right` begin with in common."""
     most = min(len(left), len(right))
-    begin, size = 0, 256
-    while begin < most:
-        size = min(size, most - begin)
-        if left[begin : begin + size] != right[begin : begin + size]:
-            one, other = (np.frombuffer(x, dtype=np.uint8, count=size, offset=begin) for x in (left, right))
-            return begin + int((one != other).argmax())
-        begin, size = begin + size, 8 * size
-    return most
+    one, other = (np.frombuffer(x, dtype=np.uint8, count=most) for x in (left, right))
+    parted = np.flatnonzero(one != other)
+    return int(parted[0]) if len(parted) else most
 
 
 def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
@@ -72,59 +68,3 @@ def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
         source[begin + own : begin + length] = np.arange(packed, packed + length - own)
         before, packed = begin, packed + length - own
     return torch.from_numpy(source)
-
-
-def places_by_token(shared: list[int], key_lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    The order in which to add what was gathered for the keys of the segments back to the tokens that they are: places
-    among the keys sorted by token, `(n,)`, and where those of each token begin among them, `(T,)`, as
-    `torch.nn.functional.embedding_bag` takes them. `shared` are the keys of each segment without its queries.
-
-    The segments that have a token among their keys stand one behind the other, so the places of all tokens that the
-    same segments have are a table: a line for each token, a column for each of these segments.
-    """
-    bounds = np.cumsum([0, *key_lengths])
-    order = np.empty(bounds[-1], dtype=np.int64)
-    counts = np.empty(sum(key_lengths) - sum(shared), dtype=np.int64)
-    at = token = 0
-    # For each segment the depths from which on fewer of the segments behind it have its tokens; deepest last.
-    steps = _steps(shared, key_lengths)
-    for segment, (own, length) in enumerate(zip(shared, key_lengths, strict=True)):
-        begin = own
-        for end, last in [*steps[segment], (length, segment)]:
-            if end <= begin:
-                continue
-            tokens, segments = end - begin, last + 1 - segment
-            table = order[at : at + tokens * segments].reshape(tokens, segments)
-            np.add(bounds[segment : last + 1], np.arange(begin, end)[:, None], out=table)
-            counts[token : token + tokens] = segments
-            at, token, begin = at + table.size, token + tokens, end
-    return torch.from_numpy(order), torch.from_numpy(np.cumsum(counts) - counts)
-
-
-def _steps(shared: list[int], lengths: list[int]) -> list[list[tuple[int, int]]]:
-    """
-    Of each segment, ascending: up to which depth its tokens are keys up to which segment behind it.
-
-    A token at depth `d` of a segment is a key of the next ones for as long as each shares more than `d`.
-    """
-    found: list[list[tuple[int, int]]] = [[] for _ in shared]
-    # Running minima of what the segments behind share, the smallest first, each with the last segment that has it.
-    minima: list[tuple[int, int]] = []
-    for segment in range(len(shared) - 1, -1, -1):
-        own = shared[segment]
-        found[segment] = [(depth, last) for depth, last in minima if depth > own]
-        # For the segment before this one: nothing beyond `own` is common to it and those from here on.
-        reach = segment
-        while minima and minima[-1][0] >= own:
-            reach = minima.pop()[1]
-        if own:
-            minima.append((own, max(reach, segment)))
-    return found
-
-
-def _big_endian(keys_R: list[torch.Tensor]) -> np.ndarray:
-    """The keys of each token side by side, as big-endian numbers, whose bytes sort as they do."""
-    keys = np.stack([key.numpy() for key in keys_R], axis=1)
-    # The bits of all numbers together: one pass says whether 32 bits hold them, and none is negative.
-    return keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")

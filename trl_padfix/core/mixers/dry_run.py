@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..call.arguments import bind
 from ..call.calls import LAYOUT, RowsCall
@@ -46,7 +47,8 @@ class DryRun:
     ):
         self.patch, self.layers, self.last_position = patch, layers, last_position
         # What is recomputed may come after the graph of the embeddings is gone; their values are all that is asked.
-        self.packed = {k: _detached(v) for k, v in packed.items() if k != LAYOUT}
+        arguments = {k: v for k, v in packed.items() if k != LAYOUT}
+        self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         self.accepted = packed.keys() | inspect.signature(type(patch.module).forward).parameters.keys()
 
     def __call__(self, rows: RowBlocks) -> list[LayerCalls]:
@@ -141,9 +143,3 @@ def _forward_with_stubs(patch: ForwardPatch, layers: dict[str, nn.Module], seen:
         return held
 
     return patch.on_view(**replaced(patch.module, ""))
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _detached(v) for k, v in value.items()}
-    return value.detach() if isinstance(value, torch.Tensor) else value

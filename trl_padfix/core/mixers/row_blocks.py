@@ -13,7 +13,7 @@ a shared token is taken from the row of the segment that it belongs to.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,26 +169,22 @@ def _argument(
     if type(value) in (list, tuple):
         values: Any = value
         return type(values)(again(v) for v in values)
-    found = _counterpart(given, made, value)
-    return of_rows(value, value if found is _NOT_GIVEN else found, rows, block)
-
-
-_NOT_GIVEN = object()
-
-
-def _counterpart(given: Any, made: Any, value: Any) -> Any:
-    """What stands in `made` where `value` stands in `given`, searched in dictionaries and sequences."""
     if value is None or isinstance(value, bool | int | float | str):
-        return _NOT_GIVEN
-    if given is value:
-        return made
-    pairs: list[tuple[Any, Any]] = []
+        return value
+    found = next((b for a, b in _counterparts(given, made) if a is value), value)
+    return of_rows(value, found, rows, block)
+
+
+def _counterparts(given: Any, made: Any) -> Iterator[tuple[Any, Any]]:
+    """What stands in `given` beside what stands there in `made`, in dictionaries and sequences."""
+    pairs: Any = ()
     if isinstance(given, dict) and isinstance(made, dict):
         pairs = [(given[k], made[k]) for k in given if k in made]
     elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
-        pairs = list(zip(given, made, strict=False))
-    found = (_counterpart(a, b, value) for a, b in pairs)
-    return next((f for f in found if f is not _NOT_GIVEN), _NOT_GIVEN)
+        pairs = zip(given, made, strict=False)
+    for pair in pairs:
+        yield pair
+        yield from _counterparts(*pair)
 
 
 def of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:

@@ -17,21 +17,13 @@ __all__ = ["PackedMask", "describe_mask"]
 
 @dataclass(frozen=True)
 class PackedMask:
-    """
-    What a mask lets a token see, within its own row.
-
-    Attributes:
-        window (`int`, *optional*): Tokens seen at most, the own one counted.
-        chunk (`int`, *optional*): Rows are cut into chunks of this many places, and a token sees its own chunk only.
-        custom (`bool`): Whether the model adds a condition of its own.
-        kind (`str`, *optional*): Of masks that were prepared, the type of the layers that it is for.
-    """
+    """What a mask lets a token see, within its own row."""
 
     causal: bool = True
-    window: int | None = None
-    chunk: int | None = None
-    custom: bool = False
-    kind: str | None = None
+    window: int | None = None  # tokens seen at most, the own one counted
+    chunk: int | None = None  # rows are cut into chunks of so many places, and a token sees its own chunk only
+    custom: bool = False  # the model adds a condition of its own
+    kind: str | None = None  # of masks that were prepared, the type of the layers that it is for
 
     def __getitem__(self, index: Any) -> PackedMask:
         # Some layers cut their mask to the keys at hand; without a cache these are all keys.

@@ -14,20 +14,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Any
 
+import torch
 from packaging.specifiers import SpecifierSet
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from ..layout.layout import Layout
 from .masks import PackedMask
 
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from ..layout.layout import Layout
 
 __all__ = [
     "GOES_WITH",
@@ -58,9 +56,12 @@ GOES_WITH = {
 }
 """The oldest version in which each is not needed any more: once `versions.BOUNDS` begins there, it can be deleted."""
 
+_masking: Any = import_module("transformers.masking_utils") if find_spec("transformers.masking_utils") else None
+"""What makes masks; before 4.53 decoders made them themselves."""
+
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The text decoder of a model: the module between the embeddings and the head."""
+    """What transformers takes for the text decoder of a model."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     # Up to 4.55 many models have no `get_decoder`; from 4.56 to 4.57 it is there for all, and returns the model itself
     # where the decoder is called neither `model` nor `decoder` (GPT-2's `transformer`).
@@ -87,9 +88,8 @@ def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any
 
 def register_mask_function(name: str, function: Callable) -> None:
     """Enter `function` among the mask functions of transformers, where there are any."""
-    masking_utils = _masking_utils()
-    if masking_utils is not None:
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
+    if _masking is not None:
+        _masking.ALL_MASK_ATTENTION_FUNCTIONS.register(name, function)
 
 
 def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], bool]) -> None:
@@ -103,45 +103,31 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
     """
     with _search_lock:
         _search_users.add(user)
-        masking_utils = _masking_utils()
         # Some versions after 4.53 have it under another name, and wait for the device.
-        search = getattr(masking_utils, "find_packed_sequence_indices", None)
-        if search is not None and not isinstance(search, _SparedSearch):
-            masking_utils.find_packed_sequence_indices = _SparedSearch(search, is_known)
+        search = getattr(_masking, _SEARCH, None)
+        if search is None or hasattr(search, "padfix_search"):
+            return
+        waits = search(torch.arange(2)[None]) is None
+
+        def spared(position_ids: torch.Tensor) -> torch.Tensor | None:
+            return None if is_known(position_ids, waits) else search(position_ids)
+
+        vars(spared)["padfix_search"] = search
+        setattr(_masking, _SEARCH, spared)
 
 
 def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
     with _search_lock:
         _search_users.discard(user)
-        masking_utils = _masking_utils()
-        search = getattr(masking_utils, "find_packed_sequence_indices", None)
-        if isinstance(search, _SparedSearch) and not _search_users:
-            masking_utils.find_packed_sequence_indices = search.search
+        search: Any = getattr(_masking, _SEARCH, None)
+        if not _search_users and hasattr(search, "padfix_search"):
+            setattr(_masking, _SEARCH, search.padfix_search)
 
 
-class _SparedSearch:
-    def __init__(self, search: Callable, is_known: Callable[[torch.Tensor, bool], bool]):
-        self.search, self.is_known = search, is_known
-        import torch  # at the top it would cost those who only ask for a version
-
-        self.waits = search(torch.arange(2)[None]) is None
-
-    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None if self.is_known(position_ids, self.waits) else self.search(position_ids)
-
-
+_SEARCH = "find_packed_sequence_indices"
 _search_lock = threading.Lock()
 _search_users: weakref.WeakSet[object] = weakref.WeakSet()
-
-
-def _masking_utils() -> Any:
-    """The module of transformers that makes masks; before 4.53 decoders made them themselves."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        return None
-    return masking_utils
 
 
 def flash_arguments(layout: Layout) -> dict[str, Any]:
@@ -176,13 +162,11 @@ def packing_with_any_attention() -> Iterator[None]:
 
 def own_masks(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
     """The masks that a decoder makes of a two-dimensional one: one, or a `dict` of them by type of layer."""
-    from transformers.masking_utils import create_masks_for_generate
-
     given: dict[str, Any] = {"inputs_embeds": embeds}
     # Until 5.1 one argument is spelt differently, and places are asked for that later versions take from the cache.
-    if "input_embeds" in inspect.signature(create_masks_for_generate).parameters:
+    if "input_embeds" in inspect.signature(_masking.create_masks_for_generate).parameters:
         given = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
-    return create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
+    return _masking.create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **given)
 
 
 def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:

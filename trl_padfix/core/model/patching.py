@@ -28,6 +28,7 @@ class Attachment:
     def __init__(self) -> None:
         self.is_trainers = False  # made by a trainer, and replaced by the next one on the same model
         self._patches: list[ForwardPatch] = []
+        self._recomputable: set[int] = set()  # packed forwards that gradient checkpointing may compute again
         self._removed = False
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
@@ -48,11 +49,13 @@ class Attachment:
         self.remove()
 
     def remove(self) -> None:
-        """Detach: the model computes as it did before. Removing twice does no harm."""
+        """Detach, but for modules that gradient checkpointing has yet to call again: these when its graph is gone."""
         self._removed = True
+        needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
         for patch in reversed(self._patches):
-            patch.take_off()
-        self._patches = []
+            if patch not in needed:
+                patch.take_off()
+        self._patches = needed
 
     @property
     def enabled(self) -> bool:

@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..generation import evaluating
-from ..handle import PaddingRemoval
+from ..handle import PaddingRemoval, PaddingStats
 from ..layout.build import packed_layout
 from ..model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from ..model.older import supports
 from ..model.sharded import forget_order_of_calls
 from ..remove import attachment_of, remove_padding
-from .gradients import differing, gradient_tolerance, obstacle_to_gradients, with_gradient
+from .gradients import TIMES_ROUNDING, differing, gradient_tolerance, obstacle_to_gradients, with_gradient
 from .report import ParityReport
 from .slices import short_slices
 
@@ -42,9 +42,6 @@ comes out near 1e-6.
 In half precision rounding depends on the model: on its depth, its weights and its vocabulary. There the yardstick is
 measured: see [`check_parity`].
 """
-
-TIMES_ROUNDING = 3
-"""How many times the difference of two padded forwards that of packed and padded may be, in half precision."""
 
 COLUMNS = 64
 """Columns of a batch with images, or of a long row, whose scores are compared: logits are large."""
@@ -132,7 +129,7 @@ def check_parity(
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         if not arrives_packed and len(batch) > 2 and find_multimodal(pretrained, decoder) is not None:
-            inputs, columns = _whole(batch, pretrained)
+            inputs, columns = _some_columns(_with_padding(batch), pretrained)
             obstacle = "all rows of a batch with images would have to be kept for them"
         else:
             rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
@@ -140,8 +137,8 @@ def check_parity(
             inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
             columns = torch.arange(ids.shape[1] - 1, device=ids.device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        counted = dict(vars(handle.stats))
-        stack.callback(vars(handle.stats).update, counted)  # the comparison is not the user's work
+        stack.callback(setattr, handle, "stats", handle.stats)  # the comparison is not the user's work
+        handle.stats = PaddingStats()
         stack.enter_context(handle.reenabled())
         if pools_by_token_id(pretrained):
             # Padded left and with no id that means padding, a classifier pools the last token in any case.
@@ -181,12 +178,10 @@ def check_parity(
                 raise
             except (RuntimeError, NotImplementedError) as error:
                 obstacle = str(error).partition("\n")[0]
-        if computed is None:
-            vars(handle.stats).update(counted)
-            computed = compute(gradients=False)
-        packed_tokens = handle.stats.packed_tokens - counted["packed_tokens"]
+                handle.stats.reset()
+        (packed, gradient), (padded, wanted), (again, rounded) = computed or compute(gradients=False)
+        packed_tokens = handle.stats.packed_tokens
         forget_order_of_calls(pretrained, ids)
-        (packed, gradient), (padded, wanted), (again, rounded) = computed
         difference, rounding = ((x - padded).abs() if x.numel() else x.new_zeros(1) for x in (packed, again))
         if handle.split is not None and not arrives_packed:
             difference = torch.cat([difference, _of_long_row(model, batch, handle)])
@@ -222,14 +217,11 @@ def _of_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval
     row = batch["input_ids"][longest, batch["attention_mask"][longest].bool()][None, :LONG]
     if row.shape[1] < 2:
         return row.new_zeros(0, dtype=torch.float32)
-    inputs = {"input_ids": row, "attention_mask": torch.ones_like(row), "use_cache": False}
-    columns = torch.arange(row.shape[1] - 1, device=row.device)
-    columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
-    if "logits_to_keep" in inspect.signature(find_pretrained(model).forward).parameters:
-        inputs["logits_to_keep"] = columns
+    mask = torch.ones_like(row)
+    inputs, columns = _some_columns({"input_ids": row, "attention_mask": mask}, find_pretrained(model))
 
     def scores() -> torch.Tensor:
-        return _scores(_logits(model(**inputs)), row, inputs["attention_mask"], columns)
+        return _scores(_logits(model(**inputs)), row, mask, columns)
 
     shared, split = scores(), handle.split
     try:
@@ -279,17 +271,21 @@ def _logits(output: Any) -> torch.Tensor:
     return output.logits if hasattr(output, "logits") else output[0]
 
 
-def _whole(batch: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
-    """All of a batch with images, with a column of padding more, and the columns to be compared."""
+def _with_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """All of a batch with images, with a column of padding more."""
     shape = batch["input_ids"].shape
     given = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape[-2:] == shape}
-    inputs = {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in given.items()}}
-    columns = torch.arange(shape[1] - 1, device=batch["input_ids"].device)
+    return {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in given.items()}}
+
+
+def _some_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a call that asks for logits of some columns only, where the model can be asked, and the columns."""
+    columns = torch.arange(inputs["input_ids"].shape[1] - 1, device=inputs["input_ids"].device)
     columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
-    scores = isinstance(model.get_output_embeddings(), nn.Identity)  # ms-swift's reward models: all states are wanted
-    if "logits_to_keep" in inspect.signature(model.forward).parameters and not scores:
-        inputs["logits_to_keep"] = columns
-    return inputs | {"use_cache": False}, columns
+    # Nothing in the place of the head: a reward model as ms-swift makes it, which pools the states of all columns.
+    scores = isinstance(model.get_output_embeddings(), nn.Identity)
+    takes_columns = "logits_to_keep" in inspect.signature(model.forward).parameters and not scores
+    return {**inputs, "use_cache": False} | ({"logits_to_keep": columns} if takes_columns else {}), columns
 
 
 def _scores(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

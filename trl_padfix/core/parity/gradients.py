@@ -24,7 +24,7 @@ LARGEST = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference of a gradient, by dtype; float32 on CPU comes out near 1e-6."""
 
 TIMES_ROUNDING = 3
-"""How many times the difference of two padded gradients that of packed and padded may be, in half precision."""
+"""How many times the difference of two padded forwards, or gradients, that of packed and padded may be, if half."""
 
 
 def obstacle_to_gradients(model: nn.Module) -> str | None:
@@ -40,21 +40,8 @@ def with_gradient(
     model: PreTrainedModel, ids: torch.Tensor, score: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    What `score` returns, and the gradient of its sum.
-
-    Args:
-        model (`PreTrainedModel`):
-            Model that `score` calls.
-        ids (`torch.Tensor` of shape `(B, L)`):
-            Every token id that is embedded.
-        score (`Callable`):
-            A forward, and what is made of its logits.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: scores, and the gradient at the embedding of each distinct id, `(ids, H)`.
-
-    Raises:
-        RuntimeError: If the forward cannot be differentiated.
+    What `score`, a forward of `model`, returns, and the gradient of its sum at the embedding of each of the distinct
+    `ids` that are embedded, `(ids, H)`; a `RuntimeError` if the forward cannot be differentiated.
     """
     embedded: list[tuple[torch.Tensor, torch.Tensor]] = []
 

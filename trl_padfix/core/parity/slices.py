@@ -37,14 +37,13 @@ def short_slices(ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0) -> tuple
     rows = [row for row in rows if len(row) > 1] or rows  # a single token has nothing to be compared
     shortest = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     with_holes = [i for i in shortest if (rows[i] == HOLE).any()][:1]
-    pairs = [_with_partner(rows, i) for i in list(dict.fromkeys([shortest[0], *with_holes, *shortest]))[:2]]
-    chosen = [piece for pair in pairs for piece in _cut(rows, *pair, SLICE // 2)]
-    if chunk:
-        # A quarter more, so that a node of the tree is longer than a chunk on either side of the fork.
-        around = max(SLICE // 2, chunk + chunk // 4)
-        crossing = _crossing(rows, shortest, chunk, around)
-        if crossing is not None:
-            chosen = [*_cut(rows, *pairs[0], SLICE // 2), *_cut(rows, *crossing, around)]
+    first = list(dict.fromkeys([shortest[0], *with_holes, *shortest]))[:2]
+    cuts = [(*_with_partner(rows, i), SLICE // 2) for i in first]
+    # A quarter more, so that a node of the tree is longer than a chunk on either side of the fork.
+    around = max(SLICE // 2, chunk + chunk // 4)
+    if chunk and (crossing := _crossing(rows, shortest, chunk, around)):
+        cuts[1:] = [(*crossing, around)]
+    chosen = [piece for cut in cuts for piece in _cut(rows, *cut)]
     # Slices of one length would leave nothing to remove, and so nothing to compare.
     if len({len(row) for row in chosen}) == 1 and len(chosen[0]) > 2:
         shorter = chosen[0][: -max(1, len(chosen[0]) // 4)]

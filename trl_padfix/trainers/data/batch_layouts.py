@@ -18,8 +18,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ...core.call.layout_of import LayoutKey, PrefixSharing
-from ...core.call.pooled import Pooled
-from ...core.call.step import BatchFacts, Known, Seen
+from ...core.call.step import BatchFacts, Known, Pooled, Seen
 from ...core.errors import PaddingRemovalError
 from ...core.layout.flat_maps import FlatMaps
 from ...core.layout.layout import Layout
