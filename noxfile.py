@@ -50,12 +50,15 @@ PROCESSES = ("-n", "2", "--dist", "worksteal")
 OLDEST = {TESTED[0], next(stack for stack in TESTED if stack.trl in BOUNDS["trl"])}
 
 
-def install(session: nox.Session, stack: Stack) -> None:
-    torch = os.environ.get("TRL_PADFIX_TORCH")
-    if torch:
+def install(session: nox.Session, *packages: str) -> None:
+    if torch := os.environ.get("TRL_PADFIX_TORCH"):
         session.install(torch)
+    session.install(*packages)
+
+
+def install_stack(session: nox.Session, stack: Stack) -> None:
     versions = [f"{name}=={version}" for name, version in stack._asdict().items()]
-    session.install("-e", f"{ROOT}[cli]", *versions, PEFT.get(stack.trl, "peft"), *TESTS)
+    install(session, "-e", f"{ROOT}[cli]", *versions, PEFT.get(stack.trl, "peft"), *TESTS)
     session.run("pip", "list")
 
 
@@ -63,7 +66,7 @@ def install(session: nox.Session, stack: Stack) -> None:
 @nox.parametrize("stack", [nox.param(s, id=f"trl-{s.trl}", tags=["oldest"] if s in OLDEST else []) for s in TESTED])
 def stacks(session: nox.Session, stack: Stack) -> None:
     """The parity suite on one pair of versions, or the tests that are named behind `--`."""
-    install(session, stack)
+    install_stack(session, stack)
     trainers = [name for name in TRAINERS if stack.trl in NEWER.get(f"{name}Trainer", BOUNDS["trl"])]
     tests = [ROOT / "tests" / "trainers" / name.lower() for name in trainers]  # folders, or files of that name
     files = [str(path if path.is_dir() else path.with_name(f"test_{path.name}.py")) for path in tests]
@@ -76,7 +79,7 @@ def stacks(session: nox.Session, stack: Stack) -> None:
 @nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
-    install(session, TESTED[0])
+    install_stack(session, TESTED[0])
     session.run("pytest", STORIES, *session.posargs)
 
 
@@ -89,8 +92,8 @@ TRAINING = {
                  "torchvision"),
     "llamafactory": ("transformers==5.6.0", "trl==0.24.0", "peft==0.18.1", "accelerate==1.11.0", "datasets==4.0.0",
                      "torchdata==0.11.0", "torchaudio", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
-    "verl": ("transformers==5.10.2", "trl==0.24.0", "datasets==4.8.4", "tensordict==0.10.0", "torchdata",
-             "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
+    "verl": ("transformers==5.10.2", "trl==0.24.0", "peft==0.18.1", "datasets==4.8.4", "tensordict==0.10.0",
+             "torchdata", "tokenizers==0.22.2", "huggingface-hub==1.17.0"),
 }  # fmt: skip
 OTHERS = {
     "axolotl": ("addict", "art", "axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "colorama", "einops",
@@ -102,8 +105,8 @@ OTHERS = {
     "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
                      "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
                      "tyro<0.9", "uvicorn"),
-    "verl": ("antlr4-python3-runtime==4.9.3", "codetiming", "dill", "hydra-core", "omegaconf", "orjson", "pybind11",
-             "pylatexenc", "pyvers", "ray[default]", "wandb"),
+    "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "hydra-core", "omegaconf",
+             "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "wandb"),
 }  # fmt: skip
 
 # The wheel of torchaudio looks for CUDA's libraries beside a torch that has none; what is run here needs none of them.
@@ -118,14 +121,12 @@ for library in pathlib.Path(sysconfig.get_path("platlib"), "torchaudio", "lib").
 @nox.parametrize("package", [nox.param(name, id=name) for name in OTHER_STACKS])
 def plugins(session: nox.Session, package: str) -> None:
     """The plug-in of another stack, run by that stack's own entry point."""
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install("-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
+    install(session, "-e", f"{ROOT}[cli]", *TESTS, *OTHERS[package])
     session.install("--no-deps", f"{package}=={OTHER_STACKS[package]}", *TRAINING[package])
     session.run("python", "-c", WITHOUT_CUDA)
     session.run("pip", "list")
-    name = package.replace("-", "_")
-    session.run("pytest", "-m", "slow", f"tests/integrations/test_{name}.py", *session.posargs)
+    tests = (f"tests/integrations/test_{name}.py" for name in ("versions", package.replace("-", "_")))
+    session.run("pytest", "-m", "slow", *tests, *session.posargs)
 
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -147,9 +148,7 @@ def distributions(session: nox.Session) -> None:
 def installed(session: nox.Session, what: str) -> None:
     """What `distributions` built, in an empty environment: a training, and without the extra `cli` the way to it."""
     (built,) = (ROOT / "dist").glob("*.tar.gz" if what == "sdist" else "*.whl")
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install(f"{built}[{EXTRAS}]" if what == "extras" else str(built))
+    install(session, f"{built}[{EXTRAS}]" if what == "extras" else str(built))
     session.run("pip", "check")
     folder = session.create_tmp()
     session.chdir(folder)  # away from the clone, whose package would be imported
@@ -167,9 +166,7 @@ def installed(session: nox.Session, what: str) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    session.install("-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
+    install(session, "-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
     session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)
 
 

@@ -30,15 +30,7 @@ __all__ = ["Check", "check_device"]
 
 @dataclass(frozen=True)
 class Check:
-    """
-    One comparison.
-
-    Attributes:
-        name (`str`): What is compared.
-        figure (`float`): What was found.
-        limit (`float`): The most that it may be.
-        control (`float`, *optional*): What a wrong computation gives; `None` of what is merely counted.
-    """
+    """What was found, the most that it may be, and what a wrong computation gives; `None` where things are counted."""
 
     name: str
     figure: float
@@ -47,7 +39,6 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether the figure is within the limit, and that of the wrong computation is not."""
         told_apart = self.control is None or not self.control <= self.limit
         return bool(self.figure <= self.limit) and told_apart
 
@@ -57,17 +48,7 @@ class Check:
 
 
 def check_device(device: str, *, toy: bool = False, backend: str | None = "inductor") -> Iterator[Check]:
-    """
-    Compare packed with padded computations on a device.
-
-    Args:
-        device (`str`):
-            `"cuda"` or `"cpu"`.
-        toy (`bool`, *optional*, defaults to `False`):
-            Take small matrices.
-        backend (`str`, *optional*, defaults to `"inductor"`):
-            Compiler of compiled layers; `None` leaves them out.
-    """
+    """Packed beside padded computations on a device; without a `backend` no layers are compiled."""
     ids, mask = _pairs(device, rows=8, columns=24 if toy else 700)
     exact = _Figures.of(_model(device, toy), ids, mask)
     limits: dict[str, float] = {}

@@ -18,7 +18,6 @@ __all__ = ["count_launches", "launches_and_waits"]
 
 
 def count_launches(step: Step, variant: Variant) -> dict[str, int]:
-    """Counts of a step of a variant on the first batch, its optimizer left out; see [`launches_and_waits`]."""
     batch = step.batch(list(range(1 if step.settings.trainer == "grpo" else step.settings.pairs)))
     host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -40,13 +39,7 @@ def count_launches(step: Step, variant: Variant) -> dict[str, int]:
 def launches_and_waits(events: Iterable[str], said: Iterable[Any]) -> dict[str, int]:
     """
     Counts of a step on CUDA: `launches`, `synchronisations`, and `own_synchronisations`, which a line of trl_padfix
-    causes.
-
-    Args:
-        events (`Iterable[str]`):
-            Names of what the profiler saw; launches are calls of the runtime or the driver.
-        said (`Iterable[warnings.WarningMessage]`):
-            Warnings of torch's debug mode for synchronisations, each with the line that waited.
+    causes; from the names that the profiler saw, and the warnings of torch's debug mode for synchronisations.
     """
     package = Path(trl_padfix.__file__).parent
     waits = [w for w in said if "synchronizing CUDA operation" in str(w.message)]

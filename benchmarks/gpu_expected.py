@@ -2,7 +2,8 @@
 The time that a step would take if a device did nothing but what is counted, at the speeds of its data sheet.
 
     PYTHONPATH=tests python benchmarks/gpu_expected.py    # the table of docs/gpu.md: counted on a simulated device
-    python benchmarks/gpu_expected.py --cpu               # the same beside steps that are timed, on this CPU
+    python benchmarks/gpu_expected.py --cpu               # the same beside steps that are timed, on this CPU; and
+                                                          # where the time of TRL's step goes beyond what is expected
 
 Of every operation of a step the arithmetic and the bytes are counted, and that it is one launch. A device needs for it
 the longer of arithmetic / peak and bytes / bandwidth, and the host a launch cost; the two work side by side:
@@ -18,14 +19,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 from gpu_plan import plan_of
-from gpu_table import NAMES
+from gpu_table import NAMES, line_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,24 +41,14 @@ __all__ = ["DEVICES", "Counted", "Device", "count_step", "expected_seconds", "kn
 
 @dataclass(frozen=True)
 class Device:
-    """
-    What a device can do at the most.
+    """What a device can do at the most."""
 
-    Attributes:
-        half (`float`): TFLOP/s of dense matrix products in bfloat16.
-        single (`float`): TFLOP/s of matrix products in float32.
-        bandwidth (`float`): TB/s of its memory.
-        launch (`float`): Microseconds of the host for a kernel.
-        source (`str`): Where the figures are from.
-        overlaps (`bool`): Whether the host goes on while the device computes.
-    """
-
-    half: float
-    single: float
-    bandwidth: float
-    launch: float
+    half: float  # TFLOP/s of dense matrix products in bfloat16
+    single: float  # and in float32
+    bandwidth: float  # TB/s of its memory
+    launch: float  # microseconds of the host for a kernel
     source: str
-    overlaps: bool = True
+    overlaps: bool = True  # whether the host goes on while the device computes
 
 
 LAUNCH = 3.8
@@ -91,15 +82,18 @@ _NO_KERNELS = frozenset(
 
 @dataclass(frozen=True)
 class Operation:
-    """One launch: its name, floating-point operations of matrix products, bytes read and written, and precision."""
+    """
+    One launch: its name, floating-point operations of matrix products, bytes read and written, and precision; and the
+    seconds that it took, which on a device that computes beside the host says nothing.
+    """
 
     name: str
     flops: float
     bytes: int
     half: bool
+    taken: float = field(default=0.0, compare=False)
 
     def seconds(self, device: Device) -> float:
-        """What the device itself needs."""
         peak = device.half if self.half else device.single
         return max(self.flops / (peak * 1e12), self.bytes / (device.bandwidth * 1e12))
 
@@ -112,14 +106,15 @@ class Counted(TorchDispatchMode):
         self.operations: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        start = time.perf_counter()
         output = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
+        taken, name = time.perf_counter() - start, func._schema.name.split("::")[1]
         if not (func.is_view or name in _NO_KERNELS):
             given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
             size = sum(x.numel() * x.element_size() for x in (made * 2 if name in _GATHERS else given + made))
             half = any(x.dtype in (torch.bfloat16, torch.float16) for x in given)  # and sums in float32
-            self.operations.append(Operation(name, _flops(name, args), size, half))
+            self.operations.append(Operation(name, _flops(name, args), size, half, taken))
         return output
 
 
@@ -193,8 +188,8 @@ def on_simulated_device(
 
 def _table() -> Iterator[str]:
     """Cells of the report, each with the tokens per second of every device, in Markdown."""
-    yield _line(["step", "variant", "launches", "TFLOP", *DEVICES, "x TRL"])
-    yield _line(["---"] * 2 + ["---:"] * (3 + len(DEVICES)))
+    yield line_of(["step", "variant", "launches", "TFLOP", *DEVICES, "x TRL"])
+    yield line_of(["---"] * 2 + ["---:"] * (3 + len(DEVICES)))
     for cell in plan_of(backend=None):
         if cell.name not in SHOWN:
             continue
@@ -202,29 +197,41 @@ def _table() -> Iterator[str]:
         seconds = {name: [expected_seconds(ops, d) for d in DEVICES.values()] for name, (ops, _) in counted.items()}
         for name, (operations, real) in counted.items():
             gains = [theirs / ours for theirs, ours in zip(seconds["trl"], seconds[name], strict=True)]
-            yield _line([
+            yield line_of([
                 cell.name if name == "trl" else "", NAMES[name], f"{len(operations):,}",
                 f"{sum(o.flops for o in operations) / 1e12:.1f}",
                 *(f"{real / s:,.0f}" for s in seconds[name]), f"{min(gains):.1f} to {max(gains):.1f}",
             ])  # fmt: skip
 
 
-def _beside_cpu() -> list[str]:
+def _beside_cpu() -> Iterator[str]:
     """Steps that are timed on this CPU, beside what they would take at the speeds that it is measured to have."""
     given = dict(trainer="dpo", pairs=4, steps=1, warmup=0, shape="small", device="cpu", memory=False)
     step = prepare(pairs_of_lengths(4, 96, 64, 0.75, 0), BenchSettings(**given))
-    device, lines = _this_cpu(), [_line(["variant", "expected s", "measured s", "ratio"]), _line(["---"] * 4)]
+    device, batch = _this_cpu(), step.batch(list(range(4)))
+    yield from (line_of(["variant", "expected s", "measured s", "ratio"]), line_of(["---"] * 4))
     for name in step.settings.variants:
         operations, _ = count_step(step, VARIANTS[name])
         with attached(step, VARIANTS[name]):
-            batch = step.batch(list(range(4)))
             seconds = median(step.run(batch, VARIANTS[name])["seconds"] for _ in range(5))
         expected = expected_seconds(operations, device)
-        lines.append(_line([NAMES[name], f"{expected:.3f}", f"{seconds:.3f}", f"{expected / seconds:.2f}"]))
+        yield line_of([NAMES[name], f"{expected:.3f}", f"{seconds:.3f}", f"{expected / seconds:.2f}"])
     speeds = (
         f"{device.single * 1e3:.0f} GFLOP/s, {device.bandwidth * 1e3:.1f} GB/s, {device.launch:.1f} us an operation"
     )
-    return [*lines, "", f"{torch.get_num_threads()} threads, float32: {speeds}."]
+    yield from ("", f"{torch.get_num_threads()} threads, float32: {speeds}.", "")
+    with Counted() as forward_and_backward:
+        step.forward_and_backward(batch, {}, VARIANTS["trl"])
+    with Counted() as optimizer:
+        step.trainer.optimizer.step()
+    parts = {"optimizer": optimizer.operations}
+    for operation in forward_and_backward.operations:
+        parts.setdefault(operation.name, []).append(operation)
+    yield from (line_of(["TRL's step", "operations", "expected s", "measured s", "beyond"]), line_of(["---"] * 5))
+    beyond = {name: sum(o.taken - o.seconds(device) for o in found) for name, found in parts.items()}
+    for name in sorted(parts, key=lambda name: -beyond[name])[:12]:
+        figures = (sum(o.seconds(device) for o in parts[name]), sum(o.taken for o in parts[name]), beyond[name])
+        yield line_of([f"`{name}`", f"{len(parts[name]):,}", *(f"{figure:.3f}" for figure in figures)])
 
 
 def _this_cpu() -> Device:
@@ -244,10 +251,6 @@ def _quickest(run: Callable[[], Any], times: int = 5) -> float:
         run()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -18,34 +18,17 @@ COMPILED = (*UNCOMPILED, "prefix_sharing_compiled")
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    One row of a report.
-
-    Attributes:
-        name (`str`): What is measured, unique in the report.
-        settings ([`BenchSettings`]): How.
-        lengths (`str`, *optional*): Of random pairs, where no data is given; see [`parse_lengths`].
-        needs (`tuple[str, ...]`): Packages without which it is left out.
-        seconds (`float`): About how long it takes, model and compilation included: it is not begun with less time.
-    """
+    """One row of a report."""
 
     name: str
     settings: BenchSettings
-    lengths: str | None
-    needs: tuple[str, ...] = ()
-    seconds: float = 60.0
+    lengths: str | None  # of random pairs, where no data is given
+    needs: tuple[str, ...] = ()  # packages without which it is left out
+    seconds: float = 60.0  # about how long it takes, model and compilation included: it is not begun with less time
 
 
 def plan_of(*, toy: bool = False, backend: str | None = "inductor") -> list[Cell]:
-    """
-    The cells of a report, the most wanted first.
-
-    Args:
-        toy (`bool`, *optional*, defaults to `False`):
-            The same cells in two steps of a tiny model on CPU: what a test runs.
-        backend (`str`, *optional*, defaults to `"inductor"`):
-            Compiler of compiled layers; `None` leaves them out.
-    """
+    """The cells of a report, or the same `toy` ones on a CPU; without a `backend` no layers are compiled."""
     cells = [
         _cell("dpo", "0.5b", "autocast", 8, COMPILED, seconds=120),
         _cell("dpo", "7b", "bfloat16", 8, COMPILED, lora=16, seconds=150),

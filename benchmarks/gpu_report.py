@@ -69,30 +69,10 @@ def measure_gpu(
     say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:
     """
-    Check, measure, and write a report.
+    Check, measure, and write a report, which is returned too; `say` is told a line about every check and cell.
 
-    Args:
-        path (`Path`):
-            JSON file, written anew after every check and cell.
-        plan (`Iterable[Cell]`):
-            What to measure; see [`plan_of`].
-        device (`str`, *optional*, defaults to `"cuda"`):
-            `"cpu"` for the plan at toy size: a file that says so, and that is no report on a GPU.
-        data (`str`, *optional*):
-            What is measured on, as `trl-padfix bench --data` takes it; by default random pairs of given lengths.
-        pairs ([`~datasets.Dataset`], *optional*):
-            The pairs that `data` names, unless it gives lengths.
-        budget (`float`, *optional*):
-            Seconds in all. A cell that would take longer than what is left is not begun.
-        backend (`str`, *optional*, defaults to `"inductor"`):
-            Compiler of compiled layers in the checks; `None` leaves them out.
-        checks (`Callable`, *optional*):
-            Comparisons that come first.
-        say (`Callable`, *optional*):
-            Is told a line about every check and cell.
-
-    Returns:
-        `dict`: the report. Cells whose `status` begins with "wrong" or "failed" are in it, without figures.
+    `pairs` are those that `data` names, unless it gives lengths. A cell that would take longer than what is left of
+    the `budget`, in seconds, is not begun; cells that are wrong or fail are in the report without figures.
 
     Raises:
         WrongNumbersError: If a comparison fails; the report up to there is in the file.
@@ -181,7 +161,6 @@ def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset 
 
 
 def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
-    """Machine, versions and command: what figures need beside them."""
     versions = {"trl_padfix": __version__, "python": platform.python_version()}
     versions |= {name: number for name in PACKAGES if (number := installed_version(name)) is not None}
     return {

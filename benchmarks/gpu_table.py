@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["NAMES", "gpu_table", "load_report"]
+__all__ = ["NAMES", "gpu_table", "line_of", "load_report"]
 
 NAMES = {
     "trl": "TRL, padded",
@@ -22,12 +22,7 @@ _COLUMNS = (
 
 
 def load_report(path: Path) -> dict[str, Any]:
-    """
-    A report as `gpu_report.py` wrote it.
-
-    Raises:
-        ValueError: If the file is none.
-    """
+    """A report as `gpu_report.py` wrote it; a `ValueError` if the file is none."""
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
@@ -40,10 +35,6 @@ def load_report(path: Path) -> dict[str, Any]:
 def gpu_table(report: dict[str, Any]) -> str:
     """
     The table of a report, with machine, versions and command below it, and what was not measured.
-
-    Args:
-        report (`dict`):
-            From [`load_report`].
 
     Raises:
         ValueError: If it was made on a CPU: its figures say nothing about a GPU.
@@ -60,7 +51,7 @@ def gpu_table(report: dict[str, Any]) -> str:
             continue
         for i, variant in enumerate(cell["variants"]):
             rows.append([cell["name"] if i == 0 else "", *_figures(variant)])
-    lines = [_line(_COLUMNS), _line(["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)), *map(_line, rows)]
+    lines = [line_of(_COLUMNS), line_of(["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)), *map(line_of, rows)]
     return "\n".join([*lines, "", *_notes(report), *_missing(missing)])
 
 
@@ -98,5 +89,5 @@ def _missing(missing: list[str]) -> list[str]:
     return ["", f"Without figures: {'; '.join(missing)}."] if missing else []
 
 
-def _line(cells: Any) -> str:
+def line_of(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"

@@ -187,15 +187,17 @@ def test_flash_attention_is_given_states_token_by_token(sharing, flash_calls):
     assert flash_calls[0].token_by_token  # flash-attn's Triton backend gets gradients wrong otherwise
 
 
-def test_a_flash_attention_that_ignores_windows_is_refused(flash_calls, monkeypatch):
+@pytest.mark.parametrize(("asked", "instead"), [({"sliding_window": 4}, "sdpa"), ({"softcap": 5.0}, "eager")], ids=str)
+def test_a_flash_attention_that_ignores_what_is_asked_is_refused(asked, instead, flash_calls, monkeypatch):
     layout, _ = layout_of("mixed", sharing=False)
     module = attention_module("mistral", "flash_attention_2")
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.flash_attn_gpu = ModuleType("flash_attn.flash_attn_triton_amd.interface_fa")
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
     attend(module, random_states(layout), layout)
-    with pytest.raises(PaddingRemovalError, match=r"ignores windows.*`sliding_window=4`.*'sdpa'`"):
-        attend(module, random_states(layout), layout, sliding_window=4)
+    ((name, value),) = asked.items()
+    with pytest.raises(PaddingRemovalError, match=rf"ignores windows and softcaps.*`{name}={value}`.*'{instead}'`"):
+        attend(module, random_states(layout), layout, **asked)
 
 
 # -- gradients of shared keys, and waiting for the device

@@ -6,19 +6,15 @@ from kit.foreign_stacks import (
     STEPS,
     assert_equal_steps_of_fewer_tokens,
     logged,
+    of_stack,
     preferences,
     run,
     save_model,
     write_lines,
 )
 
-from trl_padfix.versions import OTHER_STACKS, installed_version
 
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(installed_version("axolotl") is None, reason="axolotl is not installed (`nox -s plugins`)"),
-]
+pytestmark = of_stack("axolotl")
 
 PLUGIN = {"plugins": ["trl_padfix.integrations.axolotl.PaddingRemovalPlugin"]}
 PAIRS = {
@@ -99,12 +95,3 @@ def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):
         train(folder, "dpo", **PLUGIN, padfix_sharing=True)
     with pytest.raises(AssertionError, match="padfix_prefix_sharing"):
         train(folder, "dpo", **PLUGIN, padfix_prefix_sharing="sometimes")
-
-
-def test_another_version_is_refused_when_the_plug_in_is_loaded(monkeypatch):
-    from trl_padfix.integrations.axolotl import PaddingRemovalPlugin
-
-    PaddingRemovalPlugin()
-    monkeypatch.setitem(OTHER_STACKS, "axolotl", "0.1.0")
-    with pytest.raises(RuntimeError, match=r"run with axolotl 0\.1\.0, and 0\.\d+\.\d+ is installed"):
-        PaddingRemovalPlugin()

@@ -1,19 +1,21 @@
 """LLaMA-Factory from a YAML, as `llamafactory-cli train` takes it."""
 
 import json
-import sys
 
 import pytest
 import yaml
-from kit.foreign_stacks import STEPS, assert_equal_steps_of_fewer_tokens, logged, preferences, run, save_model
+from kit.foreign_stacks import (
+    STEPS,
+    assert_equal_steps_of_fewer_tokens,
+    logged,
+    of_stack,
+    preferences,
+    run,
+    save_model,
+)
 
-from trl_padfix.versions import OTHER_STACKS, installed_version
 
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(installed_version("llamafactory") is None, reason="no LLaMA-Factory here (`nox -s plugins`)"),
-]
+pytestmark = of_stack("llamafactory")
 
 PAIRS = {
     "file_name": "rows.json",
@@ -76,10 +78,3 @@ def test_our_module_starts_it_without_padding(method, folder):
 def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):
     with pytest.raises(AssertionError, match=r"no keys \['padfix_sharing'\]; it has \['padfix_prefix_sharing'"):
         run(*PLUGIN, config(folder, "sft", padfix_sharing=True), folder=folder)
-
-
-def test_another_version_is_refused_when_the_plug_in_is_loaded(monkeypatch):
-    monkeypatch.setitem(OTHER_STACKS, "llamafactory", "0.1.0")
-    monkeypatch.delitem(sys.modules, "trl_padfix.integrations.llamafactory", raising=False)
-    with pytest.raises(RuntimeError, match=r"run with llamafactory 0\.1\.0, and 0\.\d+\.\d+ is installed"):
-        __import__("trl_padfix.integrations.llamafactory")

@@ -1,7 +1,6 @@
 """`swift sft` and `swift rlhf`, of text and of images."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from kit.foreign_stacks import (
     STEPS,
     assert_equal_steps_of_fewer_tokens,
     logged,
+    of_stack,
     preferences,
     run,
     save_model,
@@ -19,13 +19,8 @@ from kit.foreign_stacks import (
 from kit.torchvision_stand_in import torchvision_loads
 from PIL import Image
 
-from trl_padfix.versions import OTHER_STACKS, installed_version
 
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(installed_version("ms-swift") is None, reason="ms-swift is not installed (`nox -s plugins`)"),
-]
+pytestmark = of_stack("ms-swift")
 
 REWARD = """
 from swift.rewards import ORM, orms
@@ -117,7 +112,7 @@ def test_a_callback_removes_padding(method, tmp_path):
 
 
 @pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "rm"])
+@pytest.mark.parametrize("method", METHODS)
 def test_images_keep_their_steps(method, tmp_path):
     prepare(tmp_path, method, "images")
     theirs, _ = train(tmp_path, method, None, kind="images", name="theirs")
@@ -160,10 +155,3 @@ def test_an_unknown_callback_stops_before_the_first_step(tmp_path):
     with pytest.raises(AssertionError, match="padfix_shared"):
         train(tmp_path, "sft", "padfix_shared")
     assert not list((tmp_path / "run").rglob("checkpoint-*"))
-
-
-def test_another_version_is_refused_when_the_plug_in_is_loaded(monkeypatch):
-    monkeypatch.setitem(OTHER_STACKS, "ms-swift", "3.1.0")
-    monkeypatch.delitem(sys.modules, "trl_padfix.integrations.ms_swift", raising=False)
-    with pytest.raises(RuntimeError, match=r"run with ms-swift 3\.1\.0, and 4\.\d+\.\d+ is installed"):
-        __import__("trl_padfix.integrations.ms_swift")

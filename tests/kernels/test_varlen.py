@@ -52,9 +52,10 @@ def test_it_answers_as_attention_written_out(dtype, case):
 # What is wrong in this backend: `strict`, so that the day is noticed on which it is mended.
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="windows are ignored (ROCm/aiter#3742)")
-def test_it_answers_with_a_window():
-    answer(replace(small("unequal lengths"), window=8), torch.float32)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="they are ignored (ROCm/aiter#3742)")
+@pytest.mark.parametrize("ignored", [{"window": 8}, {"asked": {"softcap": 5.0}}], ids=str)
+def test_it_answers_with_a_window_and_with_a_softcap(ignored):
+    answer(replace(small("unequal lengths"), **ignored), torch.float32)
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="gradients of q and k assume rows of heads")

@@ -9,16 +9,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.versions import installed_version
 
 
 TEXTS = ["".join(chr(97 + (7 * i + j) % 26) for j in range(3)) for i in range(40)]
 STEPS = 10
+
+
+def of_stack(package: str) -> list[pytest.MarkDecorator]:
+    """Marks of tests that run in an environment with another stack, one of `nox -s plugins`."""
+    reason = f"{package} is not installed (`nox -s plugins`)"
+    return [pytest.mark.slow, pytest.mark.skipif(installed_version(package) is None, reason=reason)]
 
 
 def words(draw: random.Random, low: int, high: int) -> str:

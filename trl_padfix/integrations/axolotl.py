@@ -18,6 +18,8 @@ from .callback import PaddingRemovalCallback, settings_in
 
 __all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
 
+require_stack("axolotl")
+
 
 class PaddingRemovalArgs(BaseModel):
     """
@@ -43,10 +45,6 @@ class PaddingRemovalArgs(BaseModel):
 
 class PaddingRemovalPlugin(BasePlugin):
     """Attaches to the models of the trainer that axolotl makes, before they are wrapped for several GPUs."""
-
-    def __init__(self) -> None:
-        require_stack("axolotl")
-        super().__init__()
 
     def get_input_args(self) -> str:
         return f"{__name__}.{PaddingRemovalArgs.__name__}"

@@ -46,12 +46,12 @@ def attend_varlen(
     Raises:
         PaddingRemovalError: If the kernel cannot compute what the module asks for, in this precision or at all.
     """
-    window = kwargs.get("sliding_window")
-    if window is not None and _ignores_windows():
-        raise PaddingRemovalError(
-            f"flash-attn's Triton backend ignores windows, and {type(module).__name__} attends within one "
-            f"(`sliding_window={window}`). Load the model with `attn_implementation='sdpa'`."
-        )
+    for name, other in {"softcap": "eager", "sliding_window": "sdpa"}.items():
+        if kwargs.get(name) is not None and _is_triton_backend():
+            raise PaddingRemovalError(
+                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} asks for "
+                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={other!r}`."
+            )
     # Partial rotary embeddings leave states head by head; flash-attn's Triton backend (2.8.3) takes them as they lie,
     # and gets their gradients wrong.
     states = query, _gather_keys(key, layout), _gather_keys(value, layout)
@@ -80,8 +80,8 @@ def attend_varlen(
     return output
 
 
-def _ignores_windows() -> bool:
-    """Whether flash-attn runs on its Triton backend for AMD GPUs, which takes a window and does nothing with it."""
+def _is_triton_backend() -> bool:
+    """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which does nothing with some arguments."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
     return getattr(getattr(interface, "flash_attn_gpu", None), "__name__", "").endswith(".interface_fa")
 

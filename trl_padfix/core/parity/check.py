@@ -142,9 +142,11 @@ def check_parity(
         stack.enter_context(handle.reenabled())
         if pools_by_token_id(pretrained):
             # Padded left and with no id that means padding, a classifier pools the last token in any case.
-            inputs["position_ids"] = column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            column = (column + mask.sum(1, keepdim=True)) % ids.shape[1]
-            inputs |= {k: inputs[k].gather(1, column) for k in ("input_ids", "attention_mask", "position_ids")}
+            positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            inputs = {"position_ids": positions} | inputs
+            column = (positions + mask.sum(1, keepdim=True)) % ids.shape[1]
+            given = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.shape[-2:] == ids.shape}
+            inputs |= {k: v.gather(-1, column.expand_as(v)) for k, v in given.items()}
             config = pretrained.config.get_text_config()
             stack.callback(setattr, config, "pad_token_id", config.pad_token_id)
             config.pad_token_id = -1
@@ -280,7 +282,9 @@ def _some_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[
     """Arguments of a call that asks for logits of some columns only, where the model can be asked, and the columns."""
     columns = torch.arange(inputs["input_ids"].shape[1] - 1, device=inputs["input_ids"].device)
     columns = columns[:: max(1, -(-len(columns) // COLUMNS))]
-    takes_columns = "logits_to_keep" in inspect.signature(model.forward).parameters
+    # Nothing in the place of the head: a reward model as ms-swift makes it, which pools the states of all columns.
+    scores = isinstance(model.get_output_embeddings(), nn.Identity)
+    takes_columns = "logits_to_keep" in inspect.signature(model.forward).parameters and not scores
     return {**inputs, "use_cache": False} | ({"logits_to_keep": columns} if takes_columns else {}), columns
 
 
