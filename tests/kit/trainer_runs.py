@@ -76,11 +76,13 @@ def build_pairs(
     )
 
 
-def build_model(kind: str = "causal", seed: int = 0, **more: Any) -> PreTrainedModel:
+def build_model(
+    kind: str = "causal", seed: int = 0, attn_implementation: str | None = None, **more: Any
+) -> PreTrainedModel:
     """A random Qwen2 with a language-modelling head (`"causal"`) or a reward head (`"reward"`)."""
     of_kind = {"num_labels": 1, "auto": AutoModelForSequenceClassification} if kind == "reward" else {}
     given = {"num_hidden_layers": 2, "max_position_embeddings": 32768} | of_kind | more
-    return models.build("qwen2", None, seed, **given).train()
+    return models.build("qwen2", attn_implementation, seed, **given).train()
 
 
 def lora(**settings: Any) -> LoraConfig:

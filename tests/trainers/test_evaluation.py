@@ -44,9 +44,9 @@ def make(name, path, model=None, tokenizer=None, **settings):
     train, rows = (settings.pop(k, build_rows(name)) for k in ("train_dataset", "eval_dataset"))
     shape = {"output_dir": str(path), "per_device_eval_batch_size": 3, "max_steps": 2}
     args = config(**SETTINGS | shape | GENERATING | settings)
-    if name == "dpo" and "peft_config" not in given:
-        given["ref_model"] = build_model(seed=1)
     model, tokenizer = model or build_model(), tokenizer or build_tokenizer()
+    if name == "dpo" and "peft_config" not in given:
+        given["ref_model"] = build_model(seed=1, vocab_size=model.config.get_text_config().vocab_size)
     return trainer(model, args=args, train_dataset=train, eval_dataset=rows, processing_class=tokenizer, **given)
 
 
@@ -155,7 +155,7 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
         rows = rows.remove_columns("chosen")
     else:
         rows = Dataset.from_list([{"messages": c} for c in conversations])
-    model = build_model(vocab_size=64)
+    model = build_model(vocab_size=80)
     make(
         name.replace("messages", "sft"), tmp_path, model, build_chat_tokenizer("<image>"),
         train_dataset=rows, eval_dataset=rows,
@@ -498,7 +498,7 @@ UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
     ],
 )  # fmt: skip
 def test_what_could_not_be_generated_from_is_refused_before_the_first_step(name, settings, message, tmp_path):
-    model = build_model(max_position_embeddings=64)
+    model = build_model(vocab_size=80, max_position_embeddings=64)
     with pytest.raises(ValueError, match=message):
         make(name, tmp_path, **settings | {"model": model})
     assert attachment_of(model) is None
