@@ -4,7 +4,7 @@ The speed-ups that `trl-padfix stats` would expect of the batches that were meas
     python docs/bench/verdicts.py --data test.jsonl.gz
 
 Reads the files of this folder: steps of TRL, padding-free and sharing, on HH-RLHF (`--data`, the file that they were
-measured on), trees, short prompts and equal lengths. `--fit` looks for the three constants anew.
+measured on), trees, short prompts and equal lengths. `--fit` looks for the four constants anew.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def counted(report: dict[str, Any], data: str) -> list[verdict.Verdict]:
 
 
 def expected(found: list[verdict.Verdict], tokens: str) -> float:
-    names = ("padded", "scored", "real", "auto", "grouped", "squares")
+    names = ["padded", "scored", "squares", *(n + of for n in ("real", "auto", "grouped") for of in ("", "_pairs"))]
     mean = {f: float(np.mean([getattr(v, f) for v in found])) for f in names}
     return dataclasses.replace(found[0], **mean).speed_of(tokens)
 
@@ -83,11 +83,13 @@ def main() -> None:
 
     if options.fit:
         errors = {}
-        values = (np.arange(0.4, 1.0, 0.05), np.arange(0, 0.1, 0.01), np.arange(0, 0.13, 0.01))
-        for verdict.SCORING, verdict.MASKED, verdict.GROWTH in itertools.product(*values):
-            errors[verdict.SCORING, verdict.MASKED, verdict.GROWTH] = furthest()
-        verdict.SCORING, verdict.MASKED, verdict.GROWTH = min(errors, key=errors.__getitem__)
-        print(f"SCORING = {verdict.SCORING:.2f}, MASKED = {verdict.MASKED:.2f}, GROWTH = {verdict.GROWTH:.2f}")
+        names = ("SCORING", "MASKED", "PACKED", "GROWTH")
+        ranges = (np.arange(0.5, 1.0, 0.1), *(np.arange(0, 0.1, 0.01) for _ in names[1:]))
+        for values in itertools.product(*ranges):
+            vars(verdict).update(zip(names, values, strict=True))
+            errors[values] = furthest()
+        vars(verdict).update(zip(names, best := min(errors, key=errors.__getitem__), strict=True))
+        print(", ".join(f"{name} = {value:.2f}" for name, value in zip(names, best, strict=True)))
     for name, found, tokens, speed in cases:
         formula = expected(found, tokens)
         print(f"{name:50} measured {speed:5.2f}, expected {formula:5.2f} ({formula / speed - 1:+.0%})")

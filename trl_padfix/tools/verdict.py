@@ -2,9 +2,10 @@
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
 Token counts are those of a sample: of random batches, of batches of rows that begin alike, and of what TRL's own
-settings would compute. The speed that they allow is estimated with three figures beside them: what scoring a token
-over the vocabulary costs, what attention under a mask costs padded rows, and how much dearer a token is in a larger
-batch. They were fitted to the measurements of `docs/bench` on CPU, and are within 16 percent of all of them. On a GPU
+settings would compute. The speed that they allow is estimated with four figures beside them: what scoring a token
+over the vocabulary costs, what a pair of tokens costs in attention, under a mask and packed, and how much dearer a
+token is in a larger batch. They were fitted to the measurements of `docs/bench` on CPU, and are within 21 percent of
+all of them. On a GPU
 with TRL's fused LM head all are less, and the counts alone are the estimate.
 """
 
@@ -36,14 +37,14 @@ SAMPLE = 4096
 BATCHES = 24
 """Batches that counts are averaged over."""
 
-SCORING = 0.7
+SCORING = 0.8
 """What scoring a token costs on CPU, in tokens of the decoder: fitted to the measured steps in docs/bench."""
 
-MASKED = 0.04
-"""What a pair of tokens in padded rows costs under a mask, in tokens of a decoder of hidden size 1; fitted."""
+MASKED, PACKED = 0.06, 0.03
+"""What a pair of tokens costs in padded rows under a mask, and in others, in tokens of a decoder of hidden size 1."""
 
-GROWTH = 0.07
-"""A token on CPU takes as long as the tokens of its batch to this power: attention, memory that is moved; fitted."""
+GROWTH = 0.05
+"""A token on CPU takes as long as the tokens of its batch to this power: memory that is moved; fitted."""
 
 WORTH_GROUPING = 0.9
 """Share of the tokens that grouped batches must fall below for grouping to be advised."""
@@ -64,6 +65,9 @@ class Verdict:
     rows: int  # of the sample
     budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
     squares: float  # pairs of tokens that padded rows compare under a mask; none where rows are equally long
+    real_pairs: float  # those of each token and the ones before it, in `real`, `auto` and `grouped` batches
+    auto_pairs: float
+    grouped_pairs: float
     hidden_size: int  # of the model whose speed is estimated
     generations: int = 1  # completions of a row (GRPO)
 
@@ -76,9 +80,14 @@ class Verdict:
         return self.grouped < WORTH_GROUPING * self.auto
 
     @property
+    def advised(self) -> str:
+        """The batches of the settings that are advised, `"auto"` or `"grouped"`."""
+        return "grouped" if self.groups else "auto"
+
+    @property
     def tokens(self) -> float:
         """With the settings that are advised."""
-        return self.grouped if self.groups else self.auto
+        return getattr(self, self.advised)
 
     @property
     def by_tokens(self) -> float:
@@ -88,26 +97,30 @@ class Verdict:
     @property
     def speed(self) -> float | None:
         """The speed-up that `trl-padfix bench` is expected to measure on CPU; of steps that it was fitted to."""
-        return self.speed_of("grouped" if self.groups else "auto") if self.trainer in FITTED else None
+        return self.speed_of(self.advised) if self.trainer in FITTED else None
 
     def speed_of(self, how: str) -> float:
         """The same of `"real"`, `"auto"` or `"grouped"` batches."""
-        tokens = getattr(self, how)
-        *_, (_, padded, ours) = self.terms(tokens)
-        return padded / ours * (self.padded / tokens) ** GROWTH
+        *_, (_, padded, ours) = self.terms(how)
+        return padded / ours * (self.padded / getattr(self, how)) ** GROWTH
 
-    def terms(self, tokens: float) -> list[tuple[str, float, float]]:
-        """What a batch costs in tokens of the decoder: TRL's padded step, and one that computes so many `tokens`."""
+    def terms(self, how: str) -> list[tuple[str, float, float]]:
+        """What a batch costs in tokens of the decoder: TRL's padded step, and one of such batches."""
+        masked, packed = MASKED / self.hidden_size * self.squares, PACKED / self.hidden_size
         terms = [
-            ("tokens of the decoder", self.padded, tokens),
+            ("tokens of the decoder", self.padded, getattr(self, how)),
             (f"LM head: {SCORING} x tokens that are scored", SCORING * self.padded, SCORING * self.scored),
-            (f"mask: {MASKED} / {self.hidden_size} x pairs of tokens", MASKED / self.hidden_size * self.squares, 0.0),
+            (
+                f"attention: {MASKED} (TRL, masked) or {PACKED} / {self.hidden_size} x pairs of tokens",
+                masked or packed * self.real_pairs,
+                packed * getattr(self, f"{how}_pairs"),
+            ),
         ]
         return [*terms, ("together", sum(term[1] for term in terms), sum(term[2] for term in terms))]
 
     def table(self) -> list[tuple[str, str, str]]:
         """The speed line by line: terms, their sum, their ratio, and what makes it the speed."""
-        terms = self.terms(self.tokens)
+        terms = self.terms(self.advised)
         ratio, smaller = terms[-1][1] / terms[-1][2], self.by_tokens**GROWTH
         return [
             *((name, f"{of_trl:,.0f}", f"{of_ours:,.0f}") for name, of_trl, of_ours in terms),
@@ -119,7 +132,7 @@ class Verdict:
     def to_dict(self, data: str) -> dict[str, Any]:
         """For JSON, with what follows from the counts, and the verdict on `data` in words."""
         derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
-        terms = self.terms(self.tokens)[:-1] if self.trainer in FITTED else []
+        terms = self.terms(self.advised)[:-1] if self.trainer in FITTED else []
         return asdict(self) | derived | {"terms": terms, "lines": verdict_lines(self, data)}
 
 
@@ -195,19 +208,21 @@ def advise(
         tokens = lengths[batch]
         return 0.0 if (tokens == tokens[0, 0]).all() else float(tokens.max()) ** 2 * tokens.size
 
-    def counts(of: list[np.ndarray]) -> tuple[float, float]:
-        """Real tokens of a batch, and those that are computed with `prefix_sharing="auto"`."""
+    def counts(of: list[np.ndarray]) -> list[float]:
+        """Real tokens of a batch, those that are computed with `prefix_sharing="auto"`, and the pairs of both."""
         found = []
         for batch in of:
             order, common = prefix_order([sequence for i in batch for sequence in sequences[i]])
             tokens = lengths[batch].ravel()[order]
             real, saved, keys = tokens.sum(), common.sum(), tokens[tokens > common].sum()
-            found.append((real, real - saved if saved and saved * KEYS_PER_TOKEN >= keys else real))
-        real, auto = np.mean(found, axis=0)
-        return float(real), float(auto)
+            pairs, repeated = ((n * (n + 1)).sum() / 2 for n in (tokens, common))
+            shares = saved and saved * KEYS_PER_TOKEN >= keys
+            found.append((real, real - saved * shares, pairs, pairs - repeated * shares))
+        return np.mean(found, axis=0).tolist()
 
     random = batches(order)
-    real, auto = counts(random)
+    real, auto, real_pairs, auto_pairs = counts(random)
+    _, in_groups, _, grouped_pairs = counts(batches(grouped))
     return Verdict(
         batch_size=size,
         trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
@@ -215,11 +230,14 @@ def advise(
         grouped_by_length=padded(batches(by_length)),
         real=real,
         auto=auto,
-        grouped=counts(batches(grouped))[1],
+        grouped=in_groups,
         scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
         rows=len(rows),
         budget=budget,
         squares=float(np.mean([square(batch) for batch in random])),
+        real_pairs=real_pairs,
+        auto_pairs=auto_pairs,
+        grouped_pairs=grouped_pairs,
         hidden_size=hidden_size,
         generations=len(rows[0].get("completions", [0])),
     )
