@@ -91,7 +91,8 @@ def test_a_recipe_does_not_train_another_model_than_it_was_asked_for(tiny_run):
     result = launch("dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--tiny_model", "small")
     assert result.returncode != 0
     assert "`tiny_model` 'tiny' there and 'small' now" in result.stderr
-    assert f"Delete '{output / 'initial_model'}'" in result.stderr
+    assert f"'{output / 'initial_model'}' is there" in result.stderr
+    assert "Delete it to build it anew" in result.stderr
 
 
 def test_the_index_says_how_to_resume():

@@ -85,13 +85,8 @@ TRAINING += "--gradient_checkpointing false"
 
 
 @pytest.mark.slow
-def test_importing_commands_and_a_training_on_local_files_ask_for_no_network(material, tmp_path):
+def test_commands_a_training_and_imports_on_local_files_ask_for_no_network(material, tmp_path):
     code = f"""
-import importlib
-for name in {NAMES}:
-    module = importlib.import_module(name)
-    print(name, *(getattr(module, part) for part in getattr(module, "__all__", ())), file=sys.stderr)
-
 from trl_padfix.cli.app import app
 for command in {COMMANDS}:
     print(command, file=sys.stderr)
@@ -102,6 +97,11 @@ for command in {COMMANDS}:
 
 from trl_padfix.cli.launch import run
 run("sft", {[*TRAINING.split(), "--output_dir", str(tmp_path)]})
+
+import importlib
+for name in {NAMES}:
+    module = importlib.import_module(name)
+    print(name, *(getattr(module, part) for part in getattr(module, "__all__", ())), file=sys.stderr)
 """
     done = guarded(code, material)
     assert done.returncode == 0, done.stderr[-3000:]
