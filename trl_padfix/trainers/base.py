@@ -40,6 +40,7 @@ from .attention_choice import AttentionChoice
 from .checks import check_arguments
 from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
+from .field_types import temporarily_set
 from .generation.evaluation import Generation
 from .packing import Packing, Padding
 from .parts import Evaluation, Part, Settings, Step, entered
@@ -233,7 +234,9 @@ class PaddingFreeMixin:
             padding.is_observing = False
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, self.padding.task.scored(inputs), *args, **kwargs)
+        with temporarily_set(self.padding, "predicted", inputs):
+            scored = self.padding.task.scored(inputs)
+            loss, logits, labels = super().prediction_step(model, scored, *args, **kwargs)
         return loss, *self.padding.task.for_metrics(inputs, logits, labels)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +245,8 @@ class PaddingFreeMixin:
         return norm
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        if (predicted := self.padding.predicted) is not None:
+            batch_samples = [predicted]  # as TRL counts it: with the labels of first tokens
         batches = [piece for batch in batch_samples for piece in pieces_of(batch)]
         return super()._get_num_items_in_batch(self.padding.task.counted(batches), device)
 

@@ -73,6 +73,7 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.is_attached = self.is_observing = False
+        self.predicted: dict[str, Any] | None = None  # the batch of the running `prediction_step`
 
     @property
     def handle(self) -> PaddingRemoval | None:
