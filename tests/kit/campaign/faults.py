@@ -96,7 +96,10 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
                 raise AssertionError(f"another error than the fault: {error!r}") from error
             happened = True
         undo()
-        assert happened or fault.left > 0, "the fault was swallowed"
+        # A backward of the parity check that cannot be computed is told in its report.
+        reports = (report for found in trainer.padding.parity.values() for report in found)
+        told = any("a fault of the campaign" in report.not_compared for report in reports)
+        assert happened or told or fault.left > 0, "the fault was swallowed"
         # What is attached goes on, and gives what it gave.
         trainer.model.train()
         batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
