@@ -141,21 +141,33 @@ def policy(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def train(name, policy, folder, forwards, ours, **config):
+def build(name, policy, folder, ours, **config):
     trainer_class, config_class = TRAINERS[name][:2] if ours else TRAINERS[name][2:]
     budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48} if ours else {}
     settings = ONLINE_SETTINGS | {"output_dir": str(folder)} | SCATTERED | budget | config
     torch.manual_seed(0)
-    trainer = trainer_class(
+    return trainer_class(
         reward_funcs=reward_words, model=load_policy(policy), args=config_class(**settings),
         train_dataset=build_prompts(16), eval_dataset=build_prompts(4, seed=1), processing_class=build_tokenizer(),
     )  # fmt: skip
+
+
+def train(name, policy, folder, forwards, ours, **config):
+    trainer = build(name, policy, folder, ours, **config)
     layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
     forwards.append(0)
     layer.register_forward_pre_hook(lambda m, args: forwards.append(args[0].shape[:2].numel()))
     with_graph = trainer.with_graph = []
     layer.register_forward_pre_hook(lambda m, args: with_graph.append(args[0].shape[1] * torch.is_grad_enabled()))
     return run(trainer, lambda *args: None)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_deepspeed_is_refused(name, policy, tmp_path):
+    trainer = build(name, policy, tmp_path, ours=True)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match="DeepSpeed does not compute forwards a second time within a backward"):
+        trainer.padding.part(Splitting).attach()
 
 
 def watch_losses(monkeypatch):

@@ -89,6 +89,8 @@ class Splitting(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if reason := task.reason_not_to_split():
             return reason
+        if task.compares_rows() and trainer.is_deepspeed_enabled:
+            return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
         if self.has_images() and task.compares_rows():
             return (
                 "The loss compares rows, whose forwards are cut by rows, and which of the images in a batch belong to "
@@ -196,7 +198,7 @@ class Splitting(Part):
             return False
         replaced = [vars(trainer)[name] for name in _methods_of_loss(type(trainer)) & vars(trainer).keys()]
         is_trls = _has_loss_of_trl(type(trainer)) and all(new.__module__.startswith(KNOWN) for new in replaced)
-        whole_step = trainer.args.gradient_accumulation_steps == 1 and not trainer.is_deepspeed_enabled
+        whole_step = trainer.args.gradient_accumulation_steps == 1
         return is_trls and whole_step and task.loss_weight(inputs, inputs) is not None
 
     @cached_property
@@ -258,11 +260,6 @@ class Budget(Splitting):
                 f"`{type(given['train_dataset']).__name__}`. Give a `datasets.Dataset` (of a stream "
                 "`Dataset.from_generator`), or leave the budget out."
             )
-
-    def reason_not_to_split(self) -> str | None:
-        if self.trainer.padding.task.compares_rows() and self.trainer.is_deepspeed_enabled:
-            return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
-        return super().reason_not_to_split()
 
     @contextlib.contextmanager
     def loading(self, dataset: Any, is_training: bool) -> Iterator[None]:
