@@ -5,8 +5,7 @@ Token counts are those of a sample: of random batches, of batches of rows that b
 settings would compute. The speed that they allow is estimated with four figures beside them: what scoring a token
 over the vocabulary costs, what a pair of tokens costs in attention, under a mask and packed, and how much dearer a
 token is in a larger batch. They were fitted to the measurements of `docs/bench` on CPU, and are within 21 percent of
-all of them. On a GPU
-with TRL's fused LM head all are less, and the counts alone are the estimate.
+all of them. On a GPU with TRL's fused LM head all are less, and the counts alone are the estimate.
 """
 
 from __future__ import annotations
