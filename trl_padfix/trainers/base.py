@@ -243,13 +243,12 @@ class PaddingFreeMixin:
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         plain, laid = without_layouts(padding.task.scored(inputs))
-        known = found.known(inputs) if (found := laid or (running and running.laid)) else []
-        step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
         if running is not None:  # whose batch may have been edited since
-            with entered(map(knowing, known)):
-                yield step
-            return
-        with temporarily_set(padding, "running", step), entered(part.step(step) for part in padding.parts):
+            laid = running.laid
+        known = laid.known(plain if running is None else inputs) if laid is not None else []
+        step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
+        blocks = map(knowing, known) if running is not None else (part.step(step) for part in padding.parts)
+        with temporarily_set(padding, "running", step), entered(blocks):
             yield step
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
