@@ -79,8 +79,9 @@ class Splitting(Part):
             )
         if has_own_loss(self.trainer):
             logger.warning(
-                "`max_tokens_per_batch`: a loss of your own may compare rows, so it is computed from all rows of a "
-                "step at once. All pieces of its forward but one are computed again in the backward pass."
+                f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
+                "so it is computed from all rows of a step at once. All pieces of its forward but one are computed "
+                "again in the backward pass."
             )
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_splitting(module) for module in modules]
