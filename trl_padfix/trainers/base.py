@@ -63,10 +63,8 @@ VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Paramete
 
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _observed(compute_loss: F) -> F:
+def _observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """A `compute_loss` whose forwards are those of a step, on a batch without layouts."""
 
     @functools.wraps(compute_loss)
@@ -76,7 +74,7 @@ def _observed(compute_loss: F) -> F:
             step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
         return step.result
 
-    return observed  # type: ignore[return-value]
+    return observed
 
 
 PARTS: tuple[type[Part], ...] = (
@@ -232,7 +230,7 @@ class PaddingFreeMixin:
     def observe_step(self, model: Any, inputs: dict[str, Any], returns_outputs: bool = False) -> Iterator[Step]:
         """
         A block with forwards of the policy, and of the reference, on one batch: packed as its layouts say, checked for
-        parity on the first batch, and counted. Within another such block it does nothing of its own.
+        parity on the first batch, and counted. Within another such block it only takes the batch as it is now.
         """
         padding, running = self.padding, self.padding.running
         if pieces_of(inputs)[0] is not inputs:
@@ -243,11 +241,10 @@ class PaddingFreeMixin:
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         plain, laid = without_layouts(padding.task.scored(inputs))
-        if running is not None:  # whose batch may have been edited since
-            laid = running.laid
+        laid = laid if running is None else running.laid  # whose batch may have been edited since
         known = laid.known(plain if running is None else inputs) if laid is not None else []
         step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
-        blocks = map(knowing, known) if running is not None else (part.step(step) for part in padding.parts)
+        blocks = (part.step(step) for part in padding.parts) if running is None else map(knowing, known)
         with temporarily_set(padding, "running", step), entered(blocks):
             yield step
 
