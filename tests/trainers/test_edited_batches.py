@@ -114,9 +114,13 @@ def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: 
             made["ref_model"] = build_model(seed=1)
     if kind == "SFT":
         settings |= {"eos_token": "<eos>"}
-    trainer_class = edited(getattr(package, f"{kind}Trainer"), hook, EDITS[edit])
+    trainer_class, splits = getattr(package, f"{kind}Trainer"), "max_tokens_per_batch" in config
+    trainer_class = trainer_class if splits else edited(trainer_class, hook, EDITS[edit])
     args = getattr(package, f"{kind}Config")(str(path / "run"), **settings)
     trainer = trainer_class(args=args, processing_class=build_tokenizer(), **made)
+    if splits:  # a loss of a subclass would see all rows of a step at once
+        compute = trainer.compute_loss
+        trainer.compute_loss = lambda model, inputs, *a, **k: (EDITS[edit](inputs), compute(model, inputs, *a, **k))[1]
     trainer.train()
     if "eval_dataset" in made:
         trainer.evaluate()

@@ -8,42 +8,37 @@ __all__ = ["BudgetConfig", "OnlineBudgetConfig", "check_grouping", "check_token_
 
 
 @dataclass
-class BudgetConfig:
-    """`max_tokens_per_batch` and `group_by_prefix`; a mixin, in front of the others."""
-
-    max_tokens_per_batch: int | None = None
-    group_by_prefix: bool = False
-    group_by_prefix_buffer: int | None = None
-
-    def __post_init__(self) -> None:
-        check_token_budget(self)
-        # A row weighs what it weighs in TRL's micro-batches, of which the last one of an epoch may have fewer rows.
-        self._rows_per_micro_batch = self.per_device_train_batch_size  # type: ignore[attr-defined]
-        if self.max_tokens_per_batch is not None:
-            # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
-            self.per_device_train_batch_size *= self.gradient_accumulation_steps  # type: ignore[attr-defined]
-            self.gradient_accumulation_steps = 1
-        super().__post_init__()  # type: ignore[misc]
-        check_grouping(self)
-
-
-@dataclass
 class OnlineBudgetConfig:
-    """`max_tokens_per_batch` of trainers that generate their completions; a mixin, in front of the others."""
+    """`max_tokens_per_batch`; a mixin, in front of the others."""
 
     max_tokens_per_batch: int | None = None
 
     def __post_init__(self) -> None:
         check_token_budget(self)
         accumulated: int = self.gradient_accumulation_steps  # type: ignore[has-type]
+        # A row weighs what it weighs in TRL's micro-batches, of which the last one of an epoch may have fewer rows.
+        self._rows_per_micro_batch = self.per_device_train_batch_size  # type: ignore[attr-defined]
         steps = getattr(self, "steps_per_generation", None)
         whole = (steps is None or steps % accumulated == 0) and getattr(self, "generation_batch_size", None) is None
         if self.max_tokens_per_batch is not None and whole:
+            # One batch of the data loader is one optimizer step, and the budget says in how many pieces.
             self.per_device_train_batch_size *= accumulated  # type: ignore[attr-defined]
             self.gradient_accumulation_steps = 1
             if steps is not None:
                 self.steps_per_generation = steps // accumulated
         super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class BudgetConfig(OnlineBudgetConfig):
+    """`max_tokens_per_batch` and `group_by_prefix`, for trainers whose rows are those of a dataset."""
+
+    group_by_prefix: bool = False
+    group_by_prefix_buffer: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_grouping(self)
 
 
 def check_token_budget(config: Any) -> None:
