@@ -86,7 +86,7 @@ class LayerPatch(ForwardPatch):
         """The forward of the layer; where it is checkpointed, one whose recomputation is within `frame` too."""
         if checkpoints_in_forward():
             is_checkpointed = _checkpoints(self.module)
-            if is_checkpointed and isinstance(self.module, GradientCheckpointingLayer):
+            if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
                 own = {"config": self.module.config} if hasattr(self.module, "config") else {}
                 checkpoint = _carrying(self.module._gradient_checkpointing_func, frame)
                 return self.on_view(_gradient_checkpointing_func=checkpoint, **own)
