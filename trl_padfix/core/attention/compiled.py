@@ -192,7 +192,6 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
 
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
-    """Why a layer cannot be compiled, or `None` if it can."""
     config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
