@@ -206,6 +206,17 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_a_model_that_is_attached_again_before_backward_runs_in_the_same_ways(family):
+    model = without_dropout(build(family)).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with remove_padding(model, prefix_sharing=True):
+        logps = batched(model, "left")
+    with remove_padding(model) as again:
+        assert again.mixers.counts() == KINDS[family]
+        assert_exact(logps, gradients_of(model, weighted(logps)), reference(family))
+
+
 @pytest.mark.parametrize(
     ("family", "sharing"),
     once_each(["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v4", "kimi_linear"], [False, True]),

@@ -124,6 +124,14 @@ def test_small_batches_without_padding_are_compared(rows, sharing):
     assert 0 < result.packed_tokens < result.padded_tokens
 
 
+@pytest.mark.parametrize("rows", [[1], [*range(7)]], ids=["one", "all"])
+def test_a_row_without_a_token_is_the_error_of_the_forward(rows):
+    given = inputs()
+    given["attention_mask"][rows] = 0
+    with pytest.raises(ValueError, match=rf"Rows {re.escape(str(rows))} of the attention mask hold no real token"):
+        check_parity(build("qwen2"), given)
+
+
 def test_modes_and_stats_come_back_after_an_exception():
     model = build("qwen2").train()
 

@@ -7,7 +7,7 @@ Compact on purpose. The decoder in every mode against each row computed alone, m
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import pytest
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import trl_padfix.core.call.layout_of
-from trl_padfix import check_parity, padding_free_layout, remove_padding
+from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, remove_padding
 
 
 pytestmark = pytest.mark.stacks
@@ -68,6 +68,36 @@ def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, shari
         assert entered == [DISTINCT if sharing else REAL]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert relative_error(gradient, expected_gradient) < 1e-5
+
+
+NOT_HANDED = {  # a layout: neither by their decoders to their layers nor, in older versions, by what checkpoints these
+    "Mamba": {"state_size": 8},
+    "XGLM": {"ffn_dim": 48, "attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
+    "Bert": {
+        "num_attention_heads": 4,
+        "is_decoder": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "reentrant"), every_pair(NOT_HANDED, [False, True]))
+def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused(name, reentrant):
+    shape = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**shape, **NOT_HANDED[name])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    ids, mask = pad(ROWS, "right")
+    expected = alone(scores_of(model), ids, mask)
+    expected_gradient = backward(model, expected)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    may_refuse = Version(transformers.__version__) < Version("5.23")
+    with suppress(PaddingRemovalError) if may_refuse else nullcontext(), remove_padding(model):
+        found = scores_of(model)(ids, mask)
+        assert relative_error(backward(model, found), expected_gradient) < 1e-5
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "implementation"), CASES)

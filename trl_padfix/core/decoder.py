@@ -22,7 +22,7 @@ from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
 from .call.prepared_masks import PreparedMasks, with_added_masks
 from .call.sight import Sight
-from .context import outside_calls, set_until_reset, within
+from .context import context, outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
@@ -35,7 +35,6 @@ from .model.older import older_attributes
 from .model.patching import ForwardPatch
 from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
-from .model.views import attention_override
 from .refusals import refuse_batch
 
 
@@ -61,9 +60,9 @@ class DecoderPatch(ForwardPatch):
         self.depends_on_length = bool(length_dependent_ropes(module))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        if attention_override():
+        if context().attention:
             call = bind(self.wrapped, args, kwargs)
-            if attention_override() == "eager":  # masks were made for the attention of the config
+            if context().attention == "eager":  # masks were made for the attention of the config
                 dtype = next(self.module.parameters()).dtype
                 call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
             return self.on_view()(**call)
@@ -184,7 +183,6 @@ class DecoderPatch(ForwardPatch):
             DryRun(self, self.attachment.mixers.layers, self._accepted(call), 0).as_called()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Drop arguments that the decoder does not accept."""
         return call if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
 

@@ -51,7 +51,8 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
-            with within(model=ModelCall(decoder, given=_row_arguments(call))):
+            selects = isinstance(call.get("logits_to_keep"), torch.Tensor)
+            with within(model=ModelCall(decoder, given=_row_arguments(call), selects=selects)):
                 return self.wrapped(**(call | self._predictable(call)))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
@@ -186,8 +187,8 @@ class HeadPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        layout = call.layout if call is not None else None
-        # `logits_to_keep` leaves a slice of the columns.
+        layout = call.layout if call is not None and not call.selects else None
+        # A number for `logits_to_keep` leaves a slice of the columns.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
         return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)

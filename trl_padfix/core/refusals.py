@@ -43,13 +43,9 @@ def refusal(
     `wrapper` is what the user attached to: `model` itself, or a PEFT or other wrapper around it.
     """
     config = getattr(decoder, "config", model.config)
-    for peft_config in _prompt_learning(wrapper):
-        kind = peft_config.peft_type
-        if getattr(kind, "value", kind) not in _VIRTUAL_TOKENS:
-            return (
-                f"{type(peft_config).__name__} puts a cache before every row, or other things that the attention mask "
-                "of the batch does not show; use LoRA, prompt tuning or p-tuning"
-            )
+    for peft_config in _peft_configs(wrapper):
+        if reason := _not_by_token(peft_config):
+            return f"{type(peft_config).__name__} {reason}"
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
     for table in position_embeddings(decoder):
@@ -155,16 +151,27 @@ def refuse_sharing(wrapper: nn.Module, decoder: nn.Module) -> str | None:
             f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
             "share"
         )
-    given = next((type(config).__name__ for config in _prompt_learning(wrapper)), None)
+    given = next((type(config).__name__ for config in _peft_configs(wrapper) if config.is_prompt_learning), None)
     return given and (
         f"{given} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
     )
 
 
-def _prompt_learning(wrapper: nn.Module) -> list[Any]:
-    """The configurations of PEFT in `wrapper` that put something before every row."""
-    configs = (c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values())
-    return [config for config in configs if getattr(config, "is_prompt_learning", False)]
+def _peft_configs(wrapper: nn.Module) -> list[Any]:
+    return [c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values()]
+
+
+def _not_by_token(config: Any) -> str | None:
+    """What an adapter of PEFT looks at beside each token, for which packing would change its numbers, if anything."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
+        return (
+            "puts a cache before every row, or other things that the attention mask of the batch does not show; use "
+            "LoRA, prompt tuning or p-tuning"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        return "with `alora_invocation_tokens` acts from a place on that is counted from the end of a padded row"
+    return "weights its experts by the mean over all tokens of a batch, padding included" if kind == "LILY" else None
 
 
 def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:

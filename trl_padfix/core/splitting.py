@@ -71,7 +71,6 @@ def split_rows(handle: PaddingRemoval, group: Any = None, *, attention: str = HE
 
 
 def _obstacle(handle: PaddingRemoval) -> str | None:
-    """Why rows cannot be split, if they cannot."""
     if handle.multimodal is not None:
         return "it takes images, whose features every process would have to compute whole"
     for mixer in (*handle.mixers.that_are(WHOLE), *handle.mixers.that_are(ROWS)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_prompt_learning_that_cannot_be_packed_is_refused(sharing):
     reason = "PromptTuningConfig.*compared by token ids.*sharing=False" if sharing else "PrefixTuningConfig.*a cache"
     with pytest.raises(PaddingRemovalError, match=reason):
         remove_padding(peft.get_peft_model(build("qwen2"), settings), prefix_sharing=sharing)
+
+
+@pytest.mark.parametrize("name", ["LoraConfig", "LilyConfig"])
+def test_adapters_that_look_at_more_than_a_token_are_refused(name):
+    settings = {"alora_invocation_tokens": [1, 2]} if name == "LoraConfig" else {}
+    if name not in vars(peft) or not settings.keys() <= inspect.signature(peft.LoraConfig).parameters.keys():
+        pytest.skip("this PEFT has no such adapter")
+    config = getattr(peft, name)(task_type="CAUSAL_LM", target_modules=["q_proj"], **settings)
+    with pytest.raises(PaddingRemovalError, match=f"{name} .*padded row|{name} .*padding included"):
+        remove_padding(peft.get_peft_model(build("qwen2"), config))
 
 
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PromptEncoderConfig])

@@ -30,13 +30,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..call.layers import layer_call
-from ..context import within
+from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
-from ..model.views import PACKED_ATTENTION, attention_override, viewed_module
+from ..model.views import PACKED_ATTENTION, viewed_module
 from .segments import attend_by_segment, in_attention_dtype
 from .split import attend_in_slices
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
@@ -250,6 +250,6 @@ class ViewPatch(ForwardPatch):
         # The recomputation of a packed forward is packed, whatever was switched off in between.
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
-            return self.on_view()(*args, **kwargs) if attention_override() else self.wrapped(*args, **kwargs)
+            return self.on_view()(*args, **kwargs) if context().attention else self.wrapped(*args, **kwargs)
         with within(packed=call):
             return self.on_view()(*args, **kwargs)

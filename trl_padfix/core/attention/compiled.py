@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
@@ -28,7 +27,7 @@ from ..context import within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..model.masks import PackedMask, describe_mask
-from ..model.older import register_mask_function
+from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
@@ -136,7 +135,7 @@ class CompiledLayerPatch(ForwardPatch):
 
         with within(packed=call):
             checkpoints = self.module.training and getattr(self.module, "gradient_checkpointing", False)
-            if checkpoints and _checkpoints_in_forward():
+            if checkpoints and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)
             return run(*args)
 
@@ -193,7 +192,6 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
 
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
-    """Why a layer cannot be compiled, or `None` if it can."""
     config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
@@ -221,11 +219,6 @@ def _plain_forward(cls: type[nn.Module]) -> Callable:
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward = inspect.getattr_static(forward, "__wrapped__")
     return forward
-
-
-def _checkpoints_in_forward() -> bool:
-    """Whether layers checkpoint their forward, and not their call (transformers before 5.18)."""
-    return "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:

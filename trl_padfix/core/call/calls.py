@@ -36,6 +36,7 @@ class ModelCall:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the module around the decoder: ids and mask
     scored: torch.Tensor | None = None  # `(n,)`: places in the flattened batch; the decoder returns no other states
     given: dict[str, Any] = field(default_factory=dict)  # the model's: mask, positions, bounds, for its decoder
+    selects: bool = False  # the model takes columns of what the decoder returns, in any order, before its head
     pools_last: bool = False  # the decoder returns the state of a row's last real token in all columns of the row
     layout: Layout | None = None  # of the `(B, L, H)` that the decoder has returned, for what comes after it
     doubled: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # what towers answered with equal halves

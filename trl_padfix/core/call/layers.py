@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
+from ..model.older import checkpoints_in_forward
 from ..model.patching import ForwardPatch
 from .arguments import bind
 from .calls import LAYOUT, PackedCall, packed_call
@@ -69,6 +70,7 @@ class LayerPatch(ForwardPatch):
         self.is_layer = is_layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        is_handed = LAYOUT in kwargs
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
@@ -78,21 +80,24 @@ class LayerPatch(ForwardPatch):
         if frame is None:
             frame = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
         with within(layer=frame, packed=frame.call):
-            return self._forward(frame, LAYOUT in kwargs)(*args, **kwargs)
+            return self._forward(frame, is_handed)(*args, **kwargs)
 
-    def _forward(self, frame: LayerCall, carries_layout: bool) -> Callable:
+    def _forward(self, frame: LayerCall, is_handed: bool) -> Callable:
         """The forward of the layer; where it is checkpointed, one whose recomputation is within `frame` too."""
-        checkpoint = getattr(self.module, "_gradient_checkpointing_func", None)
-        active = getattr(self.module, "gradient_checkpointing", False) and self.module.training
-        if checkpoint is None or not active:
-            return self.wrapped
-        if _checkpoints_inside(type(self.module)):
-            own = {"config": self.module.config} if hasattr(self.module, "config") else {}
-            return self.on_view(_gradient_checkpointing_func=_carrying(checkpoint, frame), **own)
-        if not carries_layout:  # the layer is called anew, by a checkpoint around it that knows of no packed forward
+        if checkpoints_in_forward():
+            is_checkpointed = _checkpoints(self.module)
+            if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
+                own = {"config": self.module.config} if hasattr(self.module, "config") else {}
+                checkpoint = _carrying(self.module._gradient_checkpointing_func, frame)
+                return self.on_view(_gradient_checkpointing_func=checkpoint, **own)
+        else:
+            decoder = frame.call.decoder
+            is_checkpointed = frame.call.once("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
+        # The layer is called anew by a checkpoint around it, which knows what the layer was handed, and nothing else.
+        if is_checkpointed and not is_handed:
             raise PaddingRemovalError(
                 f"{type(self.module).__name__} is checkpointed from outside and is not handed the layout of the "
-                "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.2 or "
+                "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.23 or "
                 "later, or set one of `padding_free` and `gradient_checkpointing` to False."
             )
         return self.wrapped
@@ -108,10 +113,8 @@ def _carrying(checkpoint: Callable, frame: LayerCall) -> Callable:
     return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)
 
 
-@cache
-def _checkpoints_inside(cls: type[nn.Module]) -> bool:
-    """Whether the gradient checkpoint of a layer is inside its forward, and not in its `__call__` or its decoder."""
-    return issubclass(cls, GradientCheckpointingLayer) and hasattr(cls.forward, "__wrapped__")
+def _checkpoints(module: nn.Module) -> bool:
+    return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
 @cache

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.attention import ViewPatch, counts_columns, names_attention, uses_attention_interface
 from ..call.layers import LayerPatch, hands_arguments_on
-from ..model.patching import ForwardPatch
+from ..model.patching import ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_blocks import RowsPatch, needs_whole_rows
 
@@ -200,7 +200,9 @@ def _choice(module: nn.Module) -> tuple[str, str]:
     reason = _against_packing(module)
     if not reason:
         return PACKED, ""
-    return FORKED if primitives_of(module) and "forward" not in vars(module) else ROWS, reason
+    # Patches of a handle that was removed stay while gradient checkpointing has yet to recompute its forwards.
+    is_own = beneath_patches(vars(module).get("forward")) is None
+    return FORKED if primitives_of(module) and is_own else ROWS, reason
 
 
 def _against_packing(module: nn.Module) -> str:

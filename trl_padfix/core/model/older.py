@@ -22,6 +22,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layout.layout import Layout
 from .masks import PackedMask
@@ -29,6 +30,7 @@ from .masks import PackedMask
 
 __all__ = [
     "GOES_WITH",
+    "checkpoints_in_forward",
     "decoder_of",
     "flash_arguments",
     "mask_of_rows",
@@ -45,6 +47,7 @@ __all__ = [
 GOES_WITH = {
     "decoder_of": "transformers>=5.0",  # is `model.get_decoder()` then
     "older_attributes": "transformers>=5.4",  # the last mask method was RecurrentGemma's, most went with 5.2
+    "checkpoints_in_forward": "transformers>=5.23",
     "register_mask_function": "transformers>=4.53",  # is `ALL_MASK_ATTENTION_FUNCTIONS.register` then
     "spare_packed_search": "transformers>=5.0",  # its `or_rows`, and the look for the function; the rest stays
     "resume_packed_search": "transformers>=5.0",
@@ -69,21 +72,26 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
-    """Attributes with which an older decoder runs packed, its layers given `extra`; none for current ones."""
+    """Attributes with which an older decoder runs packed, its layers given `extra`; none that current ones look at."""
+    replaced: dict[str, Any] = {}
     # Before `masking_utils` (4.52; fewer and fewer until 5.3) decoders make their mask in a method, which builds a
     # dense `(T, T)` one for every implementation it does not know. Packed attention wants a description or nothing.
-    if not hasattr(decoder, "_update_causal_mask"):
-        return {}
-    mask = _old_mask(decoder)
-    replaced: dict[str, Any] = {"_update_causal_mask": lambda *args, **kwargs: mask}
-    # Before `GradientCheckpointingLayer` was everywhere (4.53), decoders called the checkpoint function themselves,
-    # some without their keyword arguments (GPT-2).
+    if hasattr(decoder, "_update_causal_mask"):
+        mask = _old_mask(decoder)
+        replaced["_update_causal_mask"] = lambda *args, **kwargs: mask
+    # Before `GradientCheckpointingLayer` was everywhere (4.53; Zamba's until 5.0), decoders called the checkpoint
+    # function themselves, some without their keyword arguments (GPT-2, Mamba).
     checkpoint = getattr(decoder, "_gradient_checkpointing_func", None)
     if checkpoint is not None:
         replaced["_gradient_checkpointing_func"] = lambda layer, *args, **kwargs: checkpoint(
             functools.partial(layer, **extra), *args, **kwargs
         )
     return replaced
+
+
+def checkpoints_in_forward() -> bool:
+    """Whether layers checkpoint their own forward. They did their call before, or their decoder did it for them."""
+    return "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def register_mask_function(name: str, function: Callable) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Attachment", "ForwardPatch"]
+__all__ = ["Attachment", "ForwardPatch", "beneath_patches"]
 
 
 class Attachment:
@@ -115,9 +115,7 @@ class ForwardPatch:
 
     def on_view(self, **held: Any) -> Callable:
         """The forward as a packed forward calls it: past other patches of ours, on a view of the module."""
-        below = self.below
-        while isinstance(below, ForwardPatch):
-            below = below.below
+        below = beneath_patches(self.below)
         forward = bound_to_view(self.module, below, **held)
         if forward is None:
             raise PaddingRemovalError(
@@ -153,3 +151,10 @@ class ForwardPatch:
             del self.module.forward
         else:
             self.module.forward = self.below
+
+
+def beneath_patches(forward: Any) -> Any:
+    """Of the forward in the `__dict__` of a module what others than patches of ours have put there, if anybody has."""
+    while isinstance(forward, ForwardPatch):
+        forward = forward.below
+    return forward

@@ -19,15 +19,10 @@ from transformers import PretrainedConfig
 from ..context import context
 
 
-__all__ = ["PACKED_ATTENTION", "attention_override", "bound_to_view", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "bound_to_view", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
-
-
-def attention_override() -> str | None:
-    """The attention that padded forwards are to compute with, if it is another than their config names."""
-    return context().attention
 
 
 class ConfigView:

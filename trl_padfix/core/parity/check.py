@@ -22,7 +22,7 @@ from ..context import within
 from ..errors import PaddingRemovalError
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
-from ..layout.build import packed_layout
+from ..layout.build import packed_layout, padding_free_layout
 from ..model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from ..model.older import supports
 from ..model.sharded import forget_order_of_calls
@@ -100,6 +100,7 @@ def check_parity(
 
     Raises:
         PaddingRemovalError: If the model is not attached, and padding cannot be removed from it.
+        ValueError: If the mask of the batch cannot be read, or a row has no real token.
 
     Example:
 
@@ -133,6 +134,7 @@ def check_parity(
             obstacle = "all rows of a batch with images would have to be kept for them"
         else:
             rows = _unpacked(batch) if arrives_packed else (batch["input_ids"], batch["attention_mask"])
+            padding_free_layout(rows[1])  # raises what the forward of the whole batch would
             ids, mask = short_slices(*rows, chunk=handle.mixers.chunk)
             inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
             columns = torch.arange(ids.shape[1] - 1, device=ids.device)
