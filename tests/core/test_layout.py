@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given
-from kit.gpu_models import pairs, rows
+from kit.gpu_models import pairs
 from kit.models import drawn_batches
 from kit.simulated_cuda import to_simulated
 
@@ -280,7 +280,7 @@ def test_unpacking_in_place_keeps_gradients():
 
 
 def unpacking_copies_no_batch(gpu, unpack) -> None:
-    _, mask = rows()
+    _, mask = map(to_simulated, pairs(8))
     layout = padding_free_layout(mask)
     states = pack(to_simulated(torch.randn(*mask.shape, 16)), layout)
     gpu.reset()

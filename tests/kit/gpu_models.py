@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from kit import gpu_runs
-from kit.simulated_cuda import to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -50,21 +48,6 @@ def step(model, ids, mask, *, autocast: bool) -> tuple[torch.Tensor, torch.Tenso
     (logps * weights).sum().backward()
     gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
     return logps.detach().cpu(), gradient.cpu()
-
-
-COLUMNS = 56
-TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-
-
-def small(**more: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return gpu_runs.build(gpu_runs.Qwen2Config(**gpu_runs.CONFIG | TINY | more), "sdpa")
-
-
-def rows(columns: int = COLUMNS) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = gpu_runs.pairs(columns)
-    return to_simulated(ids), to_simulated(mask)
 
 
 def second_row_sees_the_first(layout: Any) -> Any:
