@@ -38,7 +38,7 @@ def pairs(rows: int, columns: int = 24, common: int = 12, everyone: int = 4) -> 
     return ids, (torch.arange(columns) < lengths).long()
 
 
-def step(model, ids, mask, *, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def step(model, ids, mask, *, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of a forward, and the gradient of their weighted sum."""
     model.zero_grad()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
@@ -46,7 +46,7 @@ def step(model, ids, mask, *, autocast: bool) -> tuple[torch.Tensor, torch.Tenso
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, 1:] * mask[:, :-1])
     weights = torch.linspace(0.5, 1, logps.numel(), device=ids.device).view_as(logps)
     (logps * weights).sum().backward()
-    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
     return logps.detach().cpu(), gradient.cpu()
 
 
