@@ -8,8 +8,18 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, words
-from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
+from kit.trainer_runs import (
+    assert_same,
+    break_mode,
+    build_model,
+    build_tokenizer,
+    entered,
+    make_plain_trainer,
+    trained,
+    trajectory,
+    words,
+)
+from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
@@ -57,32 +67,15 @@ def build_rows(count: int, seed: int = 0) -> Dataset:
 
 def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
-    tokenizer, renames = build_tokenizer(), issubclass(trainer_class, Renamed)
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
-    settings = kept | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5}
-    trainer = trainer_class(
-        build_model(),
-        TrainingArguments(str(folder), **settings | {"remove_unused_columns": not renames} | config),
-        data_collator=lambda rows: {f"my_{k}" if renames else k: v for k, v in collate(rows).items()},
-        train_dataset=build_rows(24),
-        eval_dataset=build_rows(10, seed=1),
-        processing_class=tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)
-    entered: list[int] = []
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
-    layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[:2].numel()))
-    trainer.train()
-    trainer.evaluate()
-    return trainer, sum(entered)
-
-
-def trajectory(trainer) -> torch.Tensor:
-    logs = trainer.state.log_history
-    return torch.tensor(
-        [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log] + [[logs[-1]["eval_loss"], 0]]
-    )
+    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(10, seed=1)}
+    if issubclass(trainer_class, Renamed):
+        collate = DataCollatorForSeq2Seq(build_tokenizer())
+        given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}
+        given["remove_unused_columns"] = False
+    trainer = make_plain_trainer(folder, trainer_class, **given | config)
+    computed = entered(trainer.model)
+    trained(trainer)
+    return trainer, sum(computed)
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])

@@ -5,8 +5,8 @@ import re
 
 import pytest
 from datasets import Dataset
+from kit.rows import build_rows
 from kit.sft_cases import LABELS_IN_DATA
-from kit.sft_runs import build_rows
 from kit.trainer_runs import MODES, build_tokenizer
 
 
