@@ -28,8 +28,9 @@ from kit.budget_runs import (
 )
 from kit.cells import every_pair, slow_but
 from kit.processes import logged
-from kit.trainer_runs import build_model, build_tokenizer, entered, figures, trajectory
+from kit.trainer_runs import build_model, build_tokenizer, entered, figures, trained, trajectory
 
+import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.steps import budget as token_budget
 from trl_padfix.trainers.steps import micro_batches
@@ -150,6 +151,63 @@ def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_
     )
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours, theirs)
+
+
+def token_mean(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def with_loss(trainer_class, adds):
+    """A user's subclass with a mean over the tokens of a forward as its loss; `adds` it to TRL's."""
+
+    class Own(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+            outputs = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})
+            theirs = super().compute_loss(model, inputs, **kwargs) if adds else 0.0
+            loss = theirs + token_mean(outputs, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["instead of TRL's", "beside TRL's"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_loss_of_a_subclass_sees_all_rows(name, adds, tmp_path, monkeypatch):
+    runs, computed = {}, {}
+    for ours, library in ((True, trl_padfix), (False, trl)):  # which ours was made of
+        trainer_class = f"{TRAINERS[name]}Trainer"
+        monkeypatch.setattr(library, trainer_class, with_loss(getattr(library, trainer_class), adds))
+        trainer = make(name, tmp_path, ours=ours, max_steps=4, **({"parity_check": False} | SHARING if ours else {}))
+        computed[ours] = entered(trainer.model)
+        runs[ours] = trained(trainer)
+    assert_same(runs[True], runs[False])
+    assert max(computed[True]) <= BUDGET[name] < max(computed[False])
+
+
+def test_so_does_a_function_for_the_loss(tmp_path):
+    runs = []
+    for library in (trl, trl_padfix):
+        trainer = make("sft", tmp_path, ours=library is trl_padfix, max_steps=4, compute_loss_func=token_mean)
+        trainer.train()
+        runs.append(figures(trainer.state.log_history))
+    assert_same(*runs)
+
+
+def test_a_step_of_a_subclass_is_told_what_its_batch_is(tmp_path, monkeypatch):
+    trainer = make("sft", tmp_path, ours=True)
+    own = type(
+        "Own", (type(trainer),), {"training_step": lambda self, *args, **kwargs: self.compute_loss(*args, **kwargs)}
+    )
+    monkeypatch.setattr(trainer, "__class__", own)
+    with pytest.raises(ValueError, match="a `training_step` of yours took it for one"):
+        trainer.train()
+
+
+def test_losses_of_a_subclass_that_trl_would_add_up_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl_padfix, "SFTTrainer", with_loss(trl_padfix.SFTTrainer, adds=False))
+    with pytest.raises(ValueError, match="The loss is your own, and TRL adds several of them up"):
+        make("sft", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("name", ALL_TRAINERS)
@@ -418,7 +476,7 @@ def test_the_longest_row_that_the_data_has_is_compared_with_the_budget(name, max
 def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
     trainer = make("kto", tmp_path, ours=True)
     trainer.is_deepspeed_enabled = True
-    with pytest.raises(ValueError, match="The loss compares rows, and DeepSpeed does not compute forwards a second"):
+    with pytest.raises(ValueError, match=r"The loss compares rows .*, and DeepSpeed does not compute"):
         trainer.padding.part(token_budget.Budget).attach()
 
 

@@ -90,8 +90,12 @@ def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: 
         del given["eval_dataset"]
     else:
         given |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-    trainer_class = edited(getattr(package, f"{kind}Trainer"), hook, EDITS[edit])
+    trainer_class, splits = getattr(package, f"{kind}Trainer"), "max_tokens_per_batch" in config
+    trainer_class = trainer_class if splits else edited(trainer_class, hook, EDITS[edit])
     trainer = make_trainer(package, kind, path, trainer_class, max_steps=2, **given, **config)
+    if splits:  # a loss of a subclass would see all rows of a step at once
+        compute = trainer.compute_loss
+        trainer.compute_loss = lambda model, inputs, *a, **k: (EDITS[edit](inputs), compute(model, inputs, *a, **k))[1]
     trained(trainer)
     names = ("loss", "grad_norm", "eval_loss", "rewards/chosen", "eval_rewards/chosen")
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]

@@ -16,6 +16,7 @@ from kit.trainer_runs import build_tokenizer
 
 from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
 from trl_padfix.core.layout.exchange import Group
+from trl_padfix.trainers import split_rows
 from trl_padfix.trainers.packing import Padding
 from trl_padfix.trainers.parts import Settings
 from trl_padfix.trainers.split_rows import SplitRows
@@ -95,31 +96,45 @@ def test_completions_of_a_prompt_have_to_meet(own, says, two_processes):
     part(generates=True, own={"num_generations": 4}).attach()
 
 
-def test_to_trl_a_group_is_one_process_while_it_generates():
-    class Accelerator:
-        num_processes, process_index, device = 4, 3, "cpu"
+class Trainer:
+    """Its class has this module, where a user's has accelerate's functions."""
 
-        def gather(self, x: torch.Tensor) -> torch.Tensor:
-            x = x if x.dim() else x[None]
-            return torch.cat([x, x, x + 1, x + 1])  # of each process
 
-        def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gather(x)
+def gather(x: torch.Tensor) -> torch.Tensor:
+    return Accelerator().gather(x)
 
-    split, accelerator = part(), Accelerator()
-    split.trainer.accelerator, split.group = accelerator, Group(None, 1, 2)
-    module = {"gather": accelerator.gather, "gather_object": lambda x: x}
-    before = dict(module)
-    trainer = split.trainer
-    with split._groups_as_processes(module):
+
+def gather_object(x: list) -> list:
+    return x
+
+
+class Accelerator:
+    num_processes, process_index, device = 4, 3, "cpu"
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.dim() else x[None]
+        return torch.cat([x, x, x + 1, x + 1])  # of each process
+
+    def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(x)
+
+
+def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
+    monkeypatch.setattr(split_rows, "gather", gather)
+    monkeypatch.setattr(split_rows, "gather_object", gather_object)
+    split, accelerator, before = part(), Accelerator(), (gather, gather_object)
+    split.trainer, split.group = Trainer(), Group(None, 1, 2)
+    trainer: Any = split.trainer
+    trainer.accelerator = accelerator
+    with split._groups_as_processes():
         assert (trainer.accelerator.num_processes, trainer.accelerator.process_index) == (2, 1)
         rows = torch.tensor([[1.0], [2.0]])
-        for gather in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, module["gather"]):
-            assert gather(rows).flatten().tolist() == [1, 2, 2, 3]
-            assert gather(torch.tensor(1.0)).tolist() == [1, 2]
-        assert module["gather_object"](["a"]) == []  # the first process of the group says it
+        for gathering in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, gather):
+            assert gathering(rows).flatten().tolist() == [1, 2, 2, 3]
+            assert gathering(torch.tensor(1.0)).tolist() == [1, 2]
+        assert gather_object(["a"]) == []  # the first process of the group says it
     assert trainer.accelerator is accelerator
-    assert module == before
+    assert (gather, gather_object) == before
 
 
 def test_trl_leaves_the_parallelism_of_our_configuration_to_us():

@@ -25,8 +25,9 @@ trainer of any class without a file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -36,6 +37,7 @@ from datasets import Dataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..core.call.step import knowing
 from .attention_choice import AttentionChoice
 from .checks import check_arguments
 from .data.batch_layouts import without_layouts
@@ -60,6 +62,22 @@ from .watch.token_counts import TokenCounts
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _observed(compute_loss: F) -> F:
+    """A `compute_loss` whose forwards are those of a step, on a batch without layouts."""
+
+    @functools.wraps(compute_loss)
+    def observed(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
+        with self.observe_step(model, inputs, returns_outputs) as step:
+            step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
+        return step.result
+
+    return observed  # type: ignore[return-value]
+
 
 PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
@@ -106,6 +124,8 @@ class PaddingFreeMixin:
         # see the `__init__` of the mixin.
         package = __name__.partition(".")[0]
         owner = next(c for c in cls.__mro__ if "__init__" in vars(c) and c.__module__.partition(".")[0] != package)
+        if "compute_loss" in vars(cls):  # which need not call ours
+            cls.compute_loss = _observed(vars(cls)["compute_loss"])
         if owner is not object:
             signature = inspect.signature(owner.__init__)
             cls.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
@@ -203,12 +223,10 @@ class PaddingFreeMixin:
         inputs = {**inputs, MICRO_BATCHES: [scored(piece) for piece in pieces]}
         return self.padding.part(Budget).training_step(train, model, inputs, *args, **kwargs)
 
+    @_observed
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
-        with self.observe_step(model, inputs, returns_outputs) as step:
-            given, splitting = self.padding.task.model_for_loss(model), self.padding.part(Splitting)
-            step.result = splitting.compute_loss(super().compute_loss, given, step.inputs, *args, **kwargs)
-        return step.result
+        given, splitting = self.padding.task.model_for_loss(model), self.padding.part(Splitting)
+        return splitting.compute_loss(super().compute_loss, given, inputs, *args, **kwargs)
 
     @contextlib.contextmanager
     def observe_step(self, model: Any, inputs: dict[str, Any], returns_outputs: bool = False) -> Iterator[Step]:
@@ -216,22 +234,22 @@ class PaddingFreeMixin:
         A block with forwards of the policy, and of the reference, on one batch: packed as its layouts say, checked for
         parity on the first batch, and counted. Within another such block it does nothing of its own.
         """
-        padding = self.padding
-        plain, laid = without_layouts(inputs)
+        padding, running = self.padding, self.padding.running
+        if pieces_of(inputs)[0] is not inputs:
+            raise ValueError(
+                "With `max_tokens_per_batch` a batch is the micro-batches of a step, and a `training_step` of yours "
+                "took it for one. Call `super().training_step`, which runs them in turn, or leave the budget out."
+            )
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        known = laid.known(plain) if laid is not None else []
-        plain = padding.task.scored(plain)
+        plain, laid = without_layouts(padding.task.scored(inputs))
+        if running is not None:  # whose batch may have been edited since
+            laid = running.laid
+        known = laid.known(plain if running is None else inputs) if laid is not None else []
         step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
-        if padding.is_observing:
+        blocks = map(knowing, known) if running is not None else (part.step(step) for part in padding.parts)
+        with temporarily_set(padding, "running", step), entered(blocks):
             yield step
-            return
-        padding.is_observing = True
-        try:
-            with entered(part.step(step) for part in padding.parts):
-                yield step
-        finally:
-            padding.is_observing = False
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with temporarily_set(self.padding, "predicted", inputs):

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import trl
+from packaging.version import Version
 
+from ..core.errors import PaddingRemovalError
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
@@ -17,6 +19,15 @@ class GRPOTask(OnlineTask):
     """Groups of completions."""
 
     extremes = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
+
+    def check(self, config: Any, given: dict[str, Any]) -> None:
+        super().check(config, given)
+        if self.trainer.padding.settings.padding_free and _trains_padding(config):
+            raise PaddingRemovalError(
+                f"`loss_type='luspo'` of TRL {trl.__version__} takes the gradient of padding, too, unless the loss of "
+                "a sequence has one value: https://github.com/huggingface/trl/pull/6654. Update TRL to 1.10, set "
+                "`importance_sampling_level='sequence'` and `beta=0`, or leave `padding_free` out."
+            )
 
     def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         trainer, of_rows = self.trainer, super().loss_weight(piece, whole)
@@ -39,6 +50,13 @@ class GRPOTask(OnlineTask):
         trainer = self.trainer
         bonus = getattr(trainer, "_entropy_bonus_enabled", False)  # TRL 1.0 had none
         return trainer.loss_type != "bnpo" and not bonus and trainer.top_entropy_quantile == 1.0
+
+
+def _trains_padding(config: Any) -> bool:
+    """Whether TRL's loss has a value for each token of a completion, and does not mask its padding."""
+    weighed = config.use_vllm and config.vllm_importance_sampling_mode.startswith("token")
+    by_token = config.importance_sampling_level == "token" or config.beta or config.top_entropy_quantile < 1 or weighed
+    return config.loss_type == "luspo" and by_token and Version(trl.__version__) < Version("1.10")
 
 
 class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):

@@ -75,16 +75,14 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
         return on_side_with_kl(self, super().torch_call(examples))
 
 
-if hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference"):  # not in every TRL
+@dataclass
+class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+    """TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term."""
 
-    @dataclass
-    class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
-        """TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term."""
-
-        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-            batch = super().torch_call(examples)
-            self.refuse_cut(batch, len(examples), "examples")
-            return on_side_with_kl(self, batch)
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        self.refuse_cut(batch, len(examples), "examples")
+        return on_side_with_kl(self, batch)
 
 
 class KTOTask(Task):
@@ -94,10 +92,10 @@ class KTOTask(Task):
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = ("prompt", "completion", "chosen", "rejected")
     takes_layouts = True
-    takes_images = hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference")
-    collators = {trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference}
-    if takes_images:
-        collators[trl_kto.DataCollatorForVisionUnpairedPreference] = DataCollatorForVisionUnpairedPreference
+    collators = {
+        trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
+        trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,
+    }
     measure = UnpairedMeasure
 
     def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
@@ -113,9 +111,7 @@ class KTOTask(Task):
         return True  # by the KL term, a mean over all of them
 
     def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        if self.trainer.aux_loss_enabled or not hasattr(self.trainer, "_compute_kl_logps"):
-            return None
-        return len(piece["input_ids"]) / len(whole["input_ids"])
+        return None if self.trainer.aux_loss_enabled else len(piece["input_ids"]) / len(whole["input_ids"])
 
     @contextlib.contextmanager
     def in_pieces(self, inputs: dict[str, Any], splits: Any) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ..core.call.layout_of import LayoutKey
-from ..core.call.step import BatchFacts, Known, knowing
+from ..core.call.step import Known, knowing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .checks import check_vocabulary, column_names, require_columns
@@ -27,7 +27,7 @@ from .data.layouts import Layouts
 from .data.row_checks import sound_rows
 from .launches import datasets_of
 from .packing import Packing
-from .parts import Step, entered
+from .parts import entered
 from .saving.whole_checkpoints import WholeCheckpoints
 from .split_rows import SplitRows
 from .steps.budget import Splitting
@@ -137,30 +137,16 @@ class OnlineTask(Task):
 class OnlineLayouts(Layouts):
     """Layouts of rows that are generated: the host looks once for all micro-batches of a generation."""
 
-    _of_step: BatchFacts | None = None
-    """What is known of the rows of the step that is running."""
-
-    @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        unwritten = step.laid is not None and step.laid.are_unwritten(step.inputs, *names)
-        self._of_step = step.laid.facts[""] if unwritten else None
-        try:
-            with super().step(step):
-                yield
-        finally:
-            self._of_step = None
-
-    @contextlib.contextmanager
-    def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+    def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """What the running step came with is known of these rows: TRL joins prompts and completions anew."""
-        facts = self._of_step
+        step = self.trainer.padding.running
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        if facts is None or key is None or tuple(ids.shape) != facts.layout.batch_shape:
-            yield
-            return
-        with knowing(Known.of(key, facts)):
-            yield
+        if step is not None and step.laid is not None and step.laid.are_unwritten(step.inputs, *names):
+            facts = step.laid.facts[""]
+            if key is not None and tuple(ids.shape) == facts.layout.batch_shape:
+                return knowing(Known.of(key, facts))
+        return contextlib.nullcontext()
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Micro-batches of a generation with their layouts: the host looks once, and in none of their steps."""
@@ -196,9 +182,8 @@ class OnlineTrainer(PaddingFreeMixin):
         return self.padding.part(SplitRows).of_first(completed)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        generate = super()._generate_and_score_completions
-        with self.padding.part(SplitRows).generating(generate, inputs):
-            return generate(inputs)
+        with self.padding.part(SplitRows).generating(inputs):
+            return super()._generate_and_score_completions(inputs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)

@@ -21,7 +21,7 @@ from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
 from .field_types import temporarily_set
 from .launches import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
-from .parts import Part, Settings, entered
+from .parts import Part, Settings, Step, entered
 from .task import Task
 from .watch.finite import check_weights
 
@@ -72,7 +72,8 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
-        self.is_attached = self.is_observing = False
+        self.is_attached = False
+        self.running: Step | None = None
         self.predicted: dict[str, Any] | None = None  # the batch of the running `prediction_step`
 
     @property

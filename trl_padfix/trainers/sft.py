@@ -21,6 +21,7 @@ from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
 from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
+from .own_loss import has_own_loss
 from .parts import Settings
 from .steps.measures import TextMeasure
 from .steps.sampler import StepOrder
@@ -98,7 +99,10 @@ class SFTTask(Task):
         several = trainer.accelerator.num_processes > 1
         if several and not trainer.args.average_tokens_across_devices:
             return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        if self.averages_tokens() and (several or trainer.padding.part(StepOrder).plan().accumulated > 1):
+        accumulated = trainer.padding.part(StepOrder).plan().accumulated > 1
+        if accumulated and has_own_loss(trainer):
+            return "The loss is your own, and TRL adds several of them up in a step (`gradient_accumulation_steps`)"
+        if self.averages_tokens() and (several or accumulated):
             return (
                 f"The loss of {type(trainer.model).__name__} is a mean over the tokens of a forward, and a step has "
                 "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"

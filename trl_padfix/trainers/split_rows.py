@@ -9,14 +9,14 @@ and TRL a group counts as one under tensor parallelism does: its processes compu
 from __future__ import annotations
 
 import contextlib
-import inspect
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import parse_flag_from_env, recursively_apply
+from accelerate.utils import gather, gather_object, parse_flag_from_env, recursively_apply
 from datasets import Dataset
 from torch import distributed
 
@@ -24,6 +24,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.layout.exchange import Group
 from ..core.layout.slices import HEADS, KEYS
 from ..core.splitting import split_rows
+from .field_types import temporarily_set
 from .launches import splitting_parallelism
 from .parts import Evaluation, Part, Step
 
@@ -173,10 +174,10 @@ class SplitRows(Part):
             )
 
     @contextlib.contextmanager
-    def generating(self, generate: Callable, rows: list[dict[str, Any]]) -> Iterator[None]:
+    def generating(self, rows: list[dict[str, Any]]) -> Iterator[None]:
         """
-        Around `generate`, TRL's method that completes and scores the prompts of `rows`: all processes of a group draw
-        alike, here and in the shuffling that follows.
+        Around TRL's completing and scoring of the prompts of `rows`: all processes of a group draw alike, here and in
+        the shuffling that follows.
 
         Raises:
             ValueError: If the processes of the group have different prompts; on each of them.
@@ -186,7 +187,7 @@ class SplitRows(Part):
             return
         self._require_agreement([zlib.crc32(repr([row.get("prompt") for row in rows]).encode())])
         self._draw_alike()
-        with self._groups_as_processes(inspect.unwrap(generate).__globals__):
+        with self._groups_as_processes():
             yield
         self._draw_alike()
 
@@ -209,11 +210,11 @@ class SplitRows(Part):
             accelerators.set_rng_state(state[1], device)
 
     @contextlib.contextmanager
-    def _groups_as_processes(self, module: dict[str, Any] | None = None) -> Iterator[None]:
+    def _groups_as_processes(self) -> Iterator[None]:
         """
         To TRL a group is one process: standard deviations, quantiles and sums count no row twice.
 
-        `module` has accelerate's functions under the names by which TRL calls them; these are replaced meanwhile.
+        Also where a class of the trainer, TRL's or a user's, calls the functions that its module has of accelerate.
         """
         trainer, accelerator, group = self.trainer, self.trainer.accelerator, self.group
         assert group is not None
@@ -228,21 +229,19 @@ class SplitRows(Part):
         def one_of_each(x: torch.Tensor) -> torch.Tensor:
             return _one_of_each(x, accelerator.num_processes, group.size)
 
-        module = {} if module is None else module
-        saved = {name: module[name] for name in ("gather", "gather_object") if name in module}
-        replacing = {
-            "gather": lambda x: recursively_apply(one_of_each, saved["gather"](x)),
-            "gather_object": lambda x: saved["gather_object"](x if group.rank == 0 else []),
-        }
-        module.update({name: replacing[name] for name in saved})
         grouped = object.__new__(Grouped)
         grouped.__dict__ = vars(accelerator)  # one state, two ways to see it
-        trainer.accelerator = grouped
-        try:
+        replacing: dict[Any, Callable] = {
+            gather: lambda x: recursively_apply(one_of_each, gather(x)),
+            gather_object: lambda x: gather_object(x if group.rank == 0 else []),
+        }
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(temporarily_set(trainer, "accelerator", grouped))
+            for module in {sys.modules[owner.__module__] for owner in type(trainer).__mro__}:
+                for name, value in [*vars(module).items()]:
+                    if value is gather or value is gather_object:
+                        stack.enter_context(temporarily_set(module, name, replacing[value]))
             yield
-        finally:
-            trainer.accelerator = accelerator
-            module.update(saved)
 
     @contextlib.contextmanager
     def precomputing(self) -> Iterator[None]:
@@ -260,17 +259,13 @@ class SplitRows(Part):
         if self.group is None:
             yield
             return
-        accelerator, size = self.trainer.accelerator, self.group.size
-        gather = accelerator.gather
+        accelerator, size, of_all = self.trainer.accelerator, self.group.size, self.trainer.accelerator.gather
 
         def one_of_each(x: torch.Tensor) -> torch.Tensor:
             return _one_of_each(x, accelerator.num_processes, size)
 
-        vars(accelerator)["gather"] = lambda x: recursively_apply(one_of_each, gather(x))
-        try:
+        with temporarily_set(accelerator, "gather", lambda x: recursively_apply(one_of_each, of_all(x))):
             yield
-        finally:
-            del vars(accelerator)["gather"]
 
 
 def _check_sizes(config: Any) -> None:

@@ -13,6 +13,7 @@ from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
 from .data.row_checks import sound_rows
 from .data.turns import check_tool_messages
+from .own_loss import has_own_loss
 
 
 __all__ = ["PairTask", "Task"]
@@ -138,7 +139,7 @@ class Task:
 
     def compares_rows(self) -> bool:
         """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return getattr(self.trainer, "aux_loss_enabled", False)
+        return getattr(self.trainer, "aux_loss_enabled", False) or has_own_loss(self.trainer)
 
     def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
         """

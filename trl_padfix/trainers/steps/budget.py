@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from ..checks import column_names, rope_kind_beyond
 from ..data.batch_layouts import LayoutCollator
 from ..field_types import temporarily_set
 from ..launches import datasets_of, is_zero_3, models_of, splitting_parallelism
+from ..own_loss import has_own_loss, has_replaced_loss
 from ..parts import Part, Step
 from .config import check_token_budget
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
@@ -77,6 +77,12 @@ class Splitting(Part):
                 f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
+        if has_own_loss(self.trainer):
+            logger.warning(
+                f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
+                "so it is computed from all rows of a step at once. All pieces of its forward but one are computed "
+                "again in the backward pass."
+            )
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_splitting(module) for module in modules]
 
@@ -90,11 +96,14 @@ class Splitting(Part):
         if reason := task.reason_not_to_split():
             return reason
         if task.compares_rows() and trainer.is_deepspeed_enabled:
-            return "The loss compares rows, and DeepSpeed does not compute forwards a second time within a backward"
+            return (
+                "The loss compares rows (or is your own), and DeepSpeed does not compute forwards a second time "
+                "within a backward"
+            )
         if self.has_images() and task.compares_rows():
             return (
-                "The loss compares rows, whose forwards are cut by rows, and which of the images in a batch belong to "
-                "which row is not known there"
+                "The loss compares rows (or is your own): its forwards are cut by rows, and which of the images in a "
+                "batch belong to which row is not known there"
             )
         if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
             return (
@@ -196,10 +205,9 @@ class Splitting(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if not (torch.is_grad_enabled() and trainer.model.training and task.compares_rows()) or self.has_images():
             return False
-        replaced = [vars(trainer)[name] for name in _methods_of_loss(type(trainer)) & vars(trainer).keys()]
-        is_trls = _has_loss_of_trl(type(trainer)) and all(new.__module__.startswith(KNOWN) for new in replaced)
+        is_known = not (has_own_loss(trainer) or has_replaced_loss(trainer))
         whole_step = trainer.args.gradient_accumulation_steps == 1
-        return is_trls and whole_step and task.loss_weight(inputs, inputs) is not None
+        return is_known and whole_step and task.loss_weight(inputs, inputs) is not None
 
     @cached_property
     def once(self) -> bool:
@@ -335,30 +343,6 @@ class Budget(Splitting):
             yield
         if self.weight is not None:
             step.result = step.result * self.weight
-
-
-KNOWN = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
-"""Modules whose losses are known; what TRL's experiments or a user make of a loss may compare rows."""
-
-
-@cache
-def _methods_of_loss(trainer_class: type) -> frozenset[str]:
-    """The methods by which the loss of a trainer is computed: `compute_loss`, and those that these mention."""
-    found, left = set(), {"compute_loss"}
-    while left:
-        found.add(name := left.pop())
-        for owner in trainer_class.__mro__:
-            method = inspect.unwrap(vars(owner).get(name))
-            if owner.__module__.startswith(KNOWN) and inspect.isfunction(method):
-                mentioned = set(re.findall(r"self\.(\w+)", inspect.getsource(method)))
-                left |= {other for other in mentioned - found if callable(getattr(trainer_class, other, None))}
-    return frozenset(found)
-
-
-@cache
-def _has_loss_of_trl(trainer_class: type) -> bool:
-    methods = _methods_of_loss(trainer_class)
-    return all(owner.__module__.startswith(KNOWN) for owner in trainer_class.__mro__ if methods & vars(owner).keys())
 
 
 def _rows_of(inputs: dict[str, Any], rows: torch.Tensor, count: int) -> dict[str, Any]:
