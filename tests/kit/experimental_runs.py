@@ -119,7 +119,8 @@ def classes(name: str, library: str) -> tuple[type, type]:
 
 def build(name: str, library: str, folder: Any, policy: str, **config: Any) -> Any:
     experiment, (trainer_class, config_class) = EXPERIMENTS[name], classes(name, library)
-    given = {name: config.pop(name) for name in ("train_dataset", "teacher_model") if name in config}
+    own = ("train_dataset", "teacher_model", "processing_class")
+    given = {name: config.pop(name) for name in own if name in config}
     data = {"train_dataset": experiment.data(24, 0)}
     data |= {"eval_dataset": experiment.data(8, 1)} if experiment.evaluates else {}
     given = experiment.given(policy) | given
