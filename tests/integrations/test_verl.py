@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -78,6 +79,19 @@ def test_its_sft_trainer_takes_the_same_steps_with_fewer_tokens(sharing, folder,
     real = sum(log["global_tokens"] for log in ours)
     assert (computed < real) if sharing == "1" else (computed == real)
     assert real < theirs[1]
+
+
+def test_the_overrides_of_the_docs_are_those_of_its_configuration():
+    import verl
+    from hydra import compose, initialize_config_dir
+
+    docs = (Path(__file__).parents[2] / "docs" / "other_stacks.md").read_text()
+    (overrides,) = re.findall(r"## verl.*?```text\n(.*?)```", docs, re.DOTALL)
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose("ppo_trainer", overrides=overrides.split())
+    for part in (config.actor_rollout_ref, config.critic):
+        assert (part.model.external_lib, part.model.use_remove_padding) == (PLUGIN, False)
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"TRL_PADFIX_PREFIX_SHARING": "auto"}
 
 
 # The engines of actor and critic

@@ -4,11 +4,21 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, words
+from kit.trainer_runs import (
+    SETTINGS,
+    assert_same,
+    break_mode,
+    build_model,
+    build_tokenizer,
+    lora,
+    pass_on_without_hooks,
+    words,
+)
 from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
 
 import trl_padfix
@@ -55,14 +65,14 @@ def build_rows(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
 
 
-def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
+def train(folder, trainer_class: type[Trainer], model=None, **config) -> tuple[Any, int]:
     """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
     tokenizer, renames = build_tokenizer(), issubclass(trainer_class, Renamed)
     collate = DataCollatorForSeq2Seq(tokenizer)
     kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
     settings = kept | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5}
     trainer = trainer_class(
-        build_model(),
+        model or build_model(),
         TrainingArguments(str(folder), **settings | {"remove_unused_columns": not renames} | config),
         data_collator=lambda rows: {f"my_{k}" if renames else k: v for k, v in collate(rows).items()},
         train_dataset=build_rows(24),
@@ -117,6 +127,16 @@ def test_a_leaking_layout_is_seen(kind, tmp_path, monkeypatch):
     ours, _ = train(tmp_path / "ours", padding_free_trainer(CLASSES[kind], parity_check=False))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trajectory(ours), trajectory(theirs))
+
+
+def test_adapters_are_compared_whatever_the_version_of_peft(tmp_path, monkeypatch):
+    pass_on_without_hooks(monkeypatch)
+    model = peft.get_peft_model(build_model(), lora(task_type="CAUSAL_LM"))
+    ours, _ = train(tmp_path, padding_free_trainer(Renamed), model, max_steps=1)
+    assert {mode: [report.ok for report in found] for mode, found in ours.padding.parity.items()} == {
+        "train": [True],
+        "eval": [True],
+    }
 
 
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
