@@ -17,6 +17,7 @@ from kit.trainer_runs import (
     entered,
     lora,
     make_plain_trainer,
+    pass_on_without_hooks,
     trained,
     trajectory,
     words,
@@ -189,7 +190,10 @@ def test_trls_trainers_take_it(tmp_path):
     assert [report.ok for report in callbacks[0].reports] == [True, True]
 
 
-def test_mixed_precision_and_adapters(tmp_path):
+@pytest.mark.parametrize("hooks", [True, False], ids=["", "PEFT before 0.21"])
+def test_mixed_precision_and_adapters(hooks, tmp_path, monkeypatch):
+    if not hooks:
+        pass_on_without_hooks(monkeypatch)
     callback = PaddingRemovalCallback(prefix_sharing=True)
     trainer, entered = train(tmp_path, callbacks=[callback], model=adapted_model(), bf16=True, max_steps=2)
     assert callback.reports[0].dtype == torch.bfloat16
@@ -329,6 +333,18 @@ def test_a_run_that_packs_nothing_is_told(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         trainer.train()
     assert caplog.text.count("Nothing was packed in the first step") == 1
+
+
+def test_a_run_that_is_not_compared_is_told(tmp_path, caplog):
+    class Headless(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state.square().mean()
+
+    callback = PaddingRemovalCallback()
+    with caplog.at_level("WARNING"):
+        build_trainer(tmp_path, Headless, [callback], max_steps=2).train()
+    assert callback.stats.packed_tokens < callback.stats.padded_tokens
+    assert caplog.text.count("were not compared on the first batch") == 1
 
 
 def test_it_is_public():

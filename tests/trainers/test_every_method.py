@@ -52,6 +52,8 @@ def test_a_run_and_an_evaluation_are_trls(name, mode, make):
     assert len(ours.trajectory()) == ours.trainer.args.max_steps + 1 > 10
     assert ours.completions == theirs.completions
     assert_same(ours.trajectory(*method.metrics), theirs.trajectory(*method.metrics))
+    if name == "Distillation":
+        assert_same(ours.weights(), theirs.weights(), atol=1e-5)
     assert_mode_ran(ours, mode)
     if name == "KTO":
         assert ours.trajectory("kl")[:, 2].max() > 0.1  # the term of the mismatched completions counts
