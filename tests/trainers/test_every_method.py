@@ -4,6 +4,7 @@ What every method has in common: TRL's trajectory, generation included, whatever
 The losses and set-ups of DPO have a folder of their own; here are those of the older versions that `nox` runs.
 """
 
+import logging
 from itertools import product
 
 import pytest
@@ -13,9 +14,9 @@ from kit.flash_stand_in import flash_attention_stand_in
 from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, assert_trls
 from kit.rows import build_pairs
 from kit.sft_cases import NEWEST, OBJECTIVES
-from kit.trainer_runs import MODES, Run, assert_mode_ran, assert_same, break_mode, build_model
+from kit.trainer_runs import MODES, SPECIAL, Run, assert_mode_ran, assert_same, break_mode, build_model, our_warnings
 
-from trl_padfix import PaddingRemovalError, ParityError
+from trl_padfix import PaddingRemovalError, ParityError, prefix_sharing_layout
 
 
 LATER = pytest.mark.skipif(not NEWEST, reason="tried with later versions of TRL")
@@ -180,6 +181,45 @@ def test_fractions_are_those_of_the_forwards_of_the_loss(name, make):
     assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
     assert 0 < evaluated["eval_padfix/shared_fraction"] < 1
     assert evaluated["eval_perf/tokens_per_second"] > 0
+
+
+# -- what a script does with a trainer
+
+
+@pytest.mark.parametrize("name", cells("SFT", "DPO"))
+def test_good_rows_give_no_warning(name, make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make.train("short", **MODES["prefix sharing"])
+    assert our_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("name", cells("SFT", "DPO"))
+def test_a_layout_is_built_with_its_batch_and_by_no_forward(name, make, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
+        lambda *batch: built.append(batch) or prefix_sharing_layout(*batch),
+    )
+    make.train("short", given={"eval_dataset": None}, **MODES["prefix sharing"], parity_check=False)
+    assert 5 <= len(built) <= 6  # the data loader fetches one ahead
+
+
+@LATER
+@pytest.mark.parametrize(("name", "mode"), product(cells("SFT", "DPO"), TWO_MODES))
+def test_compute_metrics_sees_trls_logits_of_the_real_tokens(name, mode, make):
+    def compute_metrics(prediction):
+        logits, ids = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
+        real = (ids >= 0) & (ids != SPECIAL["<pad>"])
+        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
+
+    config = {"loss_type": "nll"} if name == "SFT" else {}
+    theirs, ours = (
+        make(trainer_class, config | mode, compute_metrics=compute_metrics).evaluate()
+        for trainer_class, mode in ((make.method.theirs, {}), (None, SIDED_MODES[mode]))
+    )
+    assert ours["eval_tokens"] == theirs["eval_tokens"]
+    for figure in ("eval_sum", "eval_loss"):
+        assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5)
 
 
 # -- the tests can fail

@@ -202,12 +202,6 @@ def test_pairs_that_teach_nothing_are_counted_in_a_warning(data, config, message
     assert re.search(message, warning)
 
 
-def test_good_pairs_give_no_warning(make, caplog):
-    with caplog.at_level(logging.WARNING):
-        make.train("short", **SIDED_MODES["prefix sharing, left"])
-    assert our_warnings(caplog) == []
-
-
 def test_an_empty_evaluation_set_is_an_error_that_names_it(make):
     with pytest.raises(ValueError, match="The eval dataset is empty"):
         make(eval_dataset=Dataset.from_dict({"prompt": [], "chosen": [], "rejected": []}))

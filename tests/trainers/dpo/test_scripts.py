@@ -12,7 +12,6 @@ from kit.dpo_cases import STEPS, build_pairs
 from kit.trainer_runs import (
     SHORT,
     SIDED_MODES,
-    SPECIAL,
     TWO_MODES,
     Run,
     assert_mode_ran,
@@ -25,7 +24,6 @@ from kit.trainer_runs import (
 from transformers import AutoModelForCausalLM
 
 from trl_padfix import DPOTrainer
-from trl_padfix import prefix_sharing_layout as share_prefixes
 
 
 # -- our own figures
@@ -73,16 +71,6 @@ def test_a_log_covers_all_batches_since_the_last(make):
         assert log["padfix/pad_fraction"] == pytest.approx(1 - counts["padding-free"] / counts["padded"])
 
 
-def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
-    built = []
-    monkeypatch.setattr(
-        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
-        lambda *batch: built.append(batch) or share_prefixes(*batch),
-    )
-    make.train("short", given={"eval_dataset": None}, **SIDED_MODES["prefix sharing, left"], parity_check=False)
-    assert 5 <= len(built) <= 6  # with their batches, of which the data loader fetches one ahead
-
-
 @pytest.mark.parametrize("check", [True, "forward"])
 def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
     trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
@@ -107,22 +95,6 @@ def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(mode, make):
     first, again, other = (log["eval_padfix/pad_fraction"] for log in trainers[1].state.log_history)
     assert first == again != other
     assert "eval_loss" not in trainers[1].evaluate(fresh)
-
-
-@pytest.mark.parametrize("mode", TWO_MODES)
-def test_compute_metrics_sees_trls_logits_of_the_real_tokens(mode, make):
-    def compute_metrics(prediction):
-        logits, ids = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
-        real = (ids >= 0) & (ids != SPECIAL["<pad>"])
-        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
-
-    theirs, ours = (
-        make(trainer_class, config, compute_metrics=compute_metrics).evaluate()
-        for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, SIDED_MODES[mode]))
-    )
-    assert ours["eval_tokens"] == theirs["eval_tokens"]
-    for name in ("eval_sum", "eval_loss"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
 def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ from kit.sft_cases import EXACT, NEWEST, evaluated
 from kit.trainer_runs import MODES, SHORT, SIDED_MODES, TWO_MODES, run, watch_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_padfix import SFTTrainer
-
 
 def batch_sizes(make_sized, names, sizes=(1, 2, 8, 64)) -> list[dict[str, float]]:
     metrics = [evaluated(make_sized(size)) for size in sizes]
@@ -94,21 +92,6 @@ def test_an_evaluation_of_the_loss_makes_no_logits(make):
     with LogitsSized() as logits, torch.no_grad():
         trainer.model(torch.tensor([[1, 2]]))
     assert logits.seen
-
-
-@pytest.mark.parametrize("mode", TWO_MODES)
-def test_compute_metrics_sees_trls_logits_of_the_real_tokens(mode, make):
-    def compute_metrics(prediction):
-        logits, labels = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
-        real = labels != -100
-        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
-
-    theirs, ours = (
-        make(trainer_class, config | {"loss_type": "nll"}, compute_metrics=compute_metrics).evaluate()
-        for trainer_class, config in ((trl.SFTTrainer, {}), (SFTTrainer, SIDED_MODES[mode]))
-    )
-    assert ours["eval_tokens"] == theirs["eval_tokens"]
-    assert ours["eval_sum"] == pytest.approx(theirs["eval_sum"], rel=1e-5)
 
 
 @pytest.mark.skipif(not NEWEST, reason="older transformers have another name for the strategy")
