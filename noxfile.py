@@ -100,13 +100,14 @@ OTHERS = {
                 "evaluate", "fastcore", "fire", "mistral-common==1.11.5", "numba", "posthog", "pycountry",
                 "pydantic-extra-types", "python-dotenv", "schedulefree", "wandb", "zstandard"),
     "ms-swift": ("addict", "aiohttp", "attrdict", "av", "binpacking", "cpm-kernels", "cryptography", "dacite",
-                 "einops", "fastapi", "jieba", "json-repair", "modelscope", "msgspec", "nltk", "openai", "oss2",
-                 "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn", "zstandard"),
+                 "einops", "fastapi", "httpx", "jieba", "json-repair", "modelscope", "msgspec", "nltk", "openai",
+                 "oss2", "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn",
+                 "zstandard"),
     "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
                      "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
                      "tyro<0.9", "uvicorn"),
-    "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "hydra-core", "omegaconf",
-             "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "wandb"),
+    "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "fastapi", "hydra-core",
+             "omegaconf", "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "uvicorn", "wandb"),
 }  # fmt: skip
 
 # The wheel of torchaudio looks for CUDA's libraries beside a torch that has none; what is run here needs none of them.
@@ -125,8 +126,7 @@ def plugins(session: nox.Session, package: str) -> None:
     session.install("--no-deps", f"{package}=={OTHER_STACKS[package]}", *TRAINING[package])
     session.run("python", "-c", WITHOUT_CUDA)
     session.run("pip", "list")
-    tests = (f"tests/integrations/test_{name}.py" for name in ("versions", package.replace("-", "_")))
-    session.run("pytest", "-m", "slow", *tests, *session.posargs)
+    session.run("pytest", "-m", "slow", f"tests/integrations/test_{package.replace('-', '_')}.py", *session.posargs)
 
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")

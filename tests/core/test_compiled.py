@@ -9,23 +9,15 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from kit import varlen_reference
+from kit.conformance import CASES, conform, of_operator
+from kit.gpu_models import build, step
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import trl_padfix.core.attention.compiled
 from trl_padfix import remove_padding
 from trl_padfix.core.attention import operators, segments
 from trl_padfix.core.attention.compiled import compile_layers
 from trl_padfix.core.model.patching import ForwardPatch
-
-
-def build(layers: int = 2, **more) -> Qwen2ForCausalLM:
-    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = Qwen2Config(**sizes | {"num_hidden_layers": layers, "initializer_range": 0.08} | more)
-        return Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -38,14 +30,6 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         lengths = columns - torch.randint(1, columns // 3, (rows, 1), generator=generator)
         made.append((ids, (torch.arange(columns) < lengths).long()))
     return made
-
-
-def step(model, ids, mask) -> tuple[torch.Tensor, torch.Tensor]:
-    model.zero_grad()
-    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, 1:] * mask[:, :-1])
-    (logps * torch.linspace(-1, 1, logps.numel()).view(logps.shape)).sum().backward()
-    return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.fixture(autouse=True)
@@ -213,27 +197,17 @@ def test_removing_and_disabling_leave_a_model_uncompiled():
 
 
 @pytest.mark.parametrize("window", [-1, 3])
-def test_the_operator_of_segments_is_attention_and_its_gradients(window):
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda n, heads: torch.randn(n, heads, 8, generator=generator, requires_grad=True)  # noqa: E731
-    states = draw(9, 4), draw(16, 2), draw(16, 2)
+def test_the_operator_of_segments_is_one_to_torch(window):
+    states = (torch.randn(n, heads, 8, requires_grad=True) for n, heads in ((9, 4), (16, 2), (16, 2)))
     bounds = torch.tensor([0, 5, 7, 9], dtype=torch.int32), torch.tensor([0, 5, 12, 16], dtype=torch.int32)
-    upstream = torch.randn(9, 4, 8, generator=generator)
-    got = operators.attend_segments(*states, *bounds, 0.3, window)
-    sides = (-1 if window < 0 else window - 1, 0)
-    want, _ = varlen_reference.attend(*states, *bounds, 0.3, sides)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    ours = torch.autograd.grad(got, states, upstream)
-    theirs = varlen_reference.attend_backward(upstream, *(x.detach() for x in states), *bounds, 0.3, sides)
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     torch.library.opcheck(operators.attend_segments, (*states, *bounds, 0.3, window))
 
 
-def test_blocks_of_a_long_segment_are_one_attention(monkeypatch):
+@pytest.mark.parametrize("case", ["unequal lengths", "window"])
+def test_blocks_of_a_long_segment_are_one_attention(case, monkeypatch):
+    """Of whole segments `test_conformance.py` compares outputs and gradients."""
     monkeypatch.setattr(segments, "BLOCK", 4)
-    test_the_operator_of_segments_is_attention_and_its_gradients(-1)
-    test_the_operator_of_segments_is_attention_and_its_gradients(3)
+    conform(of_operator, CASES[case], "cpu", torch.float32, 1e-5)
 
 
 @pytest.mark.slow
@@ -250,7 +224,11 @@ def test_what_is_bound_on_an_instance_is_in_its_compiled_layer():
     (ids, mask), (plain, compiled) = batches(1)[0], models
     with remove_padding(plain), remove_padding(compiled) as handle:
         assert compile_layers(handle, backend="aot_eager") == {}
-        want, got, other = step(plain, ids, mask), step(compiled, ids, mask), step(build().train(), ids, mask)
+        want, got, other = (
+            step(plain, ids, mask),
+            step(compiled, ids, mask),
+            step(build().train(), ids, mask),
+        )
     torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
     assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
     assert (got[0] - other[0]).abs().max() > 1e-2

@@ -15,9 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from kit import reference_flash_attn, varlen_reference
-from kit.conformance import CASES, Case, bounds, conform, of_flash_attn
-
-from trl_padfix.core.attention import operators
+from kit.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
 
 
 def torch_varlen(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -33,15 +31,6 @@ def torch_varlen(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | N
 
 
 torch_varlen.asked = {"scale"}
-
-
-def segments(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
-    ends = (bounds(lengths, "cpu") for lengths in (case.queries, case.keys))
-    scale = case.asked.get("scale", case.size**-0.5)
-    return operators.attend_segments(*states, *ends, scale, -1 if case.window is None else case.window)
-
-
-segments.asked = {"scale"}
 
 
 def torch_varlen_on_cpu() -> Callable:
@@ -68,7 +57,7 @@ def cached(repository: str) -> Callable:
 ON_CPU = {
     "the reference of flash-attn": lambda: of_flash_attn(reference_flash_attn.flash_attn_varlen_func),
     "the reference of torch's varlen": torch_varlen_on_cpu,
-    "the operator of compiled layers": lambda: segments,
+    "the operator of compiled layers": lambda: of_operator,
 }
 ON_GPU = {
     "torch": lambda: torch_varlen,

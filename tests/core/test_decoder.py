@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import gpu_runs
-from kit.gpu_models import COLUMNS, small
+from kit.gpu_models import build, pairs
 
 import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.decoder as patches
@@ -25,8 +24,7 @@ def dispatch_is_entered_once(layers: int) -> None:
         with within(**fields):
             yield
 
-    model = small(num_hidden_layers=layers)
-    ids, mask = gpu_runs.pairs(COLUMNS)
+    model, (ids, mask) = build(layers), pairs(8)
     with pytest.MonkeyPatch.context() as patch, remove_padding(model), torch.no_grad():
         patch.setattr(patches, "within", counted)
         model(ids, attention_mask=mask, use_cache=False)

@@ -42,24 +42,6 @@ def test_bf16_packed_is_as_close_to_float32_as_bf16_padded(implementation, autoc
     )
 
 
-@pytest.mark.skipif(not torch_varlen_is_complete(), reason="this torch has no complete varlen_attn")
-def test_torch_varlen_attention_runs_and_is_aligned_to_the_bottom_right():
-    from torch.nn.attention.varlen import varlen_attn
-
-    q = torch.randn(3, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    k, v = (torch.randn(7, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    bounds = lambda n: torch.tensor([0, n], dtype=torch.int32, device="cuda")  # noqa: E731
-    out = varlen_attn(q, k, v, bounds(3), bounds(7), 3, 7, window_size=(-1, 0))
-    visible = torch.ones(3, 7, dtype=torch.bool, device="cuda").tril(4)
-    q32, k32, v32 = (x.detach().float().transpose(0, 1).requires_grad_() for x in (q, k, v))
-    expected = torch.nn.functional.scaled_dot_product_attention(q32, k32, v32, attn_mask=visible)
-    torch.testing.assert_close(out.float(), expected.transpose(0, 1), atol=2e-2, rtol=2e-2)
-    out.float().sum().backward()
-    expected.sum().backward()
-    for got, want in ((q, q32), (k, k32), (v, v32)):
-        torch.testing.assert_close(got.grad.float(), want.grad.transpose(0, 1), atol=5e-2, rtol=5e-2)
-
-
 @pytest.mark.parametrize("sharing", [False, True])
 def test_float32_on_the_gpu_equals_the_padded_computation(sharing):
     torch.manual_seed(0)

@@ -1,11 +1,10 @@
-"""Layouts: what is packed where, checked against literal tensors and against a trie of Python dictionaries."""
-
-from itertools import pairwise
+"""Layouts: what is packed where, checked against literal tensors and against prefixes in Python tuples."""
 
 import pytest
 import torch
 from hypothesis import given
-from kit.gpu_models import pairs, rows
+from kit.campaign.layouts import check
+from kit.gpu_models import pairs
 from kit.models import drawn_batches
 from kit.simulated_cuda import to_simulated
 
@@ -208,56 +207,13 @@ def test_values_of_another_batch_are_refused(convert, shape, message):
         convert(torch.zeros(shape), padding_free_layout(MASK))
 
 
-# -- against a trie of Python dictionaries
+# -- against prefixes in Python tuples
 
 
-def paths(ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
-    """For each real token, row after row: the `(column since the first, id)` of its row up to and including it."""
-    found = []
-    for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
-        first, path = kept.index(1), ()
-        for column, token in enumerate(row):
-            if kept[column]:
-                path += ((column - first, token),)
-                found.append(path)
-    return found
-
-
-def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
-    """For each packed token, in order: the `(position, id)` of the keys that bottom-right causal attention shows."""
-    tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
-    keys = range(len(tokens)) if layout.key_index is None else layout.key_index.tolist()
-    found = []
-    for (begin, end), (first, last) in zip(
-        pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
-    ):
-        for query in range(begin, end):
-            assert keys[last - end + query] == query, "the last keys of a segment are its own queries"
-            found.append(tuple(tokens[key] for key in keys[first : last - end + query + 1]))
-    return found
-
-
+@pytest.mark.parametrize("sharing", [True, False])
 @given(drawn_batches())
-def test_each_distinct_prefix_is_computed_once_and_sees_itself(batch):
-    ids, mask = batch
-    layout = prefix_sharing_layout(ids, mask)
-    expected = paths(ids, mask)
-    computed = attended(layout, ids)
-
-    assert layout.packed_tokens == len(set(expected))
-    assert [computed[token] for token in layout.source.tolist()] == expected
-    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.cu_seqlens_q[1:].tolist())
-    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
-
-
-@given(drawn_batches())
-def test_each_real_token_is_computed_and_sees_its_own_row(batch):
-    ids, mask = batch
-    layout = padding_free_layout(mask)
-
-    assert layout.packed_tokens == layout.real_tokens == mask.sum()
-    assert attended(layout, ids) == paths(ids, mask)
-    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
+def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
+    check(*batch, sharing)
 
 
 # -- on a device that is not the host
@@ -280,7 +236,7 @@ def test_unpacking_in_place_keeps_gradients():
 
 
 def unpacking_copies_no_batch(gpu, unpack) -> None:
-    _, mask = rows()
+    _, mask = map(to_simulated, pairs(8))
     layout = padding_free_layout(mask)
     states = pack(to_simulated(torch.randn(*mask.shape, 16)), layout)
     gpu.reset()

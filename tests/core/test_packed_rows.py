@@ -9,16 +9,12 @@ import pytest
 import torch
 from kit.cells import every_pair, every_second
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import SUPPORTED, batch, build, padded_positions, real_logps
-from kit.packed_rows import LENGTHS, SMALL, packed_step
+from kit.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
+from kit.models import SUPPORTED, batch, build, real_logps
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import PaddingRemovalError, check_parity, packed_layout, remove_padding
-
-
-TOLERANCE = 1e-5
-SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 
 
 def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -38,31 +34,16 @@ def without_bounds(call: dict[str, Any]) -> dict[str, Any]:
 def numbers(model, call: dict[str, Any], ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of the real tokens of the padded batch, and gradients."""
     model.zero_grad()
-    logits = model(**call, use_cache=False).logits
-    if logits.shape[:2] != ids.shape:
-        logits = torch.zeros(*ids.shape, logits.shape[-1]).masked_scatter(mask.bool()[..., None], logits)
+    packed = model(**call, use_cache=False).logits
+    logits = torch.zeros(*ids.shape, packed.shape[-1]).masked_scatter(mask.bool()[..., None], packed)
     logps = real_logps(logits, ids, mask)
-    (logps * torch.linspace(0.5, 1.5, logps.numel())).sum().backward()
-    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_numbers(got, expected) -> None:
-    assert (got[0] - expected[0]).abs().max() <= TOLERANCE
-    assert got[1].keys() == expected[1].keys()
-    for name, gradient in expected[1].items():
-        assert (got[1][name] - gradient).norm() <= TOLERANCE * gradient.norm() + 1e-7, name
+    weighted_sum(logps).backward()
+    return logps.detach(), gradients(model)
 
 
 def two_sequences(positions: torch.Tensor, **_: Any):
     """A layout of the same row in which sequences see those before them."""
     return packed_layout(positions, cu_seqlens=torch.tensor([0, 5, positions.shape[1]]))
-
-
-def separate(name: str, ids, mask) -> dict[str, Any]:
-    """A call of the model's own, of the padded batch."""
-    return {"input_ids": ids, "attention_mask": mask} | (
-        {"position_ids": padded_positions(mask)} if name == "gpt2" else {}
-    )
 
 
 # -- the layout
@@ -127,7 +108,7 @@ def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, b
     with flash_attention_stand_in():
         ids, mask = batch("mixed")
         model = build(name, implementation, **{"output_router_logits": False} if name == "qwen3_moe" else {})
-        expected = numbers(model, separate(name, ids, mask), ids, mask)
+        expected = padded_numbers(name, model, ids, mask)
         call = packed(ids, mask)
         with remove_padding(model, prefix_sharing=sharing) as handle:
             got = numbers(model, call if bounds else without_bounds(call), ids, mask)
@@ -139,7 +120,7 @@ def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, b
 def test_the_equality_can_fail(monkeypatch):
     ids, mask = batch("mixed")
     model = build("qwen2")
-    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    expected = padded_numbers("qwen2", model, ids, mask)
     with monkeypatch.context() as patch, remove_padding(model):
         patch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
         got = numbers(model, packed(ids, mask), ids, mask)
@@ -166,7 +147,7 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
 def test_a_packed_row_is_recomputed_packed(reentrant, sharing):
     ids, mask = batch("mixed")
     model = build("qwen2")
-    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    expected = padded_numbers("qwen2", model, ids, mask)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -218,7 +199,7 @@ def test_sharing_needs_ids():
     call = {"inputs_embeds": model.get_input_embeddings()(call.pop("input_ids")), **call}
     with remove_padding(model, prefix_sharing=True), pytest.raises(PaddingRemovalError, match="compares token ids"):
         model(**call)
-    expected = numbers(model, separate("qwen2", ids, mask), ids, mask)
+    expected = padded_numbers("qwen2", model, ids, mask)
     with remove_padding(model):
         call["inputs_embeds"] = call["inputs_embeds"].detach()
         assert (numbers(model, call, ids, mask)[0] - expected[0]).abs().max() <= TOLERANCE
@@ -236,6 +217,17 @@ def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
 
 
 # -- memory
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+LENGTHS = (2048, 8192, 32768)
+
+
+def packed_step(model, tokens: int, sequence: int = 256) -> None:
+    """Forward and backward of one packed row."""
+    positions = torch.arange(tokens)[None] % sequence
+    hidden = model.model(torch.arange(tokens)[None] % 64, position_ids=positions, use_cache=False)
+    hidden.last_hidden_state.square().mean().backward()
 
 
 class LargestTensor(TorchDispatchMode):

@@ -12,14 +12,11 @@ import pytest
 import torch
 import transformers
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import build
 from kit.reference_flash_attn import calls, flash_attn_varlen_func
-from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
+from transformers import PreTrainedModel, modeling_flash_attention_utils
 from transformers.utils import import_utils
-
-
-TRANSFORMERS = Version(transformers.__version__)
 
 
 def bounds(*values: int) -> Tensor:
@@ -57,78 +54,6 @@ def test_wrong_arguments_raise(changed):
     assert calls == []
 
 
-def tiny_model(attn_implementation: str, model_type: str = "qwen2", **settings) -> PreTrainedModel:
-    """A small model with sharp attention, the same for every `attn_implementation`."""
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        **settings,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
-    assert model.config._attn_implementation == attn_implementation
-    return model
-
-
-def right_padded() -> dict[str, Tensor]:
-    """Three sequences of 9, 6 and 3 tokens."""
-    mask = (torch.arange(9) < torch.tensor([[9], [6], [3]])).long()
-    return {
-        "input_ids": torch.randint(1, 64, (3, 9), generator=torch.Generator().manual_seed(2)) * mask,
-        "attention_mask": mask,
-    }
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, mask: Tensor | None = None, **inputs) -> Tensor:
-    """The logits, at real tokens only if there is a `mask`."""
-    if mask is not None:
-        inputs["attention_mask"] = mask
-    output = model(**inputs, use_cache=False).logits
-    return output if mask is None else output[mask.bool()]
-
-
-def test_mistral_with_a_sliding_window_equals_eager():
-    batch = right_padded()
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    with flash_attention_stand_in() as recorded:
-        model = tiny_model("flash_attention_2", "mistral", sliding_window=4)
-        actual = logits(model, mask, input_ids=ids)
-    # Up to 4.55, transformers asks FlashAttention for a window one token wider than the eager one.
-    extra = int(TRANSFORMERS.release < (4, 56))
-    assert [call.window_size for call in recorded] == [(3 + extra, 3 + extra)] * 2
-    expected = logits(tiny_model("eager", "mistral", sliding_window=4 + extra), mask, input_ids=ids)
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-    without_window = logits(tiny_model("eager", "mistral", sliding_window=None), mask, input_ids=ids)
-    assert (actual - without_window).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(
-    ("model_type", "settings", "gone_in"),
-    [
-        ("qwen2", {}, "4.53"),
-        ("mistral", {}, "4.53"),
-        ("qwen2_moe", {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}, "5.0"),
-    ],
-)
-def test_old_models_refuse_right_padding_with_the_cache_on(model_type, settings, gone_in):
-    """A check for generation that training on padded batches runs into as well, unless `use_cache` is off."""
-    if Version(gone_in) <= TRANSFORMERS:
-        pytest.skip(f"{model_type} dropped the check in transformers {gone_in}")
-    with flash_attention_stand_in():
-        model = tiny_model("flash_attention_2", model_type, **settings).train()
-        with pytest.raises(ValueError, match="padding_side='right'"):
-            model(**right_padded())
-        model(**right_padded(), use_cache=False)
-
-
 def snapshot() -> list:
     """All that the stand-in changes."""
     table = vars(modeling_flash_attention_utils).get("FLASH_ATTENTION_COMPATIBILITY_MATRIX", {})
@@ -153,7 +78,7 @@ def test_everything_is_restored(raises, monkeypatch):
         assert import_utils.is_flash_attn_2_available()
         assert transformers.utils.is_flash_attn_2_available()
         importer.is_flash_attn_2_available = transformers.utils.is_flash_attn_2_available
-        logits(tiny_model("flash_attention_2"), input_ids=torch.ones(1, 3, dtype=torch.long))
+        build("qwen2", "flash_attention_2")(torch.ones(1, 3, dtype=torch.long))
         assert sys.modules["flash_attn"].bert_padding is sys.modules["flash_attn.bert_padding"]
         assert snapshot() != before
         if raises:

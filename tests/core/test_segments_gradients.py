@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.gpu_models import pairs, rows
+from kit.gpu_models import pairs
 from kit.simulated_cuda import to_simulated
 
 import trl_padfix.core.attention.segments as segments
@@ -43,7 +43,7 @@ def test_the_sum_is_that_of_every_place():
 
 
 def shared_gradients_are_one_sum(gpu) -> None:
-    layout = prefix_sharing_layout(*rows())
+    layout = prefix_sharing_layout(*map(to_simulated, pairs(8)))
     draw = torch.Generator().manual_seed(0)
     states = to_simulated(torch.randn(1, 2, layout.packed_tokens, 16, generator=draw).bfloat16()).requires_grad_()
     upstream = torch.randn(1, 2, layout.gathered_keys, 16, generator=draw).bfloat16()
@@ -58,7 +58,7 @@ def shared_gradients_are_one_sum(gpu) -> None:
 
 
 def one_addition_for_each_segment(upstream: torch.Tensor, *_: Any) -> torch.Tensor:
-    layout: Any = prefix_sharing_layout(*rows())
+    layout: Any = prefix_sharing_layout(*map(to_simulated, pairs(8)))
     total, begin = upstream.new_zeros(layout.packed_tokens, *upstream.shape[1:]), 0
     for length in layout.key_lengths:
         part = slice(begin, begin + length)

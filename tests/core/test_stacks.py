@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import random
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from kit.cells import every_pair, once_each
 from kit.families import families
-from kit.family_outcomes import MODES, family_outcomes
+from kit.family_outcomes import MODES, family_outcomes, leaking_layouts
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
 from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import trl_padfix.core.call.layout_of
-from trl_padfix import PaddingRemovalError, check_parity, padding_free_layout, remove_padding
+from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 
 
 pytestmark = pytest.mark.stacks
@@ -101,28 +99,11 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused
 
 
 @pytest.mark.parametrize(("name", "implementation"), CASES)
-def test_negative_control_rows_that_see_each_other_fail(name, implementation, monkeypatch):
-    def leaking(mask):
-        layout = padding_free_layout(mask)
-        first, second, *rest = layout.query_lengths
-        lengths = (first + second, *rest)
-        bounds = torch.cat([layout.cu_seqlens_q[:1], layout.cu_seqlens_q[2:]])
-        return replace(
-            layout,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            query_lengths=lengths,
-            key_lengths=lengths,
-            spans=lengths,
-            # As if the second row went on where the first ends, so that causality does not hide the leak.
-            positions=torch.cat([torch.arange(n) for n in lengths]),
-        )
-
-    monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", leaking)
+def test_negative_control_rows_that_see_each_other_fail(name, implementation):
     model = build(name, implementation)
     ids, mask = pad(ROWS, "right")
     expected = alone(scores_of(model), ids, mask)
-    with remove_padding(model), torch.no_grad():
+    with leaking_layouts(), remove_padding(model), torch.no_grad():
         assert (scores_of(model)(ids, mask) - expected).abs().max() > 0.1
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 

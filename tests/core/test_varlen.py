@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.gpu_models import build, pairs, rows, small, step
+from kit.gpu_models import build, pairs, step
 from kit.simulated_cuda import Counts, to_simulated
 
 import trl_padfix.core.attention.attention as attention
@@ -205,10 +205,10 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu, error, autocast, expect
 
 
 def every_layer_is_varlen(gpu, **config: Any) -> None:
-    model = to_simulated(small(**config))
+    model = to_simulated(build(**config))
     gpu.reset()
     with remove_padding(model, prefix_sharing=True), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-        ids, mask = rows()
+        ids, mask = map(to_simulated, pairs(8))
         model(ids, attention_mask=mask, use_cache=False)
     assert len(gpu.varlen) == model.config.num_hidden_layers
 
@@ -236,7 +236,7 @@ def test_a_gate_that_asks_for_torch_2_12_is_noticed(gpu, monkeypatch):
 
 
 def cudnn_takes_the_bounds(monkeypatch) -> None:
-    model, given = to_simulated(small()), []
+    model, given = to_simulated(build()), []
 
     def varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, *args, **kwargs):
         given.append(cu_seqlens_q is cu_seqlens_k)
@@ -245,7 +245,7 @@ def cudnn_takes_the_bounds(monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
         with remove_padding(model), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-            ids, mask = rows()
+            ids, mask = map(to_simulated, pairs(8))
             model(ids, attention_mask=mask, use_cache=False)
     assert given == [True] * model.config.num_hidden_layers
 

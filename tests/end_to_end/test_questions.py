@@ -11,9 +11,10 @@ import torch
 import trl
 import yaml
 from kit.flash_stand_in import flash_attention_stand_in
+from kit.methods import make_trainer
 from kit.models import build
 from kit.processes import ROOT, run_processes
-from kit.trainer_runs import MODES, build_model, build_pairs, lora, make_trainer
+from kit.trainer_runs import MODES, build_model, build_pairs, lora
 from transformers import AutoModelForCausalLM
 
 import trl_padfix
@@ -27,10 +28,9 @@ COMMANDS = [line for line in re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
 
 def trained_adapters(library, folder: Path, **config):
     """The trainer after three steps of DPO with LoRA."""
-    settings = {"max_steps": 3, "learning_rate": 1e-2} | config
-    given = {"model": build_model(), "peft_config": lora(task_type="CAUSAL_LM")}
+    given = {"peft_config": lora(task_type="CAUSAL_LM")}
     given |= {"train_dataset": build_pairs(8, prompt=(2, 12), answer=(1, 9))}
-    trainer = make_trainer(library, "DPO", folder, settings, **given)
+    trainer = make_trainer(library, "DPO", folder, **{"max_steps": 3, "learning_rate": 1e-2} | given | config)
     trainer.train()
     return trainer
 

@@ -8,11 +8,24 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, lora, words
+from kit.methods import make_trainer
+from kit.trainer_runs import (
+    assert_same,
+    break_mode,
+    build_model,
+    build_tokenizer,
+    entered,
+    lora,
+    make_plain_trainer,
+    pass_on_without_hooks,
+    trained,
+    trajectory,
+    words,
+)
 from kit.vision_families import build_vision, collate
 from kit.vision_outcomes import ROWS
 from torch.nn import functional
-from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding
@@ -55,41 +68,18 @@ def build_rows(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
 
 
-def build_trainer(folder, trainer_class=Margins, callbacks=(), model=None, **given):
-    kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
-    settings = kept | {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "train_sampling_strategy": "sequential",
-    }
-    config = {k: given.pop(k) for k in [*given] if k in TrainingArguments.__dataclass_fields__}
-    trainer = trainer_class(
-        build_model() if model is None else model,
-        TrainingArguments(str(folder), **settings | {"max_steps": 5} | config),
-        data_collator=DataCollatorForSeq2Seq(build_tokenizer()),
-        train_dataset=build_rows(24),
-        eval_dataset=build_rows(12, seed=1),
-        callbacks=[*callbacks],
-        **given,
-    )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def build_trainer(folder, trainer_class=Margins, callbacks=(), **given):
+    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(12, seed=1)} | given
+    given |= {"train_sampling_strategy": "sequential", "callbacks": [*callbacks]}
+    return make_plain_trainer(folder, trainer_class, **given)
 
 
 def train(folder, trainer_class=Margins, callbacks=(), **given):
     """The trainer after its training, with an evaluation in the middle, and the tokens that entered the policy."""
     trainer = build_trainer(folder, trainer_class, callbacks, eval_strategy="steps", eval_steps=3, **given)
-    entered: list[int] = []
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
-    layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[:2].numel()))
+    computed = entered(trainer.model)
     trainer.train()
-    return trainer, sum(entered)
-
-
-def trajectory(trainer) -> torch.Tensor:
-    logs = trainer.state.log_history
-    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
-    return torch.tensor(steps + [[log["eval_loss"], 0] for log in logs if "eval_loss" in log])
+    return trainer, sum(computed)
 
 
 HOLDERS = {
@@ -191,23 +181,19 @@ def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
 
 
 def test_trls_trainers_take_it(tmp_path):
-    pairs = Dataset.from_list(
-        [{"prompt": f"w3 w4 w{i} ", "chosen": "w5 w6 w7 " * (i % 3), "rejected": f"w{i} w9"} for i in range(5, 25)]
-    )
     runs = {}
     for name, callbacks in {"theirs": [], "ours": [PaddingRemovalCallback(prefix_sharing=True)]}.items():
-        config = trl.DPOConfig(str(tmp_path), **SETTINGS | {"max_steps": 4, "per_device_train_batch_size": 4})
-        given = {"train_dataset": pairs, "processing_class": build_tokenizer(), "callbacks": callbacks}
-        trainer = trl.DPOTrainer(build_model(), build_model(seed=1), config, **given)
-        trainer.train()
-        logs = [log for log in trainer.state.log_history if "loss" in log]
-        runs[name] = torch.tensor([[log["loss"], log["grad_norm"]] for log in logs])
+        given = {"max_steps": 4, "per_device_train_batch_size": 4, "callbacks": callbacks}
+        runs[name] = trained(make_trainer(trl, "DPO", tmp_path, **given))
     assert_same(runs["ours"], runs["theirs"])
     assert [handle.stats.packed_tokens < handle.stats.real_tokens for handle in callbacks[0].handles] == [True, True]
     assert [report.ok for report in callbacks[0].reports] == [True, True]
 
 
-def test_mixed_precision_and_adapters(tmp_path):
+@pytest.mark.parametrize("hooks", [True, False], ids=["", "PEFT before 0.21"])
+def test_mixed_precision_and_adapters(hooks, tmp_path, monkeypatch):
+    if not hooks:
+        pass_on_without_hooks(monkeypatch)
     callback = PaddingRemovalCallback(prefix_sharing=True)
     trainer, entered = train(tmp_path, callbacks=[callback], model=adapted_model(), bf16=True, max_steps=2)
     assert callback.reports[0].dtype == torch.bfloat16
@@ -347,6 +333,18 @@ def test_a_run_that_packs_nothing_is_told(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         trainer.train()
     assert caplog.text.count("Nothing was packed in the first step") == 1
+
+
+def test_a_run_that_is_not_compared_is_told(tmp_path, caplog):
+    class Headless(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model.model(inputs["input_ids"], inputs["attention_mask"]).last_hidden_state.square().mean()
+
+    callback = PaddingRemovalCallback()
+    with caplog.at_level("WARNING"):
+        build_trainer(tmp_path, Headless, [callback], max_steps=2).train()
+    assert callback.stats.packed_tokens < callback.stats.padded_tokens
+    assert caplog.text.count("were not compared on the first batch") == 1
 
 
 def test_it_is_public():

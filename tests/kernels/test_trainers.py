@@ -13,10 +13,10 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.dpo_runs import build_pairs
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.sft_runs import build_rows
-from kit.trainer_runs import MODES, SETTINGS, assert_same, break_mode, build_model, build_tokenizer, run
+from kit.dpo_cases import build_pairs
+from kit.methods import make_trainer
+from kit.rows import build_prompts, build_rows
+from kit.trainer_runs import MODES, assert_same, break_mode, run
 from transformers.models.qwen2 import modeling_qwen2
 
 import trl_padfix
@@ -39,35 +39,26 @@ def unpaired(pairs: Dataset) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def given(kind: str, folder: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def given(kind: str) -> dict[str, Any]:
     """Arguments of a trainer and of its configuration."""
-    reference = {"ref_model": build_model(seed=1)}
     match kind:
-        case "DPO":
-            return {"model": build_model(), "train_dataset": build_pairs(4), **reference}, {}
+        case "DPO" | "Reward":
+            return {"train_dataset": build_pairs(4)}
         case "KTO":
-            return {"model": build_model(), "train_dataset": unpaired(build_pairs(4)), **reference}, {}
-        case "Reward":
-            return {"model": build_model("reward"), "train_dataset": build_pairs(4)}, {}
+            return {"train_dataset": unpaired(build_pairs(4))}
         case "SFT" | "SFT, packed":
             packing = {"packing": True, "max_length": 24} if kind.endswith("packed") else {}
-            return {"model": build_model(), "train_dataset": build_rows(4, kind="texts")}, packing
-    settings = {**ONLINE_SETTINGS, "num_generations": 2, "max_completion_length": 8}
-    policy = load_policy(save_policy(folder / "policy"))
-    return {"model": policy, "reward_funcs": reward_words, "train_dataset": build_prompts(4)}, settings
+            return {"train_dataset": build_rows(4, kind="texts")} | packing
+    return {"train_dataset": build_prompts(4), "num_generations": 2, "max_completion_length": 8}
 
 
 def train(
     kind: str, package: Any, kernels: bool, tmp_path: Any, **config: Any
 ) -> tuple[torch.Tensor, Counter[str], int]:
     """The trajectory of one step, the kernels it launched, and positions whose logits were built."""
-    torch.manual_seed(0)
-    arguments, settings = given(kind, tmp_path)
-    settings = SETTINGS | settings | {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "sgd"} | config
     name, logits = kind.partition(",")[0], []
-    settings = getattr(package, f"{name}Config")(output_dir=str(tmp_path / "run"), **settings)
-    tokenizer = build_tokenizer()
-    trainer = getattr(package, f"{name}Trainer")(args=settings, processing_class=tokenizer, **arguments)
+    settings = {"max_steps": 1, "per_device_train_batch_size": 4, "optim": "sgd"} | given(kind) | config
+    trainer = make_trainer(package, name, tmp_path / "run", **settings)
     head = trainer.model.get_output_embeddings()
     if head is not None:
         head.register_forward_hook(lambda m, i, out: logits.append(out.shape[:-1].numel() if m.training else 0))

@@ -1,22 +1,27 @@
 """
-Tiny trainings by token budget, and the same by fixed batches. [`main`] trains with all trainers in one process of
-several, and resumes in the middle of an epoch.
+Tiny trainings by token budget, and the same by fixed batches: on rows, with experts, on images. [`main`] trains in one
+process of several.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from kit import models, trainer_runs
+from kit.methods import make_trainer
 from kit.processes import on_gpus
-from kit.trainer_runs import build_model, build_tokenizer, make_trainer, words
+from kit.rows import build_rows
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, entered, words
+from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 import trl_padfix
 from trl_padfix.core.layout import pieces
@@ -62,34 +67,82 @@ def build_branching(name: str, prompts: int = 8) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def make(
-    name: str, folder: Any, *, ours: bool, data: Dataset | None = None, adapters: bool = False, **config: Any
-) -> Any:
-    budget = {"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}
-    settings = {"max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH} | budget | config
-    given = {"ref_model": build_model(seed=1)} if name in ("dpo", "kto") and not adapters else {}
+def make(name: str, folder: Any, *, ours: bool, adapters: bool = False, **given: Any) -> Any:
+    given = {"max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH, "train_dataset": build_data(name)} | given
+    given = ({"padding_free": True, "max_tokens_per_batch": BUDGET[name]} if ours else {}) | given
     given |= {"peft_config": LoraConfig(r=4, target_modules="all-linear")} if adapters else {}
-    given |= {"model": build_model("reward" if name == "reward" else "causal")}
-    given |= {"train_dataset": build_data(name) if data is None else data}
-    return make_trainer(trl_padfix if ours else trl, ALL_TRAINERS[name], folder, settings, **given)
+    return make_trainer(trl_padfix if ours else trl, ALL_TRAINERS[name], folder, **given)
 
 
-ELSEWHERE = ("per_second", "_fraction", "total_flos", "train_loss")
-"""Ends of names of what depends on the clock or on the padding."""
+assert_same = partial(trainer_runs.assert_same, rtol=1e-5, atol=1e-5)
 
 
-def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.Tensor:
-    """Everything else that is logged of each step, `(steps, figures)`, without what is named in `but`."""
-    steps = [log for log in history if "loss" in log]
-    names = sorted(name for name in steps[0] if not name.endswith((*ELSEWHERE, *but)))
-    assert {"loss", "grad_norm"} <= set(names)
-    assert len(names) > 4
-    return torch.tensor([[log[name] for name in names] for log in steps], dtype=torch.float64)
+def watched(trainer: Any) -> list[list[list[int]]]:
+    """Train, and list the tokens of the rows of every micro-batch, step by step."""
+    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        steps.append([])
+        return training_step(*args, **kwargs)
+
+    def loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if model.training:
+            steps[-1].append(inputs["attention_mask"].sum(1).tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.training_step, trainer.compute_loss = step, loss
+    trainer.train()
+    return steps
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+# -- experts
 
+_EXPERTS = models.SHAPE | {"num_hidden_layers": 2, "head_dim": 8, "num_experts_per_tok": 2}
+EXPERTS = {
+    "mixtral": lambda: MixtralConfig(**_EXPERTS | {"num_local_experts": 4, "intermediate_size": 24}),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_EXPERTS, num_experts=4, moe_intermediate_size=24),
+}
+COEFFICIENT = 0.5
+
+
+def build_experts(kind: str, seed: int = 0) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(EXPERTS[kind]())
+
+
+def make_experts(name: str, kind: str, folder: Any, **given: Any) -> Any:
+    given = {"model": build_experts(kind), "max_steps": 4, "router_aux_loss_coef": COEFFICIENT} | given
+    given |= {"ref_model": build_experts(kind, seed=1)} if name in ("dpo", "kto") else {}
+    return make(name, folder, eval_dataset=build_data(name).select(range(8)), **given)
+
+
+# -- images
+
+IMAGE_DATA = {"DPO": build_pairs, "SFT": build_captions, "KTO": build_captions}
+IMAGES, IMAGE_ROWS, IMAGE_BATCH, IMAGE_STEPS = (2, 0, 1), 12, 6, 3
+"""Images of the rows, by turns; rows of the dataset and of a step; steps, of an epoch and a half."""
+IMAGE_BUDGETS = {
+    "DPO": {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 79},
+    "SFT": {"padding_free": True, "max_tokens_per_batch": 64},
+}
+"""Budgets with which two processes have other numbers of micro-batches in some step."""
+
+
+def make_on_images(library: Any, kind: str, family: str, folder: Any, **given: Any) -> Any:
+    """A trainer of TRL's or of ours on ragged examples with two images, one and none."""
+    data = IMAGE_DATA[kind]
+    rows = {"train_dataset": data(IMAGE_ROWS, IMAGES), "eval_dataset": data(4, IMAGES, seed=1)}
+    settings = {"max_steps": IMAGE_STEPS, "per_device_train_batch_size": IMAGE_BATCH}
+    return make_vision_trainer(library, kind, family, folder, **rows | settings | given)
+
+
+def pictured(kind: str) -> Dataset:
+    """Rows of which each has an image."""
+    return IMAGE_DATA[kind](IMAGE_ROWS, (2, 1, 1, 3))
+
+
+# -- recorded rollouts
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else '' }}{{ m.content }} <eos> {% endfor %}"
@@ -109,22 +162,27 @@ def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
     ]  # fmt: skip
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
     recorded = trl_padfix.RecordedRollouts(Dataset.from_list(trials), tokenizer)
-    settings = {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2}
-    settings |= {"max_steps": 4, "num_iterations": 2, "epsilon": 0.01, "max_completion_length": 14}
-    settings |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
-    given = {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
+    given = SETTINGS | {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2, "beta": 0.0}
+    given |= {"max_steps": 4, "num_iterations": 2, "epsilon": 0.01, "max_completion_length": 14}
+    given |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
+    given |= {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
     given |= {"processing_class": tokenizer, "rollout_func": recorded}
-    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, settings, **given)
+    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, **given)
 
 
 def make_grouped(name: str, folder: Any, **config: Any) -> Any:
     """Four steps on rows of which four begin alike."""
-    given = {"prefix_sharing": True, "group_by_prefix": True, "data": build_branching(name), "max_steps": 4}
+    given = {"prefix_sharing": True, "group_by_prefix": True, "train_dataset": build_branching(name), "max_steps": 4}
     return make(name, folder, ours=True, **given | config)
 
 
-def main(path: str) -> dict[str, Any]:
-    folder = Path(path)
+def main(path: str, what: str) -> dict[str, Any]:
+    parts = {"rows": train_on_rows, "experts": train_experts, "images": train_on_images}
+    parts |= {"packed": partial(evaluate, packs=True), "evaluated": partial(evaluate, packs=False)}
+    return parts[what](Path(path))
+
+
+def train_on_rows(folder: Path) -> dict[str, Any]:
     pieces.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
@@ -151,3 +209,59 @@ def main(path: str) -> dict[str, Any]:
         recorded.train()
         logged["recorded"] = recorded.state.log_history
     return logged
+
+
+def train_experts(folder: Path) -> dict[str, Any]:
+    """SFT and DPO, with a budget for a whole step and with one that splits it."""
+    rows = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
+    config = {"per_device_train_batch_size": rows, "use_cpu": not on_gpus(), "parity_check": False}
+    logged: dict[str, Any] = {}
+    for name in ("sft", "dpo"):
+        for budget in (10**6, BUDGET[name]):
+            trainer = make_experts(name, "mixtral", folder, ours=True, max_tokens_per_batch=budget, **config)
+            forwards = entered(trainer.model)
+            trainer.train()
+            logged.setdefault(name, []).append({"history": trainer.state.log_history, "forwards": forwards})
+    return logged
+
+
+def train_on_images(folder: Path) -> dict[str, Any]:
+    """DPO and SFT; where parameters are sharded, TRL's DPO beside them."""
+    config = {"per_device_train_batch_size": IMAGE_BATCH // int(os.environ["WORLD_SIZE"]), "eval_dataset": None}
+    logged: dict[str, Any] = {}
+    if on_gpus():
+        os.environ |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,CLIPEncoderLayer"}
+        os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # the buffers of the tower would be lost
+        config |= {"use_cpu": False}
+        trls = make_on_images(trl, "DPO", "llava", folder, train_dataset=pictured("DPO"), **config)
+        trls.train()
+        logged["TRL's DPO"] = {"history": trls.state.log_history}
+    for kind, budget in IMAGE_BUDGETS.items():
+        given = {"train_dataset": pictured(kind), **config, **budget}
+        trainer = make_on_images(trl_padfix, kind, "llava", folder / kind, **given)
+        pieces, step = [], trainer.training_step
+
+        def counted(model: Any, inputs: Any, *args: Any, step: Any = step, pieces: Any = pieces) -> Any:
+            pieces.append(len(inputs["micro_batches"]))
+            return step(model, inputs, *args)
+
+        trainer.training_step = counted
+        trainer.train()
+        counts = trainer.accelerator.gather(torch.tensor(pieces)).view(-1, len(pieces)).tolist()
+        logged[kind] = {"history": trainer.state.log_history, "micro_batches": counts}
+    return logged
+
+
+def evaluate(folder: Path, packs: bool) -> dict[str, Any]:
+    """SFT, TRL's and ours, accumulated, and an evaluation."""
+    given = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    given |= {"per_device_eval_batch_size": 2, "eval_dataset": build_rows(8, 1)}
+    given |= {"max_length": 48, "packing": True} if packs else {"max_length": 26}
+    histories = []
+    for library, more in ((trl, {}), (trl_padfix, {"padding_free": True, "exact_eval_means": not packs})):
+        trainer = make_trainer(library, "SFT", folder, **given, **more)
+        trainer.train()
+        trainer.evaluate()
+        histories.append(trainer.state.log_history)
+    stats = trainer.padding.stats
+    return {"histories": histories, "packed": stats.packed_tokens, "padded": stats.padded_tokens}

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from kit.online_runs import build_prompts, load_policy, reward_words
-from kit.trainer_runs import SETTINGS, Run, build_model, build_tokenizer, run, watch_decoder, words
+from kit.methods import make_trainer
+from kit.online_runs import load_policy, reward_words
+from kit.rows import build_prompts
+from kit.trainer_runs import Run, build_model, build_tokenizer, run, watch_decoder, words
 from transformers import AutoTokenizer
 
 from trl_padfix.tools.tiny import train_tokenizer
@@ -36,7 +38,7 @@ def build_texts(*parts: str) -> Callable[[int, int], Dataset]:
 
 
 def build_online(count: int, seed: int) -> Dataset:
-    return build_prompts(count, seed).map(lambda row: {"prompt": BEGIN + row["prompt"]})
+    return build_prompts(count, seed, begin=BEGIN)
 
 
 def build_chats(count: int, seed: int) -> Dataset:
@@ -111,21 +113,23 @@ STEADY = {"adam_epsilon": 1e-4}
 MODULES = {"OnlineDPO": "online_dpo", "IWOPD": "iw_opd"}
 
 
+def module(name: str, library: str) -> Any:
+    """Where `trl` or `trl_padfix` has an experiment."""
+    return import_module(f"{library}.experimental.{MODULES.get(name, name.lower())}")
+
+
 def classes(name: str, library: str) -> tuple[type, type]:
     """Trainer and configuration of `trl` or of `trl_padfix`."""
-    module = import_module(f"{library}.experimental.{MODULES.get(name, name.lower())}")
-    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+    return getattr(module(name, library), f"{name}Trainer"), getattr(module(name, library), f"{name}Config")
 
 
-def build(name: str, library: str, folder: Any, policy: str, **config: Any) -> Any:
-    experiment, (trainer_class, config_class) = EXPERIMENTS[name], classes(name, library)
-    given = {name: config.pop(name) for name in ("train_dataset", "teacher_model") if name in config}
+def build(name: str, library: str, folder: Any, policy: str, **given: Any) -> Any:
+    experiment = EXPERIMENTS[name]
     data = {"train_dataset": experiment.data(24, 0)}
     data |= {"eval_dataset": experiment.data(8, 1)} if experiment.evaluates else {}
-    given = experiment.given(policy) | given
+    given = {"model": load_policy(policy)} | data | experiment.given(policy) | STEADY | experiment.settings | given
     given.setdefault("processing_class", build_tokenizer(**experiment.tokenizer))
-    args = config_class(output_dir=str(folder), **SETTINGS | STEADY | experiment.settings | config)
-    return trainer_class(args=args, **{"model": load_policy(policy)} | data | given)
+    return make_trainer(module(name, library), name, folder, **given)
 
 
 def train(name: str, library: str, folder: Any, policy: str, **config: Any) -> Run:

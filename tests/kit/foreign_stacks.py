@@ -114,20 +114,22 @@ def logged(output_dir: Path) -> list[dict[str, float]]:
     return json.loads(found[-1].read_text())["log_history"]
 
 
-def assert_equal_steps_of_fewer_tokens(ours: list[dict], theirs: list[dict], shares: bool = True) -> None:
-    """
-    The same losses and gradient norms in ten steps, before the first update to rounding, and a log of what was not
-    computed.
-    """
-    steps, expected = ([log for log in logs if "grad_norm" in log] for logs in (ours, theirs))
-    assert len(steps) == len(expected) == STEPS
+def assert_equal_steps(ours: list[dict], theirs: list[dict]) -> None:
+    """The same losses and gradient norms in ten steps, before the first update to rounding."""
+    assert len(ours) == len(theirs) == STEPS
     for name in ("loss", "grad_norm"):
-        found, wanted = ([float(log[name]) for log in logs] for logs in (steps, expected))
+        found, wanted = ([float(log[name]) for log in logs] for logs in (ours, theirs))
         assert max(wanted) > 1e-3
         apart = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
         print(f"{name}: at most {apart:.1e} apart, of {max(wanted):.4g}")
         torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(wanted[0]), rtol=1e-5, atol=1e-6)
+
+
+def assert_equal_steps_of_fewer_tokens(ours: list[dict], theirs: list[dict], shares: bool = True) -> None:
+    """The same steps, and a log of what was not computed."""
+    steps, expected = ([log for log in logs if "grad_norm" in log] for logs in (ours, theirs))
+    assert_equal_steps(steps, expected)
     assert all("padfix/pad_fraction" not in log for log in theirs)
     assert all((log["padfix/shared_fraction"] > 0) is shares for log in steps)
     computed = [(1 - log["padfix/pad_fraction"]) * (1 - log["padfix/shared_fraction"]) for log in steps]

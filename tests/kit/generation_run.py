@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 from kit import trainer_runs
-from kit.trainer_runs import build_model, build_tokenizer, make_trainer
+from kit.methods import make_trainer
+from kit.trainer_runs import build_tokenizer
 
 import trl_padfix
 
@@ -24,10 +25,9 @@ def main(out: str) -> dict[str, Any]:
         common = [len(set(a.split()) & set(b.split())) for a, b in pairs]
         return {"rows": len(common), "common": float(np.mean(common))}
 
-    settings = {"predict_with_generate": True, "generation_max_new_tokens": 6, "per_device_eval_batch_size": 2}
-    settings |= {"padding_free": True, "padding_side": "right"}
-    given = {"model": build_model(), "ref_model": build_model(seed=1), "processing_class": tokenizer}
+    given = {"predict_with_generate": True, "generation_max_new_tokens": 6, "per_device_eval_batch_size": 2}
+    given |= {"padding_free": True, "padding_side": "right", "processing_class": tokenizer}
     given |= {"train_dataset": build_pairs(8), "eval_dataset": build_pairs(5), "compute_metrics": compute_metrics}
-    trainer = make_trainer(trl_padfix, "DPO", out, settings, **given)
+    trainer = make_trainer(trl_padfix, "DPO", out, **given)
     metrics = trainer.evaluate()
     return {name: metrics[f"eval_{name}"] for name in ("rows", "common")} | {"processes": trainer.args.world_size}

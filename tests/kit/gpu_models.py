@@ -6,8 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from kit import gpu_runs
-from kit.simulated_cuda import to_simulated
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -40,7 +38,7 @@ def pairs(rows: int, columns: int = 24, common: int = 12, everyone: int = 4) -> 
     return ids, (torch.arange(columns) < lengths).long()
 
 
-def step(model, ids, mask, *, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def step(model, ids, mask, *, autocast: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of a forward, and the gradient of their weighted sum."""
     model.zero_grad()
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
@@ -48,23 +46,8 @@ def step(model, ids, mask, *, autocast: bool) -> tuple[torch.Tensor, torch.Tenso
     logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, 1:] * mask[:, :-1])
     weights = torch.linspace(0.5, 1, logps.numel(), device=ids.device).view_as(logps)
     (logps * weights).sum().backward()
-    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
     return logps.detach().cpu(), gradient.cpu()
-
-
-COLUMNS = 56
-TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
-
-
-def small(**more: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return gpu_runs.build(gpu_runs.Qwen2Config(**gpu_runs.CONFIG | TINY | more), "sdpa")
-
-
-def rows(columns: int = COLUMNS) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = gpu_runs.pairs(columns)
-    return to_simulated(ids), to_simulated(mask)
 
 
 def second_row_sees_the_first(layout: Any) -> Any:

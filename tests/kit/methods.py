@@ -6,45 +6,45 @@ A case of a method is a configuration, and what else its trainer is given, made 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
-from kit import dpo_runs, sft_cases, trainer_runs
+from kit import dpo_cases, sft_cases
 from kit.online_runs import (
     ONLINE_SETTINGS,
     admitted,
-    build_prompts,
     load_policy,
     reward_words,
     save_policy,
     watch_forwards,
     without_groups,
 )
-from kit.sft_runs import METRICS as SFT_METRICS
-from kit.sft_runs import TEMPLATE, build_rows
+from kit.rows import METRICS as SFT_METRICS
+from kit.rows import TEMPLATE, build_examples, build_pairs, build_prompts, build_rows
 from kit.trainer_runs import (
     MODES,
     SETTINGS,
+    SHORT,
     SIDED_MODES,
     TWO_MODES,
     Run,
+    assert_mode_ran,
+    assert_same,
     build_model,
     build_tokenizer,
     lora,
     run,
     watch_inputs,
 )
-from kit.trainer_runs import words as draw_words
 from packaging.version import Version
 from peft import TaskType
+from transformers import PrinterCallback
 
 import trl_padfix
 from trl_padfix import versions
@@ -52,6 +52,68 @@ from trl_padfix import versions
 
 PACKED = ["padding-free", "prefix sharing"]
 BATCHES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
+ONLINE = {"GRPO": ONLINE_SETTINGS, "RLOO": ONLINE_SETTINGS, "Distillation": without_groups(ONLINE_SETTINGS)}
+
+MODEL = {"model": build_model, "processing_class": build_tokenizer}
+REFERENCE = {"ref_model": lambda: build_model(seed=1)}
+PROMPTS = {"train_dataset": lambda: build_prompts(24), "eval_dataset": lambda: build_prompts(4, seed=1)}
+PAIRS = {"train_dataset": lambda: build_pairs(40), "eval_dataset": lambda: build_pairs(12, seed=1)}
+DEFAULTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "SFT": {
+        "model": build_model,
+        "train_dataset": build_rows,
+        "eval_dataset": lambda: build_rows(8, 1),
+        "processing_class": lambda: build_tokenizer(chat_template=TEMPLATE),
+    },
+    "DPO": {
+        "train_dataset": lambda: dpo_cases.build_pairs(40),
+        # One batch: TRL's metrics are means over batches, ours over pairs.
+        "eval_dataset": lambda: dpo_cases.build_pairs(8, seed=1),
+        **MODEL,
+        **REFERENCE,
+    },
+    "Reward": MODEL | PAIRS | {"model": lambda: build_model("reward")},
+    "KTO": {
+        "train_dataset": lambda: build_examples(40),
+        "eval_dataset": lambda: build_examples(12, seed=1),
+        **MODEL,
+        **REFERENCE,
+    },
+    "GRPO": MODEL | PROMPTS | {"reward_funcs": lambda: reward_words},
+    "RLOO": MODEL | PROMPTS | {"reward_funcs": lambda: reward_words},
+    "Distillation": {
+        "teacher_model": lambda: build_model(seed=1),
+        "train_dataset": lambda: build_prompts(24, begin="w3 w5 w7 w9 "),
+        "eval_dataset": lambda: build_prompts(4, seed=1, begin="w3 w5 w7 w9 "),
+        **MODEL,
+    },
+}
+"""What a trainer is given where a test says nothing."""
+
+
+def make_trainer(library: Any, kind: str, folder: Any, trainer_class: type | None = None, **given: Any) -> Any:
+    """
+    The trainer of a `kind` of `trl` or of `trl_padfix`, or a class made of it, which prints nothing.
+
+    Args:
+        given:
+            Arguments of the trainer, by default tiny models and rows, without an evaluation; and fields of its
+            configuration.
+    """
+    trainer_class = trainer_class or getattr(library, f"{kind}Trainer")
+    trls = [c for c in trainer_class.__mro__ if c.__module__.startswith("trl.")]  # the first may pass all on
+    own = {name: given.pop(name) for c in trls for name in signature(c).parameters if name in given}
+    if kind in ONLINE and "model" not in own:
+        own["model"] = load_policy(save_policy(Path(folder) / "policy"))
+    without = {"eval_dataset", *(["ref_model"] if own.get("peft_config") else [])}
+    own |= {name: make() for name, make in DEFAULTS.get(kind, {}).items() if name not in own.keys() | without}
+    if "args" not in own:
+        settings = ONLINE.get(kind, SETTINGS) | {"output_dir": str(folder)} | given
+        own["args"] = getattr(library, f"{kind}Config")(**settings)
+    torch.manual_seed(0)  # some versions of TRL draw adapters and virtual tokens without a seed
+    trainer = trainer_class(**own)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 @dataclass
@@ -63,7 +125,6 @@ class Method:
         name (`str`): What its trainer's name begins with.
         metrics (`tuple[str, ...]`): Figures of a trajectory beside loss and gradient norm.
         cases (`dict[str, tuple]`): Its set-ups.
-        defaults (`dict[str, Callable]`): What its trainer is given where a case says nothing.
         plain (`str`): The case that every mode is tried with.
         settings (`dict`): Configuration of every run.
         side (`bool`): Whether it has a collator, which pads on either side.
@@ -76,7 +137,6 @@ class Method:
     name: str
     metrics: tuple[str, ...]
     cases: dict[str, tuple[dict, Callable[[], dict]]]
-    defaults: dict[str, Callable[[], Any]]
     plain: str = "plain"
     settings: dict[str, Any] = field(default_factory=lambda: SETTINGS | BATCHES)
     side: bool = True
@@ -97,6 +157,10 @@ class Method:
     @property
     def set_ups(self) -> list[str]:
         return [case for case in self.cases if case not in (self.plain, *self.elsewhere)]
+
+    @property
+    def defaults(self) -> dict[str, Callable[[], Any]]:
+        return DEFAULTS[self.name]
 
     @cached_property
     def ours(self) -> type:
@@ -128,15 +192,12 @@ class Maker:
     def __call__(self, trainer_class: type | None = None, config: dict | None = None, **given: Any) -> Any:
         method, trainer_class = self.method, trainer_class or self.method.ours
         package = trl_padfix if issubclass(trainer_class, method.ours) else trl
-        config_class = getattr(package, f"{method.name}Config")
-        settings = method.settings | {"output_dir": str(self.folders.mktemp("run"))} | (config or {})
-        given |= {name: default() for name, default in method.defaults.items() if name not in given}
+        settings = method.settings | (config or {})
         if not method.side:
-            rewards = {"reward_funcs": reward_words} if "reward_funcs" in signature(method.theirs).parameters else {}
-            given = {"model": load_policy(self.policy)} | rewards | given
-        given.setdefault("args", config_class(**(settings if method.side else admitted(config_class, settings))))
-        torch.manual_seed(0)  # some versions of TRL draw adapters and virtual tokens without a seed
-        return trainer_class(**given)
+            given.setdefault("model", load_policy(self.policy))
+            settings = admitted(getattr(package, f"{method.name}Config"), settings)
+        given.setdefault("eval_dataset", method.defaults["eval_dataset"]())
+        return make_trainer(package, method.name, self.folders.mktemp("run"), trainer_class, **settings | given)
 
     def train(self, case: str, trainer_class: type | None = None, given: dict | None = None, **config: Any) -> Run:
         """Train and evaluate a case, with more settings, and more of what its trainer is given."""
@@ -147,31 +208,31 @@ class Maker:
         trained.completions = completions
         return trained
 
-    def plain_configuration(self, folder: Path) -> Run:
+    def of_trls_configuration(self, folder: Path, **more: Any) -> Run:
         """Our trainer with TRL's own configuration."""
-        config, _ = self.method.cases[self.method.plain]
+        config = self.method.cases[self.method.plain][0] | more
         args = getattr(trl, f"{self.method.name}Config")(str(folder), **self.method.settings | config)
         return run(self(args=args), self.method.watch(config, []))
 
 
+def assert_trls(make: Maker, case: str, mode: str) -> Run:
+    """A case of a method in one of its modes: TRL's trajectory, and fewer tokens; returns our run."""
+    method = make.method
+    ours, theirs = make.train(case, **method.modes[mode]), make.theirs(case)
+    left_out = method.means if method.means and ours.trainer.padding.task.may_group() else set()
+    logged = {name for log in theirs.logs for name in log}
+    metrics = [metric for metric in method.metrics if metric in logged - left_out]
+    assert ours.completions == theirs.completions
+    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
+    for handle in ours.trainer.padding.handles:
+        assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
+    if case not in method.uncounted:
+        assert_mode_ran(ours, mode)
+    return ours
+
+
 # -- pairs and single answers
 
-build_pairs = partial(trainer_runs.build_pairs, common=None)
-
-
-def build_examples(count: int, seed: int = 0) -> Dataset:
-    """Answers to prompts that follow one another two by two."""
-    draw = random.Random(seed)
-    prompts = [draw_words(draw, 2, 18) for _ in range(count // 2)]
-    return Dataset.from_list(
-        [
-            {"prompt": prompts[i // 2], "completion": draw_words(draw, 1, 12), "label": draw.random() < 0.5}
-            for i in range(count)
-        ]
-    )
-
-
-SHORT = {"max_steps": 5}
 IN_EVERY_VERSION = ("lora", "precomputed reference", "checkpointing", "reentrant checkpointing", "accumulation")
 """Set-ups of DPO that are tried here, for `nox`; its folder has all."""
 
@@ -206,7 +267,7 @@ FOUR = {"max_steps": 4}
 SCATTERED = FOUR | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 """Two groups of four completions, in two micro-batches of one step."""
 
-ONLINE = {
+SAMPLED = {
     "plain": ({}, dict),
     "accumulation": (SCATTERED, dict),
     "two iterations": (SCATTERED | {"num_iterations": 2}, dict),
@@ -214,8 +275,8 @@ ONLINE = {
     "checkpointing": (FOUR | {"gradient_checkpointing": True}, dict),
     "lora": (FOUR, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
 }
-RLOO = ONLINE | {"normalised advantages": (FOUR | {"normalize_advantages": True, "beta": 0.0}, dict)}
-GRPO = ONLINE | {
+RLOO = SAMPLED | {"normalised advantages": (FOUR | {"normalize_advantages": True, "beta": 0.0}, dict)}
+GRPO = SAMPLED | {
     "two steps of a generation": (SCATTERED | {"steps_per_generation": 4}, dict),
     "two generations of a step": (SCATTERED | {"steps_per_generation": 2, "gradient_accumulation_steps": 4}, dict),
     "no reference": (FOUR | {"beta": 0.0}, dict),
@@ -241,22 +302,11 @@ LOSSES = {
 }
 if Version(trl.__version__) < Version("1.10"):  # which trains padding otherwise
     LOSSES["luspo loss"][0].update(importance_sampling_level="sequence", beta=0.0)
-DISTILLATION = {name: ONLINE[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
+DISTILLATION = {name: SAMPLED[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
     "forward divergence, colder": (FOUR | {"beta": 0.0, "temperature": 0.7, "pad_to_multiple_of": 8}, dict),
     "a wider teacher": (FOUR, lambda: {"teacher_model": build_model(seed=1, hidden_size=64, initializer_range=0.1)}),
 }
 ONLINE_METRICS = ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "num_tokens")
-ONLINE_DEFAULTS = {
-    "train_dataset": lambda: build_prompts(24),
-    "eval_dataset": lambda: build_prompts(4, seed=1),
-    "processing_class": build_tokenizer,
-}
-
-
-def begun_alike(count: int, seed: int = 0) -> Dataset:
-    return build_prompts(count, seed).map(lambda row: {"prompt": f"w3 w5 w7 w9 {row['prompt']}"})
-
-
 METHODS = {
     method.name: method
     for method in (
@@ -264,12 +314,6 @@ METHODS = {
             "SFT",
             SFT_METRICS,
             sft_cases.CASES,
-            {
-                "model": build_model,
-                "train_dataset": build_rows,
-                "eval_dataset": lambda: build_rows(8, 1),
-                "processing_class": lambda: build_tokenizer(chat_template=TEMPLATE),
-            },
             plain="completions only",
             settings=SETTINGS | BATCHES | {"max_length": 26},
             elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES),
@@ -279,52 +323,25 @@ METHODS = {
         Method(
             "DPO",
             ("rewards/margins", "logps/chosen", "num_tokens"),
-            {"plain": ({}, dict), "short": (dpo_runs.SHORT, dict)}
-            | {name: (case.config, case.given) for name, case in dpo_runs.SET_UPS.items()},
-            {
-                "model": build_model,
-                "ref_model": lambda: build_model(seed=1),
-                "train_dataset": lambda: dpo_runs.build_pairs(40),
-                "eval_dataset": lambda: dpo_runs.build_pairs(12, seed=1),
-                "processing_class": build_tokenizer,
-            },
+            dpo_cases.CASES,
             settings=SETTINGS | BATCHES | {"max_length": 26},
-            uncounted=("checkpointing", "reentrant checkpointing", "lora"),
-            elsewhere=("short", *(name for name in dpo_runs.SET_UPS if name not in IN_EVERY_VERSION)),
+            uncounted=(
+                *("checkpointing", "reentrant checkpointing", "lora", "lora, checkpointing"),
+                *("lora, precomputed reference", "an adapter trained before"),
+            ),
+            elsewhere=tuple(name for name in dpo_cases.CASES if name not in IN_EVERY_VERSION),
         ),
-        Method(
-            "Reward",
-            ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens"),
-            REWARD,
-            {
-                "model": lambda: build_model("reward"),
-                "train_dataset": lambda: build_pairs(40),
-                "eval_dataset": lambda: build_pairs(12, seed=1),
-                "processing_class": build_tokenizer,
-            },
-        ),
+        Method("Reward", ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens"), REWARD),
         Method(
             "KTO",
             ("kl", "entropy", "num_tokens", *KTO_METRICS),
             KTO,
-            {
-                "model": build_model,
-                "ref_model": lambda: build_model(seed=1),
-                "train_dataset": lambda: build_examples(40),
-                "eval_dataset": lambda: build_examples(12, seed=1),
-                "processing_class": build_tokenizer,
-            },
-            uncounted=(
-                "checkpointing",
-                "lora",
-                "pairs",
-            ),  # adapters run for the reference too; those pairs share nothing
+            uncounted=("checkpointing", "lora", "pairs"),  # adapters run for the reference too; pairs share nothing
         ),
         Method(
             "GRPO",
             ONLINE_METRICS,
             GRPO | LOSSES,
-            ONLINE_DEFAULTS,
             settings=ONLINE_SETTINGS,
             side=False,
             # Layers run for the reference too, or in generation without a cache or with paged memory.
@@ -337,11 +354,10 @@ METHODS = {
             "RLOO",
             ONLINE_METRICS,
             RLOO,
-            ONLINE_DEFAULTS,
             settings=ONLINE_SETTINGS,
             side=False,
-            uncounted=("checkpointing", "lora"),
             means=frozenset({"entropy"}),
+            uncounted=("checkpointing", "lora"),
             # After a step on the same completions, norms keep the rounding of the gradients that cancel.
             atol={"two iterations": 2e-5},
         ),
@@ -349,12 +365,6 @@ METHODS = {
             "Distillation",
             ("entropy", "completions/mean_length", "num_tokens"),
             DISTILLATION,
-            ONLINE_DEFAULTS
-            | {
-                "teacher_model": lambda: build_model(seed=1),
-                "train_dataset": lambda: begun_alike(24),
-                "eval_dataset": lambda: begun_alike(4, seed=1),
-            },
             settings=without_groups(ONLINE_SETTINGS),
             side=False,
             uncounted=("checkpointing", "lora"),

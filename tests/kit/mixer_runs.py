@@ -14,24 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset
 from kit import trainer_runs
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
+from kit.methods import make_trainer
 from kit.processes import on_gpus
-from kit.sft_runs import build_rows
-from kit.trainer_runs import MODES, make_trainer, words
+from kit.rows import build_rows
+from kit.trainer_runs import MODES, words
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import trl_padfix
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
-TRAINERS = {
-    "dpo": ((trl.DPOTrainer, trl.DPOConfig), (DPOTrainer, DPOConfig)),
-    "sft": ((trl.SFTTrainer, trl.SFTConfig), (SFTTrainer, SFTConfig)),
-}
 STEPS, STEP_ROWS = 4, 4
 """Optimizer steps of a launched training, and its rows in each, over all processes."""
 
@@ -79,15 +74,15 @@ def save_initial(family: str, folder: Path) -> None:
 
 def train_saved(kind: str, library: Any, models: Path, output: Path, **config: Any) -> list[dict]:
     """Train the models that [`save_initial`] left in a folder, and save the policy; returns the log."""
-    settings = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 1e-1, "max_grad_norm": 1.0, "max_length": 26}
-    settings |= {"per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"}
+    given = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 1e-1, "max_grad_norm": 1.0, "max_length": 26}
+    given |= {"per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"} | config
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.float32) for name in ("policy", "reference")
     )
     data = build_uneven(kind)
-    given = {"model": policy, "train_dataset": data, "eval_dataset": data.select(range(4))}
+    given |= {"model": policy, "train_dataset": data, "eval_dataset": data.select(range(4))}
     given |= {"ref_model": reference} if kind == "dpo" else {}
-    trainer = make_trainer(library, kind.upper(), output, settings | config, **given)
+    trainer = make_trainer(library, kind.upper(), output, **given)
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(output))

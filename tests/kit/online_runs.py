@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from datasets import Dataset
-from kit.trainer_runs import MODES, SETTINGS, WORDS, build_model, build_tokenizer, words
+from kit.trainer_runs import SETTINGS, WORDS, build_model, build_tokenizer
 from packaging.version import Version
 from transformers import PreTrainedModel
 
 
 ENDS = [1, 2, 3, 4, 5]
 """Tokens that end a completion: so many that completions are ragged."""
-
-
-def build_prompts(count: int, seed: int = 0, low: int = 2, high: int = 18) -> Dataset:
-    draw = random.Random(seed)
-    return Dataset.from_list([{"prompt": words(draw, low, high)} for _ in range(count)])
 
 
 def save_policy(path: Path, ends: list[int] = ENDS, **more: Any) -> str:
@@ -81,19 +74,6 @@ def watch_forwards(completions: list[list[int]], scores: str = "_get_per_token_l
         trainer._generate_single_turn = generated
 
     return watch
-
-
-__all__ = [
-    "ENDS",
-    "MODES",
-    "ONLINE_SETTINGS",
-    "build_prompts",
-    "load_policy",
-    "reward_words",
-    "save_policy",
-    "watch_forwards",
-    "without_groups",
-]
 
 
 def admitted(config_class: type, settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """A slow, exact stand-in for the functions of the `flash-attn` package, for tests on any device and dtype.
 
 Semantics are those of flash-attn 2.1 and newer: masks are aligned to the bottom right corner, windows are inclusive on
-both sides, and queries that see no key give zeros. Scores and softmax are computed in at least fp32. Arguments are
-checked more strictly than by the real kernels, which read wrong memory or drop tokens in silence.
+both sides. Scores and softmax are computed in fp32. Arguments are checked more strictly than by the real kernels,
+which read wrong memory or drop tokens in silence.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from kit import varlen_reference
 from torch import Tensor
 
 
@@ -48,7 +49,10 @@ def flash_attn_func(
     _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
     _check(q, k, v, dimensions=4)
     assert q.shape[0] == k.shape[0]
-    return _attend(q, k, v, softmax_scale, causal, window_size, softcap)
+    bounds = (torch.arange(len(x) + 1, device=x.device) * x.shape[1] for x in (q, k))
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    window = (window_size[0], 0 if causal else window_size[1])
+    return varlen_reference.attend(*flat, *bounds, softmax_scale, window, softcap)[0].view_as(q)
 
 
 def flash_attn_varlen_func(
@@ -78,50 +82,13 @@ def flash_attn_varlen_func(
     assert len(lengths_q) == len(lengths_k)
     lies_so = all(x.is_contiguous() for x in (q, k, v))
     calls.append(VarlenCall(q.shape[0], k.shape[0], len(lengths_q), tuple(window_size), softcap, causal, lies_so))
-    segments = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
-    return torch.cat([_attend(*segment, softmax_scale, causal, window_size, softcap) for segment in segments])
+    window = (window_size[0], 0 if causal else window_size[1])
+    return varlen_reference.attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window, softcap)[0]
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> Tensor:
     """Decoding with a paged cache, which no test of a trainer needs."""
     raise NotImplementedError("the reference has no flash_attn_with_kvcache")
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int, int],
-    softcap: float,
-) -> Tensor:
-    """Attention of `(..., Lq, N, D)` over `(..., Lk, K, D)`; head `n` reads the keys of head `n // (N / K)`."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[-2] // k.shape[-2]
-    keys, values = (tensor.to(dtype).repeat_interleave(group, dim=-2) for tensor in (k, v))
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = scale * torch.einsum("...qnd,...knd->...nqk", q.to(dtype), keys)
-    if softcap > 0.0:
-        scores = softcap * torch.tanh(scores / softcap)
-    hidden = ~_visible(q.shape[-3], k.shape[-3], causal, window_size, q.device)
-    # The lowest finite number, rather than -inf, keeps rows without any key free of NaN; the second fill zeroes them.
-    weights = scores.masked_fill(hidden, torch.finfo(dtype).min).softmax(dim=-1).masked_fill(hidden, 0.0)
-    return torch.einsum("...nqk,...knd->...qnd", weights, values).to(q.dtype)
-
-
-def _visible(length_q: int, length_k: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> Tensor:
-    """`(Lq, Lk)`: which key each query sees. The last query stands at the last key."""
-    left, right = window_size
-    right = 0 if causal else right
-    stands_at = torch.arange(length_q, device=device) + length_k - length_q
-    ahead = torch.arange(length_k, device=device) - stands_at[:, None]
-    visible = torch.ones_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        visible &= ahead >= -left
-    if right >= 0:
-        visible &= ahead <= right
-    return visible
 
 
 def _refuse(**unsupported: Any) -> None:

@@ -1,19 +1,13 @@
 """Every objective and set-up of SFT, each a configuration and what else its trainer is given."""
 
-from functools import partial
-
 import torch
 import trl
-from kit import trainer_runs
-from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
+from kit.rows import build_rows
+from kit.trainer_runs import SHORT, lora
 from peft import PromptTuningConfig, TaskType
-
-from trl_padfix import DPOConfig, DPOTrainer
 
 
 STEPS = 20
-TWO_MODES, is_bare = trainer_runs.TWO_MODES, trainer_runs.is_bare
 NEWEST = hasattr(trl.trainer.utils, "add_fused_lm_head")
 """Whether TRL counts entropy over trained tokens, and transformers labels that are predicted."""
 LABELS_IN_DATA = not hasattr(trl.trainer.sft_trainer.DataCollatorForLanguageModeling, "completion_only_loss")
@@ -30,7 +24,6 @@ def half_the_loss(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / (2 * count)
 
 
-SHORT = {"max_steps": 5}
 OBJECTIVES = {
     "texts": (SHORT, rows_of("texts")),
     "assistant only": (SHORT | {"assistant_only_loss": True}, rows_of("chats")),
@@ -68,16 +61,6 @@ CASES |= OBJECTIVES | SET_UPS
 
 def packing(strategy: str = "bfd") -> dict:
     return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2} | SHORT
-
-
-dpo_pairs = partial(trainer_runs.build_pairs, prompt=(2, 9), answer=(1, 9))
-
-
-def make_dpo(tmp_path, config, trainer_class=DPOTrainer, **given):
-    config_class = DPOConfig if trainer_class is DPOTrainer else trl.DPOConfig
-    settings = SETTINGS | {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, "learning_rate": 1e-3}
-    given = {"model": build_model(), "ref_model": build_model(seed=1), "train_dataset": dpo_pairs(24)} | given
-    return trainer_class(args=config_class(**settings | config), processing_class=build_tokenizer(), **given)
 
 
 def evaluated(trainer) -> dict[str, float]:

@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 from datasets import load_from_disk
 from kit.methods import METHODS, Maker, Method
-from kit.online_runs import build_prompts, save_policy
+from kit.online_runs import save_policy
+from kit.rows import build_prompts
 from kit.split_runs import counted
 from kit.trainer_runs import MODES, Run, run
 
@@ -29,16 +30,16 @@ __all__ = ["REFUSED", "TRAININGS", "method_of", "save_material", "train"]
 
 KEYS = {"cp_attention": "keys"}
 BUDGET = {"max_tokens_per_batch": 60}
-GROUPED = {"group_by_prefix": True, "max_steps": 5}
+GROUPED = {"group_by_prefix": True}
 TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "DPO": ("DPO", "plain", {}),
+    "DPO": ("DPO", "short", {}),
     "DPO, whole rows": ("DPO", "accumulation", {}),
     "DPO, checkpointing": ("DPO", "checkpointing", KEYS),
     "DPO, reentrant checkpointing": ("DPO", "reentrant checkpointing", {}),
     "DPO, LoRA": ("DPO", "lora, checkpointing", KEYS),
     "DPO, precomputed": ("DPO", "precomputed reference", {}),
     "DPO, LoRA, precomputed": ("DPO", "lora, precomputed reference", {}),
-    "DPO, grouped": ("DPO", "plain", GROUPED),
+    "DPO, grouped": ("DPO", "short", GROUPED),
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, budget": ("DPO", "short", BUDGET),
     "SFT, budget": ("SFT", "accumulation", BUDGET),

@@ -8,7 +8,7 @@ large, so that attention is sharp: a token that sees one token too many bends ev
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,16 @@ from kit import models
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 from trl_padfix import check_parity, padding_free_layout, prefix_sharing_layout
 
@@ -38,6 +47,7 @@ SIDED_MODES = {
 }
 """Modes of the trainers with a collator."""
 TWO_MODES = ["padding-free, left", "prefix sharing, right"]
+SHORT = {"max_steps": 5}
 
 SETTINGS = dict(
     max_steps=10, learning_rate=1e-3, gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1,
@@ -83,6 +93,15 @@ def build_model(
     of_kind = {"num_labels": 1, "auto": AutoModelForSequenceClassification} if kind == "reward" else {}
     given = {"num_hidden_layers": 2, "max_position_embeddings": 32768} | of_kind | more
     return models.build("qwen2", attn_implementation, seed, **given).train()
+
+
+def pass_on_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let adapters call the forward of the model that they hold, and none of its hooks, as PEFT did before 0.21."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+    monkeypatch.setattr("peft.tuners.tuners_utils.BaseTuner.forward", forward)
 
 
 def lora(**settings: Any) -> LoraConfig:
@@ -137,13 +156,15 @@ def _shared(rows: list[tuple[int, ...]]) -> int:
     return len(seen) if saved * 64 >= gathered or gathered == len(seen) else len(seen) + saved
 
 
-def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
+def run(trainer: Any, watch: Callable[[Any, list], None], **how: Any) -> Run:
     """
     Train, and evaluate where there is something to evaluate on.
 
     Args:
         watch (`Callable`):
             Called with the trainer and a list; lets the trainer append ids and mask of each of its forwards.
+        how:
+            Given to `train`.
     """
     entered, batches, counting = [], [], [True]
 
@@ -157,30 +178,67 @@ def run(trainer: Any, watch: Callable[[Any, list], None]) -> Run:
         counting[0] = True
         return report
 
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+    layer = next(m for m in trainer.model.modules() if isinstance(m, nn.ModuleList))[0]
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
     watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
     with patch("trl_padfix.trainers.watch.parity.check_parity", uncounted):
-        trainer.train()
+        trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()
     hook.remove()
     return Run(trainer, trainer.state.log_history, sum(entered), batches)
 
 
-def make_trainer(library: Any, kind: str, folder: Any, settings: dict[str, Any], **given: Any) -> Any:
-    """The trainer of a `kind` of `trl` or of `trl_padfix`, which prints nothing."""
-    args = getattr(library, f"{kind}Config")(output_dir=str(folder), **SETTINGS | settings)
-    given = given if "processing_class" in given else given | {"processing_class": build_tokenizer()}
-    trainer = getattr(library, f"{kind}Trainer")(args=args, **given)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def entered(model: PreTrainedModel) -> list[int]:
+    """Tokens that enter the first layer of a decoder, forward by forward."""
+    found: list[int] = []
+    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
+    layer.register_forward_pre_hook(lambda module, args: found.append(args[0].shape[:2].numel()))
+    return found
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-6) -> None:
+def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) -> Trainer:
+    """A `transformers.Trainer` on rows of ids, with arguments of it and of its configuration."""
+    settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5} | given
+    config = {k: v for k, v in settings.items() if k in TrainingArguments.__dataclass_fields__}
+    own = {"data_collator": DataCollatorForSeq2Seq(build_tokenizer())}
+    own |= {k: v for k, v in given.items() if k not in config}
+    model = own.pop("model") if "model" in own else build_model()
+    made = trainer_class(model, TrainingArguments(str(folder), **config), **own)
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def trajectory(trainer: Any, *names: str) -> torch.Tensor:
+    """Of a trainer that has trained, as of [`Run`]."""
+    return Run(trainer, trainer.state.log_history, 0).trajectory(*names)
+
+
+def trained(trainer: Any, *names: str) -> torch.Tensor:
+    """Train, and evaluate where there is something to evaluate on: its trajectory."""
+    trainer.train()
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    return trajectory(trainer, *names)
+
+
+ELSEWHERE = ("perf/", "padfix/", "total_flos", "train_", "runtime", "_time", "_per_second", "epoch", "step")
+"""Parts of names of what depends on the clock or on the padding."""
+
+
+def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.Tensor:
+    """All else that is logged of steps and evaluations, `(logs, figures)`, but for what is named in `but`."""
+    logs = [log for log in history if "loss" in log or "eval_loss" in log]
+    names = sorted({n for log in logs for n in log if not any(part in n for part in (*ELSEWHERE, *but))})
+    assert {"loss", "grad_norm"} <= set(names)
+    assert len(names) > 4
+    return torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 1e-6, rtol: float = 1e-4) -> None:
     assert ours.abs().max() > 1e-3
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 def assert_mode_ran(run: Run, mode: str) -> None:
@@ -223,6 +281,10 @@ def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
 def is_bare(model: Any) -> bool:
     """Whether no module of a model is patched."""
     return not any("forward" in vars(module) for module in model.model.modules())
+
+
+def our_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("trl_padfix")]
 
 
 def watch_decoder(trainer: Any, batches: list) -> None:

@@ -1,8 +1,8 @@
 """
-torch's variable-length attention on the CPU, forward and backward, written out: what its GPU kernel computes.
+Variable-length attention on the CPU, forward and backward, as torch's and FlashAttention's kernels compute it.
 
-The simulated device computes with it, and [`on_cpu`] registers it as the CPU kernel of torch's own operator, so that
-code that was written for a GPU runs on tensors of the CPU.
+The simulated device and the reference of flash-attn compute with it, and [`on_cpu`] registers it as the CPU kernel of
+torch's own operator, so that code that was written for a GPU runs on tensors of the CPU.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ def attend(
     cu_seq_k: torch.Tensor,
     scale: float | None,
     window: tuple[int, int],
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attended values `(T, N, D)` and log-sum-exp `(N, T)`, computed in float32."""
     outputs, sums = [], []
     for q, k, v, hidden in _segments(query, key, value, cu_seq_q, cu_seq_k, window):
-        scores = (torch.einsum("qnd,knd->nqk", q, k) * _scale(query, scale)).masked_fill(hidden, -torch.inf)
+        scores = torch.einsum("qnd,knd->nqk", q, k) * _scale(query, scale)
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores.masked_fill(hidden, -torch.inf)
         outputs.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1), v))
         sums.append(scores.logsumexp(-1))
     return torch.cat(outputs).to(query.dtype), torch.cat(sums, 1)

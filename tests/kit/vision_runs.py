@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import transformers
 from datasets import Dataset, Features, Image, List
+from kit.methods import ONLINE, make_trainer
 from kit.vision_families import build_vision
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 
 
 __all__ = ["NEEDS_TORCHVISION", "PROCESSORS", "build_captions", "build_pairs", "build_processor", "build_vlm"]
+__all__ += ["make_vision_trainer"]
 
 WORDS = [f"w{i}" for i in range(3, 40)]
 MARKS = [
@@ -162,3 +164,13 @@ def _dataset(rows: list[dict[str, Any]]) -> Dataset:
     text = Dataset.from_list([{k: v for k, v in row.items() if k != "images"} for row in rows])
     columns = {name: text[name] for name in text.column_names} | {"images": [row["images"] for row in rows]}
     return Dataset.from_dict(columns, features=Features({**text.features, "images": List(Image())}))
+
+
+def make_vision_trainer(library: Any, kind: str, family: str, folder: Any, **given: Any) -> Any:
+    """As [`make_trainer`], on a model of a family and its processor; nothing is cut off."""
+    processor = given.setdefault("processing_class", build_processor(family))
+    wanted = ["model", *{"DPO": ["ref_model"], "KTO": ["ref_model"], "Distillation": ["teacher_model"]}.get(kind, [])]
+    without = {"ref_model"} if given.get("peft_config") else set()
+    given = {name: build_vlm(family, processor) for name in wanted if name not in without | given.keys()} | given
+    length = {} if kind in ONLINE else {"max_length": None}
+    return make_trainer(library, kind, folder, **length | given)

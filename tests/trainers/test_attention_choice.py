@@ -5,7 +5,6 @@ Which attention function a model called is recorded by the config that its atten
 """
 
 import logging
-import random
 from collections import defaultdict
 from functools import cache
 from types import SimpleNamespace
@@ -14,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import once_each
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.methods import build_examples, build_pairs
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, reward_words, save_policy
-from kit.trainer_runs import MODES, SETTINGS, assert_same, build_model, build_tokenizer, lora, run, words
+from kit.methods import make_trainer
+from kit.online_runs import save_policy
+from kit.trainer_runs import MODES, SETTINGS, assert_same, build_model, lora, run
 from peft import get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -56,21 +54,14 @@ def saved_reward_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, saved, saved_reward_model):
-    def make_trainer(kind: str = "DPO", config: dict[str, Any] | None = None, config_class=None, **given):
-        config_class = config_class or getattr(trl_padfix, f"{kind}Config")
-        online = kind in ("GRPO", "RLOO")
-        settings = ONLINE_SETTINGS | {"max_steps": 2} if online else SETTINGS | SHORT
-        defaults = {
-            "model": saved_reward_model if kind == "Reward" else saved,
-            "train_dataset": build_prompts(8) if online else (build_examples if kind == "KTO" else build_pairs)(16),
-            "processing_class": build_tokenizer(),
-        }
-        if online:
-            defaults["reward_funcs"] = reward_words
-        args = config_class(**settings | {"output_dir": str(tmp_path_factory.mktemp("run"))} | (config or {}))
-        return getattr(trl_padfix, f"{kind}Trainer")(args=args, **defaults | given)
+    def make_one(kind: str = "DPO", config: dict[str, Any] | None = None, **given):
+        given |= {"max_steps": 2} if kind in ("GRPO", "RLOO") else SHORT
+        given.setdefault("model", saved_reward_model if kind == "Reward" else saved)
+        if kind in ("DPO", "KTO"):
+            given.setdefault("ref_model", None)
+        return make_trainer(trl_padfix, kind, tmp_path_factory.mktemp("run"), **given | (config or {}))
 
-    return make_trainer
+    return make_one
 
 
 @pytest.fixture
@@ -146,14 +137,15 @@ def test_a_reference_whose_attention_is_wrong_gives_other_numbers(make, by_defau
         assert_same(ours, expected)
 
 
-@pytest.mark.parametrize("kind", ["KTO", "GRPO", "RLOO"])
-def test_other_trainers_with_a_reference_do_the_same(kind, make, ran):
-    choice = {"attn_implementation": "sdpa", "ref_attn_implementation": "eager"}
+@pytest.mark.parametrize("kind", ["SFT", "KTO", "GRPO", "RLOO"])
+def test_other_trainers_do_the_same(kind, make, ran):
+    choice = {"attn_implementation": "eager"}
+    choice |= {} if kind == "SFT" else {"attn_implementation": "sdpa", "ref_attn_implementation": "eager"}
     metric = "kl" if kind in ("KTO", "GRPO") else "entropy"
     trainer = make(kind, MODES["prefix sharing"] | choice)
     ours = finished(trainer, metric)
-    assert ran(trainer.model) == {"sdpa"}
-    assert ran(trainer.ref_model) == {"eager"}
+    assert ran(trainer.model) == {choice["attn_implementation"]}
+    assert kind == "SFT" or ran(trainer.ref_model) == {"eager"}
     assert_same(ours, finished(make(kind, MODES["prefix sharing"]), metric), atol=1e-5)
 
 
@@ -164,13 +156,6 @@ def test_a_reward_model_runs_with_what_it_is_asked_to(mode, make, ran):
     ours = {name: finished(trainer, "mean_reward") for name, trainer in trainers.items()}
     assert {name: ran(trainer.model) for name, trainer in trainers.items()} == {"eager": {"eager"}, "sdpa": {"sdpa"}}
     assert_same(ours["eager"], ours["sdpa"])
-
-
-def test_sft_runs_with_what_it_is_asked_to(make, ran):
-    rows = Dataset.from_list([{"text": words(random.Random(i), 2, 12)} for i in range(16)])
-    trainer = make("SFT", {"attn_implementation": "eager"}, train_dataset=rows)
-    trainer.train()
-    assert ran(trainer.model) == {"eager"}
 
 
 # Where it can be asked for
@@ -190,9 +175,9 @@ def test_every_place_is_as_good(config, make):
     assert trainer.args.model_init_kwargs == config.get("model_init_kwargs")
 
 
-def test_trls_own_configuration_is_taken(make):
+def test_trls_own_configuration_is_taken(make, tmp_path):
     config = {"model_init_kwargs": {"attn_implementation": "auto"}}
-    trainer = make("DPO", config, config_class=trl.DPOConfig)
+    trainer = make("DPO", args=trl.DPOConfig(str(tmp_path), **SETTINGS | config))
     assert trainer.model.config._attn_implementation == "sdpa"
     assert trainer.args.model_init_kwargs == {"attn_implementation": "auto"}
 

@@ -4,12 +4,25 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model, build_tokenizer, words
-from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
+from kit.trainer_runs import (
+    assert_same,
+    break_mode,
+    build_model,
+    build_tokenizer,
+    entered,
+    lora,
+    make_plain_trainer,
+    pass_on_without_hooks,
+    trained,
+    trajectory,
+    words,
+)
+from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
@@ -57,32 +70,15 @@ def build_rows(count: int, seed: int = 0) -> Dataset:
 
 def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
-    tokenizer, renames = build_tokenizer(), issubclass(trainer_class, Renamed)
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    kept = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
-    settings = kept | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5}
-    trainer = trainer_class(
-        build_model(),
-        TrainingArguments(str(folder), **settings | {"remove_unused_columns": not renames} | config),
-        data_collator=lambda rows: {f"my_{k}" if renames else k: v for k, v in collate(rows).items()},
-        train_dataset=build_rows(24),
-        eval_dataset=build_rows(10, seed=1),
-        processing_class=tokenizer,
-    )
-    trainer.remove_callback(PrinterCallback)
-    entered: list[int] = []
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
-    layer.register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[:2].numel()))
-    trainer.train()
-    trainer.evaluate()
-    return trainer, sum(entered)
-
-
-def trajectory(trainer) -> torch.Tensor:
-    logs = trainer.state.log_history
-    return torch.tensor(
-        [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log] + [[logs[-1]["eval_loss"], 0]]
-    )
+    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(10, seed=1)}
+    if issubclass(trainer_class, Renamed):
+        collate = DataCollatorForSeq2Seq(build_tokenizer())
+        given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}
+        given["remove_unused_columns"] = False
+    trainer = make_plain_trainer(folder, trainer_class, **given | config)
+    computed = entered(trainer.model)
+    trained(trainer)
+    return trainer, sum(computed)
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
@@ -117,6 +113,16 @@ def test_a_leaking_layout_is_seen(kind, tmp_path, monkeypatch):
     ours, _ = train(tmp_path / "ours", padding_free_trainer(CLASSES[kind], parity_check=False))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trajectory(ours), trajectory(theirs))
+
+
+def test_adapters_are_compared_whatever_the_version_of_peft(tmp_path, monkeypatch):
+    pass_on_without_hooks(monkeypatch)
+    model = peft.get_peft_model(build_model(), lora(task_type="CAUSAL_LM"))
+    ours, _ = train(tmp_path, padding_free_trainer(Renamed), model=model, max_steps=1)
+    assert {mode: [report.ok for report in found] for mode, found in ours.padding.parity.items()} == {
+        "train": [True],
+        "eval": [True],
+    }
 
 
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):

@@ -6,7 +6,6 @@ Each is counted on the simulated device, beside the same batch without its layou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import every_second, once_each, slow_but
-from kit.methods import build_examples, build_pairs
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.sft_runs import build_rows
+from kit.methods import DEFAULTS, make_trainer
+from kit.rows import build_rows
 from kit.simulated_steps import on_simulated, place_models, step, waits_and_losses
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, run
-from kit.vision_runs import build_captions, build_processor, build_vlm
+from kit.trainer_runs import run
+from kit.vision_runs import build_captions, make_vision_trainer
 from kit.vision_runs import build_pairs as build_image_pairs
 
 import trl_padfix
@@ -36,27 +34,11 @@ from trl_padfix.trainers.watch.exact_means import without_repeated_rows
 from trl_padfix.trainers.watch.token_counts import TokenCounts
 
 
-DATA: dict[str, Callable[[int], Dataset]] = {
-    "DPO": build_pairs,
-    "KTO": build_examples,
-    "Reward": build_pairs,
-    "SFT": build_rows,
-}
-
-
-def make(kind: str, tmp_path, data: Any = None, package: Any = trl_padfix, **config: Any) -> Any:
-    settings = SETTINGS | {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 3}
-    settings |= {"padding_free": True} if package is trl_padfix else {}
-    if kind == "SFT":
-        settings["eos_token"] = "<eos>"
-    given = {"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}
-    given["model"] = build_model("reward" if kind == "Reward" else "causal")
-    return getattr(package, f"{kind}Trainer")(
-        args=getattr(package, f"{kind}Config")(str(tmp_path / "run"), **settings | config),
-        train_dataset=DATA[kind](16) if data is None else data,
-        eval_dataset=DATA[kind](12),
-        processing_class=build_tokenizer(),
-        **given,
+def make(kind: str, tmp_path, package: Any = trl_padfix, **given: Any) -> Any:
+    given = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 3} | given
+    given = {name: DEFAULTS[kind][name]() for name in ("train_dataset", "eval_dataset")} | given
+    return make_trainer(
+        package, kind, tmp_path / "run", **({"padding_free": True} if package is trl_padfix else {}) | given
     )
 
 
@@ -120,14 +102,7 @@ def test_rows_that_are_packed_by_themselves_come_with_their_layouts(gpu, tmp_pat
 @pytest.mark.parametrize(("kind", "sharing"), every_second(once_each(["GRPO", "RLOO"], [False, True])))
 def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, tmp_path):
     """What the model generates is known on its device alone: the host looks once for all steps on it."""
-    config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": sharing, "gradient_accumulation_steps": 2}
-    trainer = getattr(trl_padfix, f"{kind}Trainer")(
-        model=load_policy(save_policy(tmp_path / "policy")),
-        reward_funcs=reward_words,
-        args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path / "run"), **config),
-        train_dataset=build_prompts(24),
-        processing_class=build_tokenizer(),
-    )
+    trainer = make(kind, tmp_path, prefix_sharing=sharing, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2  # `train` sets it
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
@@ -147,14 +122,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
 
 
 def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
-    config = ONLINE_SETTINGS | {"padding_free": True, "prefix_sharing": True, "parity_check": False}
-    trainer = trl_padfix.GRPOTrainer(
-        model=load_policy(save_policy(tmp_path / "policy")),
-        reward_funcs=reward_words,
-        args=trl_padfix.GRPOConfig(str(tmp_path / "run"), **config),
-        train_dataset=build_prompts(24),
-        processing_class=build_tokenizer(),
-    )
+    trainer = make("GRPO", tmp_path, prefix_sharing=True, parity_check=False)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
@@ -169,17 +137,9 @@ def test_the_layout_of_other_rows_is_noticed_in_grpo(tmp_path):
 # -- images
 
 
-def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **config: Any) -> Any:
-    processor = build_processor(family)
-    settings = SETTINGS | {"per_device_train_batch_size": 4, "max_length": None, "padding_free": True} | config
-    given = {} if kind == "SFT" else {"ref_model": build_vlm(family, processor)}
-    return getattr(trl_padfix, f"{kind}Trainer")(
-        model=build_vlm(family, processor),
-        args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path / "run"), **settings),
-        train_dataset=data,
-        processing_class=processor,
-        **given,
-    )
+def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **given: Any) -> Any:
+    given = {"per_device_train_batch_size": 4, "padding_free": True, "train_dataset": data} | given
+    return make_vision_trainer(trl_padfix, kind, family, tmp_path / "run", **given)
 
 
 @pytest.mark.parametrize(
@@ -247,20 +207,20 @@ def test_a_stream_brings_the_layouts_of_its_batches(kind, tmp_path, monkeypatch)
         return build(ids, *args)
 
     monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", counted)
-    stream = DATA[kind](48).to_iterable_dataset()
+    stream = DEFAULTS[kind]["train_dataset"]().to_iterable_dataset()
     settings = {"prefix_sharing": True, "parity_check": False}
-    ours = make(kind, tmp_path, data=stream, **settings)
+    ours = make(kind, tmp_path, train_dataset=stream, **settings)
     assert BATCH_LAYOUT in next(iter(ours.get_train_dataloader()))
     built.clear()
     trajectory = curve(ours)
     forwards = 2 if kind == "KTO" else 1
     assert len(built) <= forwards * (ours.args.max_steps + 1 + 2)  # by the loaders, which may be ahead by one batch
-    theirs = curve(make(kind, tmp_path, data=DATA[kind](48).to_iterable_dataset(), package=trl))
+    theirs = curve(make(kind, tmp_path, train_dataset=stream, package=trl))
     torch.testing.assert_close(trajectory, theirs, rtol=1e-4, atol=1e-6)
 
 
 def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch):
-    trainer = make("SFT", tmp_path, data=build_rows(48).to_iterable_dataset())
+    trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
     loading, stream, rows = trainer.accelerator.dataloader_config, trainer.train_dataset, trainer.eval_dataset
 
     def bring_layouts() -> list[bool]:
@@ -277,7 +237,7 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
 
 
 def test_a_stream_in_one_process_is_not_dispatched_to_itself(tmp_path):
-    trainer = make("SFT", tmp_path, data=build_rows(48).to_iterable_dataset())
+    trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
     trainer.accelerator.dataloader_config.dispatch_batches = None
     assert BATCH_LAYOUT in next(iter(trainer.get_train_dataloader()))
     assert trainer.accelerator.dataloader_config.dispatch_batches is None

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import pickle
-import random
 
 import pytest
 import torch
-from datasets import Dataset
+from kit.methods import make_trainer
 from kit.simulated_cuda import to_simulated
 from kit.simulated_steps import on_simulated, place_models, step
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+from kit.trainer_runs import build_model, build_pairs
 
-from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, SFTConfig, SFTTrainer
+import trl_padfix
+from trl_padfix import DPOTrainer, PaddingRemovalError, SFTTrainer
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
 
 
-def preferences(pairs: int) -> Dataset:
-    draw = random.Random(0)
-    rows = [
-        {"prompt": words(draw, 3, 9), "chosen": words(draw, 2, 9), "rejected": words(draw, 2, 9)} for _ in range(pairs)
-    ]
-    return Dataset.from_list(rows)
-
-
-def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, **settings) -> DPOTrainer:
-    config = DPOConfig(
-        output_dir=str(tmp_path),
-        **SETTINGS | {"per_device_train_batch_size": pairs, "padding_free": True, "prefix_sharing": True} | settings,
-    )
+def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, **given) -> DPOTrainer:
     model, reference = (build_model(seed=seed, num_hidden_layers=layers) for seed in (0, 1))
-    return DPOTrainer(
-        model, reference, args=config, train_dataset=preferences(pairs), processing_class=build_tokenizer()
-    )
+    given = {"per_device_train_batch_size": pairs, "padding_free": True, "prefix_sharing": True} | given
+    data = build_pairs(pairs, prompt=(3, 9), answer=(2, 9))
+    return make_trainer(trl_padfix, "DPO", tmp_path, model=model, ref_model=reference, train_dataset=data, **given)
 
 
-def sft(tmp_path, **settings) -> SFTTrainer:
-    config = SFTConfig(output_dir=str(tmp_path), **SETTINGS | {"padding_free": True} | settings)
-    draw = random.Random(0)
-    rows = Dataset.from_list([{"text": words(draw, 3, 20)} for _ in range(16)])
-    return SFTTrainer(build_model(), args=config, train_dataset=rows, processing_class=build_tokenizer())
+def sft(tmp_path, **given) -> SFTTrainer:
+    return make_trainer(trl_padfix, "SFT", tmp_path, **{"padding_free": True} | given)
 
 
 # -- waits
@@ -174,18 +159,3 @@ def test_ids_alone_do_not_say_what_rows_of_images_share(more):
     with pytest.raises(PaddingRemovalError, match="compares token ids and positions, and the call also carries"):
         LayoutKey.read(text | more, prefix_sharing=True)
     assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it
-
-
-def test_sft_finds_the_layout_of_its_batch(tmp_path, monkeypatch):
-    trainer = sft(tmp_path, max_steps=2, parity_check=False)
-    built = []
-    name = "trl_padfix.core.call.layout_of.padding_free_layout"
-    from trl_padfix import padding_free_layout
-
-    def counted(mask):
-        built.append(mask)
-        return padding_free_layout(mask)
-
-    monkeypatch.setattr(name, counted)
-    trainer.train()
-    assert 2 <= len(built) <= 3  # by the data loader, which may be one batch ahead, and never by a forward

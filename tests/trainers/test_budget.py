@@ -23,12 +23,12 @@ from kit.budget_runs import (
     TRAINERS,
     assert_same,
     build_data,
-    figures,
     make,
+    watched,
 )
 from kit.cells import every_pair, slow_but
 from kit.processes import logged
-from kit.trainer_runs import build_model, build_tokenizer, make_trainer
+from kit.trainer_runs import build_model, build_tokenizer, entered, figures, trained, trajectory
 
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -38,23 +38,6 @@ from trl_padfix.trainers.steps.measures import PairMeasure
 
 
 SHARING = {"prefix_sharing": True}
-
-
-def watched(trainer):
-    """Train, and list the rows of every micro-batch, step by step."""
-    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
-
-    def step(*args, **kwargs):
-        steps.append([])
-        return training_step(*args, **kwargs)
-
-    def loss(model, inputs, *args, **kwargs):
-        steps[-1].append(inputs["attention_mask"].sum(1).tolist())
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.training_step, trainer.compute_loss = step, loss
-    trainer.train()
-    return steps
 
 
 def lists(config):
@@ -114,7 +97,7 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
     for ours in (True, False):
         config = {"max_tokens_per_batch": tokens} if ours else {}
         config |= {"per_device_train_batch_size": 4, "max_steps": 4, "max_length": tokens}
-        trainer = make(name, tmp_path, ours=ours, data=data, **config)
+        trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config)
         runs[ours] = watched(trainer), figures(trainer.state.log_history)
     rows = 2 if name == "dpo" else 1
     assert [[len(batch) for batch in step] for step in runs[True][0]] == [[3 * rows, rows]] * 4
@@ -145,20 +128,12 @@ def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path)
     name, config = COMPARING[case]
     loss = {key: value for key, value in config.items() if key == "loss_type"}
     trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
-    entered = count_forwards(trainer)
+    computed = entered(trainer.model)
     steps = watched(trainer)
     assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
     assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
-    assert max(entered) <= BUDGET[name]
-    assert len(entered) > 9 * 2 * 2
-
-
-def count_forwards(trainer):
-    """Tokens of each forward of the policy."""
-    entered = []
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
-    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-    return entered
+    assert max(computed) <= BUDGET[name]
+    assert len(computed) > 9 * 2 * 2
 
 
 @pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
@@ -199,25 +174,21 @@ def with_loss(trainer_class, adds):
 @pytest.mark.parametrize("adds", [False, True], ids=["instead of TRL's", "beside TRL's"])
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_loss_of_a_subclass_sees_all_rows(name, adds, tmp_path, monkeypatch):
-    runs, entered = {}, {}
+    runs, computed = {}, {}
     for ours, library in ((True, trl_padfix), (False, trl)):  # which ours was made of
         trainer_class = f"{TRAINERS[name]}Trainer"
         monkeypatch.setattr(library, trainer_class, with_loss(getattr(library, trainer_class), adds))
         trainer = make(name, tmp_path, ours=ours, max_steps=4, **({"parity_check": False} | SHARING if ours else {}))
-        entered[ours] = count_forwards(trainer)
-        trainer.train()
-        runs[ours] = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
-    assert_same(torch.tensor(runs[True]), torch.tensor(runs[False]))
-    assert max(entered[True]) <= BUDGET[name] < max(entered[False])
+        computed[ours] = entered(trainer.model)
+        runs[ours] = trained(trainer)
+    assert_same(runs[True], runs[False])
+    assert max(computed[True]) <= BUDGET[name] < max(computed[False])
 
 
 def test_so_does_a_function_for_the_loss(tmp_path):
     runs = []
     for library in (trl, trl_padfix):
-        ours = {"padding_free": True, "max_tokens_per_batch": 30} if library is trl_padfix else {}
-        settings = {"max_steps": 4, "max_length": 26, "per_device_train_batch_size": GLOBAL_BATCH} | ours
-        given = {"model": build_model(), "train_dataset": build_data("sft"), "compute_loss_func": token_mean}
-        trainer = make_trainer(library, "SFT", tmp_path, settings, **given)
+        trainer = make("sft", tmp_path, ours=library is trl_padfix, max_steps=4, compute_loss_func=token_mean)
         trainer.train()
         runs.append(figures(trainer.state.log_history))
     assert_same(*runs)
@@ -246,13 +217,13 @@ def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
     for ours in (True, False):
         given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
         trainer = make(name, tmp_path, ours=ours, **given)
-        entered = count_forwards(trainer)
+        computed = entered(trainer.model)
         trained = trainer._prepare_dataset
         arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
         logs[ours] = trainer.evaluate(trained(data, *arguments))
         if ours:
-            assert len(entered) > 2
-            assert max(entered) <= BUDGET[name]
+            assert len(computed) > 2
+            assert max(computed) <= BUDGET[name]
     names = [n for n in logs[False] if not n.endswith(("runtime", "_time", "_per_second", "num_tokens"))]
     assert len(names) > 3
     assert_same(*(torch.tensor([log[n] for n in names]) for log in (logs[True], logs[False])))
@@ -262,7 +233,12 @@ def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
     # Two prompts of ten tokens in each step, in turns; a prompt and its four pairs are 26 tokens.
     prompts = [f"w{3 + 2 * (i // 8) + i % 2} " * 10 for i in range(24)]
     data = Dataset.from_list([{"prompt": p, "chosen": f"w{10 + i}", "rejected": "w9"} for i, p in enumerate(prompts)])
-    given = {"data": data, "max_tokens_per_batch": 30, "max_steps": 3, "train_sampling_strategy": "sequential"}
+    given = {
+        "train_dataset": data,
+        "max_tokens_per_batch": 30,
+        "max_steps": 3,
+        "train_sampling_strategy": "sequential",
+    }
     trainer = make("dpo", tmp_path, ours=True, **given, **SHARING)
     found = []
     compute_loss = trainer.compute_loss
@@ -302,7 +278,7 @@ def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(
         data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
     runs = {}
     for ours in (True, False):
-        trainer = make(name, tmp_path, ours=ours, data=data, **config, **mode if ours else {})
+        trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config, **mode if ours else {})
         steps = watched(trainer)
         runs[ours] = steps, trainer.state.log_history
     theirs = [log for log in runs[False][1] if "loss" in log]
@@ -325,7 +301,7 @@ def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
     data = build_data("dpo").select(range(16))
     prompts = data["prompt"]
     data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
-    config = {"per_device_train_batch_size": 4, "max_steps": 4, "data": data}
+    config = {"per_device_train_batch_size": 4, "max_steps": 4, "train_dataset": data}
     theirs = make("dpo", tmp_path, ours=False, **config)
     theirs.train()
     shares = micro_batches.StepPlan.shares
@@ -353,17 +329,15 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
     "rope", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
 )
 @pytest.mark.parametrize("name", TRAINERS)
-def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path, monkeypatch):
+def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path):
     rope = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
-    build = budget_runs.build_model
-    kind = "rope_parameters" if "rope_parameters" in build().config.to_dict() else "rope_scaling"
+    kind = "rope_parameters" if "rope_parameters" in build_model().config.to_dict() else "rope_scaling"
     limits = {"max_position_embeddings": 16, kind: rope}
-    monkeypatch.setattr(budget_runs, "build_model", lambda *kind, **more: build(*kind, **more, **limits))
     with pytest.raises(
         ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
     ):
-        make(name, tmp_path, ours=True)
-    make(name, tmp_path, ours=True, max_length=16)  # no row is long enough for it
+        make(name, tmp_path, ours=True, model=build_model(**limits))
+    make(name, tmp_path, ours=True, max_length=16, model=build_model(**limits))  # no row is long enough for it
 
 
 COUNTED = ["num_tokens"]
@@ -379,7 +353,7 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
 
 @pytest.mark.parametrize("strategy", slow_but([], ["multi_gpu", "fsdp2"]))
 def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed, tmp_path):
-    found = logged(strategy, tmp_path, "kit.budget_runs")
+    found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
     for name in ALL_TRAINERS:
         whole, *resumed = found[name]
         expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
@@ -508,7 +482,7 @@ def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
 
 def test_a_stream_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
-        make("dpo", tmp_path, ours=True, data=build_data("dpo").to_iterable_dataset())
+        make("dpo", tmp_path, ours=True, train_dataset=build_data("dpo").to_iterable_dataset())
 
 
 def test_another_sampling_strategy_is_refused(tmp_path):
@@ -544,5 +518,5 @@ def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seed
         trainer = make("sft", tmp_path, ours=ours, max_steps=3)
         torch.manual_seed(7)
         trainer.train()
-        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
-    torch.testing.assert_close(torch.tensor(logs[0]), torch.tensor(logs[1]), rtol=1e-4, atol=1e-5)
+        logs.append(trajectory(trainer))
+    torch.testing.assert_close(logs[0], logs[1], rtol=1e-4, atol=1e-5)

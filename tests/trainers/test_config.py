@@ -54,15 +54,6 @@ def test_defaults_change_nothing():
     assert {name: getattr(config, name) for name in OURS} == OURS
 
 
-def test_the_fields_are_trls_and_ours():
-    theirs = {field.name: field for field in dataclasses.fields(trl.DPOConfig)}
-    ours = {field.name: field for field in dataclasses.fields(DPOConfig)}
-    assert ours.keys() - theirs.keys() == OURS.keys() - {"padding_free"} | {"ref_attn_implementation"}
-    assert theirs.keys() <= ours.keys()
-    assert all(ours[name].default == field.default for name, field in theirs.items())
-    assert issubclass(DPOConfig, trl.DPOConfig)
-
-
 @pytest.mark.parametrize("side", ["middle", "LEFT", "", 1])
 def test_another_padding_side_is_an_error(side):
     with pytest.raises(ValueError, match=f"`padding_side` must be 'left', 'right' or None .* got {side!r}"):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import every_pair, every_second, slow_but
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+from kit.methods import DEFAULTS, make_trainer
+from kit.trainer_runs import trained
 
 import trl_padfix
 from trl_padfix import PaddingRemovalError
@@ -85,45 +82,21 @@ def edited(trainer_class: type, hook: str, edit: Callable[[Batch], None]) -> typ
     return made
 
 
-def build_pairs(count: int) -> Dataset:
-    draw = random.Random(0)
-    keys = ("prompt", "chosen", "rejected")
-    return Dataset.from_list([{k: words(draw, 2, 9) for k in keys} for _ in range(count)])
-
-
-def build_unpaired(count: int) -> Dataset:
-    return Dataset.from_list([{**row, "label": i % 3 > 0} for i, row in enumerate(build_rows(count).to_list())])
-
-
-DATA = {"SFT": build_rows, "DPO": build_pairs, "Reward": build_pairs, "KTO": build_unpaired}
-
-
 def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: Any) -> list[dict[str, float]]:
     """What two steps and an evaluation log."""
-    made: dict[str, Any] = {}
-    settings = {"max_steps": 2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    rows = {name: DEFAULTS[kind][name]() for name in ("train_dataset", "eval_dataset")}
+    given = {name: data.select(range(n)) for (name, data), n in zip(rows.items(), (8, 4), strict=True)}
     if kind in ("GRPO", "RLOO"):
-        policy = save_policy(path / "policy")
-        settings = ONLINE_SETTINGS | {"max_steps": 2} | config
-        made |= {"model": load_policy(policy), "reward_funcs": reward_words, "train_dataset": build_prompts(8)}
+        del given["eval_dataset"]
     else:
-        settings = SETTINGS | settings | config
-        made |= {"model": build_model("reward" if kind == "Reward" else "causal")}
-        made |= {"train_dataset": DATA[kind](8), "eval_dataset": DATA[kind](4)}
-        if kind in ("DPO", "KTO"):
-            made["ref_model"] = build_model(seed=1)
-    if kind == "SFT":
-        settings |= {"eos_token": "<eos>"}
+        given |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     trainer_class, splits = getattr(package, f"{kind}Trainer"), "max_tokens_per_batch" in config
     trainer_class = trainer_class if splits else edited(trainer_class, hook, EDITS[edit])
-    args = getattr(package, f"{kind}Config")(str(path / "run"), **settings)
-    trainer = trainer_class(args=args, processing_class=build_tokenizer(), **made)
+    trainer = make_trainer(package, kind, path, trainer_class, max_steps=2, **given, **config)
     if splits:  # a loss of a subclass would see all rows of a step at once
         compute = trainer.compute_loss
         trainer.compute_loss = lambda model, inputs, *a, **k: (EDITS[edit](inputs), compute(model, inputs, *a, **k))[1]
-    trainer.train()
-    if "eval_dataset" in made:
-        trainer.evaluate()
+    trained(trainer)
     names = ("loss", "grad_norm", "eval_loss", "rewards/chosen", "eval_rewards/chosen")
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]
 

@@ -14,19 +14,20 @@ from kit import generation_run
 from kit.cells import every_pair, every_second, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.generation_run import build_pairs
+from kit.methods import make_trainer
 from kit.processes import logged
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, lora
+from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, lora
 from kit.vision_prompts import build_image, build_processor, build_vision_model
 from kit.vision_prompts import build_tokenizer as build_chat_tokenizer
 from transformers import HfArgumentParser, TrainerCallback, integrations
 
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+import trl_padfix
+from trl_padfix import DPOConfig
 from trl_padfix.core.remove import attachment_of
 
 
 NEW = 6
 GENERATING = {"predict_with_generate": True, "generation_max_new_tokens": NEW}
-TRAINERS = {"dpo": (DPOTrainer, DPOConfig), "sft": (SFTTrainer, SFTConfig)}
 PAD = 39
 
 
@@ -35,19 +36,13 @@ def build_rows(name: str, count: int = 7, seed: int = 0) -> Dataset:
     return rows if name == "dpo" else rows.rename_column("chosen", "completion").remove_columns("rejected")
 
 
-def make(name, path, model=None, tokenizer=None, **settings):
+def make(name, path, **given):
     """A trainer on ragged rows that evaluates with generation in batches of three."""
-    trainer, config = TRAINERS[name]
-    given = {
-        k: settings.pop(k) for k in ("compute_metrics", "callbacks", "peft_config", "formatting_func") if k in settings
-    }
-    train, rows = (settings.pop(k, build_rows(name)) for k in ("train_dataset", "eval_dataset"))
-    shape = {"output_dir": str(path), "per_device_eval_batch_size": 3, "max_steps": 2}
-    args = config(**SETTINGS | shape | GENERATING | settings)
-    model, tokenizer = model or build_model(), tokenizer or build_tokenizer()
+    given = {"train_dataset": build_rows(name), "eval_dataset": build_rows(name), "max_steps": 2} | given
+    given = {"processing_class": build_tokenizer(), "model": build_model(), "per_device_eval_batch_size": 3} | given
     if name == "dpo" and "peft_config" not in given:
-        given["ref_model"] = build_model(seed=1, vocab_size=model.config.get_text_config().vocab_size)
-    return trainer(model, args=args, train_dataset=train, eval_dataset=rows, processing_class=tokenizer, **given)
+        given = {"ref_model": build_model(seed=1, vocab_size=given["model"].config.vocab_size)} | given
+    return make_trainer(trl_padfix, name.upper(), path, **GENERATING | given)
 
 
 def written(path, name="step_00000") -> list[dict[str, str]]:
@@ -80,11 +75,7 @@ def flash():
 
 @pytest.mark.parametrize(
     ("name", "mode", "side"),
-    every_second(
-        every_pair(
-            TRAINERS, [{}, {"padding_free": True}, {"padding_free": True, "prefix_sharing": True}], ["left", "right"]
-        )
-    ),
+    every_second(every_pair(["dpo", "sft"], MODES.values(), ["left", "right"])),
 )
 def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
     trainer = make(name, tmp_path, padding_side=side, **mode)
@@ -103,7 +94,7 @@ def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
 def test_prompts_are_continued_as_alone_under_every_attention(implementation, tmp_path):
     model = build_model()
     model.set_attn_implementation(implementation)
-    trainer = make("dpo", tmp_path, model, padding_free=True)
+    trainer = make("dpo", tmp_path, model=model, padding_free=True)
     trainer.train()
     trainer.evaluate()
     found = written(tmp_path, "step_00002")
@@ -122,7 +113,7 @@ def test_adapters_generate_with_the_model(tmp_path):
 def test_positions_of_gpt2_are_those_of_each_prompt(tmp_path):
     from kit.models import build
 
-    trainer = make("sft", tmp_path, build("gpt2", seed=3))
+    trainer = make("sft", tmp_path, model=build("gpt2", seed=3))
     trainer.evaluate()
     found = [row["prediction"] for row in written(tmp_path)]
     assert found == alone(trainer, trainer.eval_dataset["prompt"], pad_token_id=PAD)
@@ -157,7 +148,7 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
         rows = Dataset.from_list([{"messages": c} for c in conversations])
     model = build_model(vocab_size=80)
     make(
-        name.replace("messages", "sft"), tmp_path, model, build_chat_tokenizer("<image>"),
+        name.replace("messages", "sft"), tmp_path, model=model, processing_class=build_chat_tokenizer("<image>"),
         train_dataset=rows, eval_dataset=rows,
     ).evaluate()  # fmt: skip
     found = written(tmp_path)
@@ -186,15 +177,11 @@ def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
         "messages": lambda q: {"messages": q + answer},
     }[data]
     rows = Dataset.from_list([{"images": i, **columns(q)} for i, q in zip(images, asked, strict=True)])
-    kind = "dpo" if data == "dpo" else "sft"
-    trainer, config = TRAINERS[kind]
-    args = config(
-        str(tmp_path), per_device_eval_batch_size=3, max_length=None, generation_kwargs={"do_sample": False},
-        **SETTINGS | GENERATING,
-    )  # fmt: skip
-    models = {"ref_model": build_vision_model(name)} if kind == "dpo" else {}
-    made = trainer(model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=processor, **models)
-    made.evaluate()
+    given = {"model": model, "processing_class": processor, "train_dataset": rows, "eval_dataset": rows}
+    given |= {"ref_model": build_vision_model(name)} if data == "dpo" else {}
+    given |= {"per_device_eval_batch_size": 3, "max_length": None, "generation_kwargs": {"do_sample": False}}
+    kind = "DPO" if data == "dpo" else "SFT"
+    make_trainer(trl_padfix, kind, tmp_path, **GENERATING | given).evaluate()
 
     expected = []
     for i, q in zip(images, asked, strict=True):
@@ -212,7 +199,7 @@ def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
 # What becomes of them
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(name, tmp_path):
     received, kept = [], []
 
@@ -324,7 +311,7 @@ def curve(trainer, seed=0):
 def test_sampling_in_evaluation_leaves_the_training_as_it_is(tmp_path):
     def run(path, **settings):
         model = build_model(attention_dropout=0.5)
-        return make("sft", tmp_path / path, model, max_steps=3, eval_strategy="steps", eval_steps=1, **settings)
+        return make("sft", tmp_path / path, model=model, max_steps=3, eval_strategy="steps", eval_steps=1, **settings)
 
     sampling = {"generation_kwargs": {"do_sample": True, "temperature": 2.0}}
     expected = curve(run("without", predict_with_generate=False))
@@ -347,7 +334,7 @@ def test_everything_is_as_it_was(side, where, tmp_path):
         return {}
 
     tokenizer = build_tokenizer(padding_side=side)
-    trainer = make("dpo", tmp_path, tokenizer=tokenizer, padding_free=True, compute_metrics=compute_metrics)
+    trainer = make("dpo", tmp_path, processing_class=tokenizer, padding_free=True, compute_metrics=compute_metrics)
     model = trainer.model
     model.gradient_checkpointing_enable()
     model.config.use_cache = False
@@ -381,7 +368,7 @@ def test_everything_is_as_it_was(side, where, tmp_path):
 def test_trls_callback_for_completions_leaves_the_padding_side(side, tmp_path):
     tokenizer = build_tokenizer(padding_side=side, model_input_names=["input_ids", "attention_mask"])
     tokenizer.model_max_length = 64
-    trainer = make("dpo", tmp_path, tokenizer=tokenizer, padding_free=True, predict_with_generate=False)
+    trainer = make("dpo", tmp_path, processing_class=tokenizer, padding_free=True, predict_with_generate=False)
     callback = trl.LogCompletionsCallback(trainer, freq=1, num_prompts=3)
     trainer.add_callback(callback)
     trainer.train()
@@ -396,7 +383,7 @@ def test_a_callback_that_fails_leaves_the_padding_side_too(tmp_path):
             raise RuntimeError("stop")
 
     tokenizer = build_tokenizer(padding_side="right")
-    trainer = make("dpo", tmp_path, tokenizer=tokenizer, predict_with_generate=False, callbacks=[Failing()])
+    trainer = make("dpo", tmp_path, processing_class=tokenizer, predict_with_generate=False, callbacks=[Failing()])
     with pytest.raises(RuntimeError, match="stop"):
         trainer.train()
     assert tokenizer.padding_side == "right"
@@ -464,13 +451,12 @@ def test_settings_that_generate_would_refuse_are_refused_at_once(settings, error
     config = DPOConfig(str(tmp_path), **SETTINGS)
     for name, value in (GENERATING | settings).items():
         setattr(config, name, value)
-    rows = build_rows("dpo")
-    given = {"train_dataset": rows, "eval_dataset": rows, "processing_class": build_tokenizer()}
     with pytest.raises(error, match=message):
-        DPOTrainer(build_model(), args=config, **given)
+        make("dpo", tmp_path, args=config)
 
 
 CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
+ENDLESS = build_tokenizer(pad_token=None, eos_token=None)
 UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
 
 
@@ -488,11 +474,11 @@ UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
         ("dpo", {"batch_eval_metrics": True, "compute_metrics": len}, "`batch_eval_metrics`"),
         ("dpo", {"include_for_metrics": ["loss"]}, "`include_for_metrics`"),
         ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
-        ("dpo", {"tokenizer": build_tokenizer(pad_token=None, eos_token=None)}, "neither a pad token nor an EOS"),
+        ("dpo", {"processing_class": ENDLESS}, "neither a pad token nor an EOS"),
         ("sft", {"eval_dataset": CHAT}, "no chat template to write them out"),
         (
             "sft",
-            {"tokenizer": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
+            {"processing_class": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
             r"roles \['user'\]: no message of the assistant follows",
         ),
     ],
@@ -508,8 +494,6 @@ def test_rows_without_images_need_a_chat_template_too(tmp_path):
     processor = build_processor("llava")
     processor.chat_template = processor.tokenizer.chat_template = None
     rows = Dataset.from_list([{"images": [build_image(0)], "messages": conversation("w1", "w2")}])
-    config = SFTConfig(str(tmp_path), max_length=None, **SETTINGS | GENERATING)
+    given = {"model": build_vision_model("llava"), "train_dataset": rows, "eval_dataset": rows}
     with pytest.raises(ValueError, match="LlavaProcessor has no chat template"):
-        SFTTrainer(
-            build_vision_model("llava"), args=config, train_dataset=rows, eval_dataset=rows, processing_class=processor
-        )
+        make("sft", tmp_path, processing_class=processor, max_length=None, **given)

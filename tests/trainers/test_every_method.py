@@ -1,20 +1,26 @@
 """
 What every method has in common: TRL's trajectory, generation included, whatever the mode, and what is refused.
 
-DPO has a folder of its own; here it is for the older versions that `nox` runs.
+The losses and set-ups of DPO have a folder of their own; here are those of the older versions that `nox` runs.
 """
+
+import logging
+from itertools import product
 
 import pytest
 import torch
 from kit.cells import MATRIX, every_second, once_each, slow_but
-from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, build_pairs
-from kit.sft_cases import OBJECTIVES
-from kit.trainer_runs import MODES, Run, assert_mode_ran, assert_same, break_mode, build_model
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, assert_trls
+from kit.rows import build_pairs
+from kit.sft_cases import NEWEST, OBJECTIVES
+from kit.trainer_runs import MODES, SPECIAL, Run, assert_mode_ran, assert_same, break_mode, build_model, our_warnings
 
-from trl_padfix import PaddingRemovalError, ParityError
+from trl_padfix import PaddingRemovalError, ParityError, prefix_sharing_layout
 
 
-KINDS = pytest.mark.parametrize("name", slow_but(set(METHODS) - {"DPO"}, METHODS))
+LATER = pytest.mark.skipif(not NEWEST, reason="tried with later versions of TRL")
+KINDS = pytest.mark.parametrize("name", METHODS)
 
 
 def cells(*names: str) -> list[str]:
@@ -36,8 +42,7 @@ def each_mode(names: list[str], fast: list[str]) -> list:
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        *each_mode(cells("DPO"), []),
-        *each_mode(cells("SFT", "Reward", "KTO"), ["padded, left", *TWO_MODES]),
+        *each_mode(cells("SFT", "DPO", "Reward", "KTO"), ["padded, left", *TWO_MODES]),
         *each_mode(cells("GRPO", "RLOO"), ["padded", *PACKED]),
         *each_mode(cells("Distillation"), ["prefix sharing"]),
     ],
@@ -48,6 +53,8 @@ def test_a_run_and_an_evaluation_are_trls(name, mode, make):
     assert len(ours.trajectory()) == ours.trainer.args.max_steps + 1 > 10
     assert ours.completions == theirs.completions
     assert_same(ours.trajectory(*method.metrics), theirs.trajectory(*method.metrics))
+    if name == "Distillation":
+        assert_same(ours.weights(), theirs.weights(), atol=1e-5)
     assert_mode_ran(ours, mode)
     if name == "KTO":
         assert ours.trajectory("kl")[:, 2].max() > 0.1  # the term of the mismatched completions counts
@@ -55,23 +62,13 @@ def test_a_run_and_an_evaluation_are_trls(name, mode, make):
         left = mode.endswith("left")
         assert any(not mask[:, 0 if left else -1].all() for _, mask in ours.batches)
         assert all(mask[:, -1 if left else 0].all() for _, mask in ours.batches)
+        counts = ours.counts()
+        expected = [counts[name] for name in ("padded", "padding-free", mode.split(",")[0])]
+        for handle in ours.trainer.padding.handles:  # of policy and reference
+            stats = handle.stats
+            assert [stats.padded_tokens, stats.real_tokens, stats.packed_tokens] == expected
     else:
         assert len({len(c) for c in ours.completions}) > 5
-
-
-def assert_case_is_trls(make, case: str, mode: str) -> Run:
-    method = make.method
-    ours, theirs = make.train(case, **method.modes[mode]), make.theirs(case)
-    left_out = method.means if method.means and ours.trainer.padding.task.may_group() else set()
-    logged = {name for log in theirs.logs for name in log}
-    metrics = [metric for metric in method.metrics if metric in logged - left_out]
-    assert ours.completions == theirs.completions
-    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
-    for handle in ours.trainer.padding.handles:
-        assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
-    if case not in method.uncounted:
-        assert_mode_ran(ours, mode)
-    return ours
 
 
 SET_UPS = [
@@ -95,7 +92,7 @@ SET_UPS += slow_but(
 
 @pytest.mark.parametrize(("name", "case", "mode"), every_second(SET_UPS))
 def test_every_set_up_is_trls(name, case, mode, make):
-    ours = assert_case_is_trls(make, case, mode)
+    ours = assert_trls(make, case, mode)
     if not make.method.side:
         assert ours.entered < make.theirs(case).entered
 
@@ -113,7 +110,7 @@ def test_every_objective_is_trls(name, objective, mode, make):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "loss", "mode"), once_each([("GRPO", loss) for loss in LOSSES], PACKED))
 def test_every_loss_is_trls(name, loss, mode, make):
-    assert_case_is_trls(make, loss, mode)
+    assert_trls(make, loss, mode)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +125,43 @@ def test_accumulation_does_not_scatter_a_group(name, case, make):
     assert ours.entered < make.theirs(case).counts()["prefix sharing"]
 
 
-# The first run is that of any mode, by `test_import_alone.py` to the bit.
-@pytest.mark.parametrize("name", slow_but([], cells("Reward", "KTO", "GRPO", "RLOO", "Distillation")))
-def test_a_plain_configuration_of_trl_is_taken(name, make, tmp_path):
-    assert_same(make.plain_configuration(tmp_path).trajectory(), make.theirs(make.method.plain).trajectory())
+# Without `padding_free` it is that of any mode, by `test_import_alone.py` to the bit.
+@pytest.mark.parametrize("name", slow_but(cells("SFT", "DPO"), METHODS))
+def test_a_configuration_of_trls_is_taken_as_it_is(name, make, tmp_path):
+    padding_free = {"padding_free": True} if name in ("SFT", "DPO") else {}
+    ours = make.of_trls_configuration(tmp_path, **padding_free)
+    assert_same(ours.trajectory(), make.theirs(make.method.plain).trajectory())
+    if padding_free:
+        assert_mode_ran(ours, "padding-free")
+        assert ours.trainer.args.padding_free
+
+
+@LATER
+@pytest.mark.parametrize("name", cells("SFT", "DPO"))
+def test_prompt_tuning_is_trls(name, make):
+    # Right-padded, as TRL does it: left-padded, the virtual tokens of a row stand before its padding.
+    ours = make.train("prompt tuning", padding_free=True)
+    assert_same(ours.trajectory(), make.theirs("prompt tuning").trajectory())
+    assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
+
+
+@LATER
+@pytest.mark.parametrize(("name", "mode"), product(cells("SFT", "DPO"), ["padded, left", *TWO_MODES]))
+def test_flash_attention_2_is_trls(name, mode, make):
+    """Evaluations are batches of eight, on either side."""
+    with flash_attention_stand_in() as calls:
+        models = {"model": build_model(attn_implementation="flash_attention_2")}
+        if name == "DPO":
+            models["ref_model"] = build_model(seed=1, attn_implementation="flash_attention_2")
+        ours = make.train("short", given=models, **SIDED_MODES[mode])
+        assert models["model"].config._attn_implementation == "flash_attention_2"
+        assert len(calls) > 0
+        if not mode.startswith("padded"):
+            # A segment for every row, but for those that are the beginning of another.
+            assert 4 < max(call.segments for call in calls) <= 16
+            assert all(call.causal for call in calls)
+    assert_same(ours.trajectory(), make.theirs("short").trajectory())
+    assert_mode_ran(ours, mode)
 
 
 @pytest.mark.parametrize("name", cells("SFT", "Reward", "KTO", "GRPO", "RLOO", "Distillation"))
@@ -151,6 +181,45 @@ def test_fractions_are_those_of_the_forwards_of_the_loss(name, make):
     assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
     assert 0 < evaluated["eval_padfix/shared_fraction"] < 1
     assert evaluated["eval_perf/tokens_per_second"] > 0
+
+
+# -- what a script does with a trainer
+
+
+@pytest.mark.parametrize("name", cells("SFT", "DPO"))
+def test_good_rows_give_no_warning(name, make, caplog):
+    with caplog.at_level(logging.WARNING):
+        make.train("short", **MODES["prefix sharing"])
+    assert our_warnings(caplog) == []
+
+
+@pytest.mark.parametrize("name", cells("SFT", "DPO"))
+def test_a_layout_is_built_with_its_batch_and_by_no_forward(name, make, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
+        lambda *batch: built.append(batch) or prefix_sharing_layout(*batch),
+    )
+    make.train("short", given={"eval_dataset": None}, **MODES["prefix sharing"], parity_check=False)
+    assert 5 <= len(built) <= 6  # the data loader fetches one ahead
+
+
+@LATER
+@pytest.mark.parametrize(("name", "mode"), product(cells("SFT", "DPO"), TWO_MODES))
+def test_compute_metrics_sees_trls_logits_of_the_real_tokens(name, mode, make):
+    def compute_metrics(prediction):
+        logits, ids = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
+        real = (ids >= 0) & (ids != SPECIAL["<pad>"])
+        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
+
+    config = {"loss_type": "nll"} if name == "SFT" else {}
+    theirs, ours = (
+        make(trainer_class, config | mode, compute_metrics=compute_metrics).evaluate()
+        for trainer_class, mode in ((make.method.theirs, {}), (None, SIDED_MODES[mode]))
+    )
+    assert ours["eval_tokens"] == theirs["eval_tokens"]
+    for figure in ("eval_sum", "eval_loss"):
+        assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5)
 
 
 # -- the tests can fail
@@ -180,9 +249,11 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, make, monkey
 @KINDS
 def test_a_leaking_layout_stops_training_and_evaluation(name, mode, make, monkeypatch):
     trainer = make(config=break_mode(monkeypatch, mode))
-    with pytest.raises(ParityError, match="parity FAILED"):
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    with pytest.raises(ParityError, match=r"parity FAILED .* difference of \d+ scores mean .*`padding_free=False`"):
         trainer.train()
     assert trainer.state.global_step == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
     with pytest.raises(ParityError, match="parity FAILED"):
         trainer.evaluate()
 

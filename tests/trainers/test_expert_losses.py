@@ -9,15 +9,17 @@ import pytest
 import torch
 import trl
 import trl.trainer.utils as trl_utils
-from kit.budget_runs import BUDGET
+from kit.budget_runs import BUDGET, COEFFICIENT, EXPERTS, assert_same, build_experts, make_experts
 from kit.cells import slow_but
-from kit.expert_runs import COEFFICIENT, CONFIGS, build_model, entered, make
-from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, reward_words
+from kit.methods import make_trainer
+from kit.online_runs import ENDS
 from kit.processes import logged
-from kit.trainer_runs import build_tokenizer
-from transformers import PreTrainedModel, PrinterCallback
+from kit.rows import build_prompts
+from kit.trainer_runs import entered, figures, trajectory
+from transformers import PreTrainedModel
 
-from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+import trl_padfix
+from trl_padfix import remove_padding
 from trl_padfix.trainers.steps import split_forward
 from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
 
@@ -28,26 +30,19 @@ pytestmark = pytest.mark.skipif(
 SHARING = {"prefix_sharing": True}
 
 
-def figures(trainer: Any) -> torch.Tensor:
+def trained(trainer: Any) -> torch.Tensor:
     trainer.train()
     trainer.evaluate()
-    logs = [log for log in trainer.state.log_history if "loss" in log or "eval_loss" in log]
-    elsewhere = ("perf/", "padfix/", "runtime", "_per_second", "_time", "epoch", "num_tokens")
-    names = sorted({n for log in logs for n in log if not any(part in n for part in elsewhere)})
-    assert {"loss", "grad_norm", "aux_loss", "eval_aux_loss"} <= set(names)
-    return torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
+    assert {"aux_loss", "eval_aux_loss"} <= {name for log in trainer.state.log_history for name in log}
+    return figures(trainer.state.log_history, ["num_tokens"])
 
 
 @cache
 def trls(name: str, kind: str) -> torch.Tensor:
-    return figures(make(name, kind, "unused", ours=False))
+    return trained(make_experts(name, kind, "unused", ours=False))
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-CELLS = [(n, k, m) for n in ("sft", "dpo", "kto") for k in CONFIGS for m in ("padding-free", "sharing", "checkpoints")]
+CELLS = [(n, k, m) for n in ("sft", "dpo", "kto") for k in EXPERTS for m in ("padding-free", "sharing", "checkpoints")]
 MODES = {"padding-free": {}, "sharing": SHARING, "checkpoints": {"gradient_checkpointing": True}}
 FAST = [("sft", "mixtral", "padding-free"), ("dpo", "qwen3_moe", "sharing"), ("sft", "qwen3_moe", "checkpoints")]
 FAST += [("kto", "mixtral", "padding-free")]
@@ -55,45 +50,37 @@ FAST += [("kto", "mixtral", "padding-free")]
 
 @pytest.mark.parametrize(("name", "kind", "mode"), slow_but(FAST, CELLS))
 def test_a_split_step_has_trls_loss_of_experts(name, kind, mode, tmp_path):
-    trainer = make(name, kind, tmp_path, ours=True, parity_check=False, **MODES[mode])
-    forwards = entered(trainer)
-    assert_same(figures(trainer), trls(name, kind))
+    trainer = make_experts(name, kind, tmp_path, ours=True, parity_check=False, **MODES[mode])
+    forwards = entered(trainer.model)
+    assert_same(trained(trainer), trls(name, kind))
     assert max(forwards) <= BUDGET[name]
     assert len(forwards) > 4 * 3
 
 
-ONLINE = {"grpo": (GRPOTrainer, GRPOConfig, trl.GRPOTrainer, trl.GRPOConfig)}
-ONLINE |= {"rloo": (RLOOTrainer, RLOOConfig, trl.RLOOTrainer, trl.RLOOConfig)}
-
-
-@pytest.mark.parametrize(("name", "kind"), slow_but([("grpo", "mixtral")], [(n, k) for n in ONLINE for k in CONFIGS]))
+@pytest.mark.parametrize(
+    ("name", "kind"), slow_but([("GRPO", "mixtral")], [(n, k) for n in ("GRPO", "RLOO") for k in EXPERTS])
+)
 def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_path):
     runs = []
-    for trainer_class, config_class in (ONLINE[name][:2], ONLINE[name][2:]):
-        ours = trainer_class is ONLINE[name][0]
-        budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48} if ours else {}
-        settings = ONLINE_SETTINGS | {"router_aux_loss_coef": COEFFICIENT, "beta": 0.0, "max_steps": 3}
-        model = build_model(kind)
+    for library in (trl_padfix, trl):
+        budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48}
+        given = {"router_aux_loss_coef": COEFFICIENT, "beta": 0.0, "max_steps": 3, "train_dataset": build_prompts(16)}
+        given |= budget if library is trl_padfix else {}
+        model = build_experts(kind)
         model.generation_config.eos_token_id = ENDS
-        torch.manual_seed(0)
-        trainer = trainer_class(
-            reward_funcs=reward_words, model=model, train_dataset=build_prompts(16),
-            args=config_class(output_dir=str(tmp_path), **settings | budget), processing_class=build_tokenizer(),
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        forwards = entered(trainer)
+        trainer = make_trainer(library, name, tmp_path, model=model, **given)
+        forwards = entered(trainer.model)
         trainer.train()
-        logs = [log for log in trainer.state.log_history if "loss" in log]
-        runs.append(torch.tensor([[log[n] for n in ("loss", "grad_norm", "reward", "aux_loss")] for log in logs]))
+        runs.append(trajectory(trainer, "reward", "aux_loss"))
         taken = [count for count in forwards if count > 8]  # others are of generation
-        assert (sum(count > 8 * 18 for count in taken) == 0) == ours
+        assert (sum(count > 8 * 18 for count in taken) == 0) == (library is trl_padfix)
     assert_same(*runs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
 def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.expert_runs")
+    found = logged(strategy, tmp_path, "kit.budget_runs", "experts")
     for name in ("sft", "dpo"):
         whole, split = found[name]
         steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]
@@ -113,9 +100,9 @@ def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatc
         return (torch.stack(each) * counts).sum() / counts.sum()
 
     monkeypatch.setattr(split_forward, "balancing_loss", mean)
-    trainer = make(name, "mixtral", tmp_path, ours=True, parity_check=False)
+    trainer = make_experts(name, "mixtral", tmp_path, ours=True, parity_check=False)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures(trainer), trls(name, "mixtral"))
+        assert_same(trained(trainer), trls(name, "mixtral"))
 
 
 def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tuple[Any, list[torch.Tensor]]:
@@ -139,9 +126,9 @@ def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tupl
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_pieces_have_the_router_logits_and_gradients_of_the_whole_forward(kind, sharing):
-    model = build_model(kind).train()
+    model = build_experts(kind).train()
     whole = gradients(model, None, sharing)
     for budget in (14, 24, 40):
         for found, expected in zip(gradients(model, budget, sharing), whole, strict=True):
@@ -150,7 +137,7 @@ def test_pieces_have_the_router_logits_and_gradients_of_the_whole_forward(kind, 
 
 
 def test_a_loss_of_another_kind_is_an_error(monkeypatch):
-    model = build_model("mixtral").train()
+    model = build_experts("mixtral").train()
     monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
     with pytest.raises(ValueError, match=r"load-balancing loss of MixtralForCausalLM is .* by their router logits"):
         gradients(model, 14, False)
@@ -159,4 +146,4 @@ def test_a_loss_of_another_kind_is_an_error(monkeypatch):
 def test_where_trl_takes_the_loss_from_the_model_it_is_refused(tmp_path, monkeypatch):
     monkeypatch.delattr(trl_utils, "add_fused_lm_head")
     with pytest.raises(ValueError, match=r"takes the load-balancing loss of experts .* over a whole forward"):
-        make("sft", "mixtral", tmp_path, ours=True)
+        make_experts("sft", "mixtral", tmp_path, ours=True)

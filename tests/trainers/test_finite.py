@@ -6,8 +6,8 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
-from transformers import PrinterCallback
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model, trajectory
 
 import trl_padfix
 from trl_padfix.trainers.watch.finite import check_weights
@@ -16,16 +16,9 @@ from trl_padfix.trainers.watch.finite import check_weights
 ROWS = [{"text": f"w{3 + i} w4 w5"} for i in range(8)]
 
 
-def make(folder, model=None, library=trl_padfix, **config):
-    settings = SETTINGS | {"output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 2} | config
-    trainer = library.SFTTrainer(
-        model=model or build_model(),
-        args=library.SFTConfig(**settings),
-        train_dataset=Dataset.from_list(ROWS),
-        processing_class=build_tokenizer(),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def make(folder, library=trl_padfix, **given):
+    given = {"max_steps": 4, "per_device_train_batch_size": 2, "train_dataset": Dataset.from_list(ROWS)} | given
+    return make_trainer(library, "SFT", folder, **given)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -34,9 +27,9 @@ def test_weights_that_are_not_finite_are_refused_also_without_the_parity_check(v
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, :3] = value
     with pytest.raises(ValueError, match=r"3 of 1536 values of `model.layers.1.mlp.up_proj.weight` of the model"):
-        make(tmp_path, model, padding_free=True, parity_check=False)
+        make(tmp_path, model=model, padding_free=True, parity_check=False)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        make(tmp_path, model)
+        make(tmp_path, model=model)
     check_weights(build_model(), "model")
 
 
@@ -44,15 +37,8 @@ def test_so_are_those_of_the_reference(tmp_path):
     reference = build_model(seed=1)
     with torch.no_grad():
         reference.model.norm.weight[0] = float("nan")
-    data = Dataset.from_list([{"prompt": "w3", "chosen": "w4", "rejected": "w5"}] * 4)
     with pytest.raises(ValueError, match="of the reference model"):
-        trl_padfix.DPOTrainer(
-            model=build_model(),
-            ref_model=reference,
-            args=trl_padfix.DPOConfig(str(tmp_path), **SETTINGS),
-            train_dataset=data,
-            processing_class=build_tokenizer(),
-        )
+        make_trainer(trl_padfix, "DPO", tmp_path, ref_model=reference)
 
 
 def broken_at(trainer, call: int, monkeypatch, where: str) -> None:
@@ -105,6 +91,6 @@ def test_a_finite_run_says_nothing_and_is_trls(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="trl_padfix"):
             trainer = make(tmp_path, library=library)
             trainer.train()
-        curves.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+        curves.append(trajectory(trainer).tolist())
     assert curves[0] == curves[1]
     assert not any("The loss" in text or "The norm" in text for text in caplog.messages)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import trl
-from kit.online_runs import build_prompts, load_policy, save_policy
+from kit.online_runs import load_policy, save_policy
+from kit.rows import build_prompts
 from kit.trainer_runs import MODES
 from packaging.version import Version
 

@@ -15,10 +15,20 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.budget_runs import (
+    IMAGE_BATCH,
+    IMAGE_BUDGETS,
+    IMAGE_ROWS,
+    IMAGE_STEPS,
+    assert_same,
+    make_on_images,
+    pictured,
+    watched,
+)
 from kit.cells import every_second, once_each, slow_but
 from kit.processes import logged
 from kit.torchvision_stand_in import torchvision_loads
-from kit.vision_budget_runs import BATCH, LAUNCHED, ROWS, STEPS, build_trainer, figures, pictured
+from kit.trainer_runs import entered, figures
 from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
 from transformers import LlavaForConditionalGeneration
 
@@ -39,37 +49,15 @@ SHARING = {"prefix_sharing": True}
 
 @cache
 def trls(kind: str, family: str) -> torch.Tensor:
-    trainer = build_trainer(trl, kind, family, "unused")
+    trainer = make_on_images(trl, kind, family, "unused")
     trainer.train()
     trainer.evaluate()
     return figures(trainer.state.log_history)
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-def watched(trainer: Any) -> list[list[list[int]]]:
-    """Train, and list the tokens of the rows of every micro-batch, step by step."""
-    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        steps.append([])
-        return training_step(*args, **kwargs)
-
-    def loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training:
-            steps[-1].append(inputs["attention_mask"].sum(1).tolist())
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.training_step, trainer.compute_loss = step, loss
-    trainer.train()
-    return steps
-
-
 def longest(kind: str, family: str) -> int:
     """Tokens of the longest row of the train dataset: a pair, or an example."""
-    trainer = build_trainer(trl_padfix, kind, family, "unused", padding_free=True)
+    trainer = make_on_images(trl_padfix, kind, family, "unused", padding_free=True)
     return max(int(trainer.data_collator([row])["attention_mask"].sum()) for row in trainer.train_dataset)
 
 
@@ -98,27 +86,25 @@ def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(fam
     config = dict(CASES[case])
     budget = int(longest(kind, family) * config.pop("budget", 1))
     given = {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False, **config}
-    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **given)
-    entered: list[int] = []
-    layer = next(m for m in trainer.model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList))[0]
-    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    trainer = make_on_images(trl_padfix, kind, family, tmp_path, **given)
+    computed = entered(trainer.model.get_decoder())
     steps = watched(trainer)
-    seen = len(entered)
+    seen = len(computed)
     trainer.evaluate()
     assert_same(figures(trainer.state.log_history), trls(kind, family))
     rows = 2 if kind == "DPO" else 1
-    assert all(sum(map(len, step)) == rows * BATCH for step in steps)
+    assert all(sum(map(len, step)) == rows * IMAGE_BATCH for step in steps)
     assert all(len(step) > 1 for step in steps)
     if not config.get("prefix_sharing"):
         assert max(sum(batch) for step in steps for batch in step) <= budget
-        assert sum(entered[:seen]) == sum(sum(batch) for step in steps for batch in step)
-    assert max(entered[:seen]) <= budget
+        assert sum(computed[:seen]) == sum(sum(batch) for step in steps for batch in step)
+    assert max(computed[:seen]) <= budget
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(kind, tmp_path, monkeypatch):
     budget = longest(kind, "llava")
-    trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
+    trainer = make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
@@ -135,7 +121,7 @@ def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(c
     config = {"max_tokens_per_batch": longest("SFT", "llava"), "padding_free": True, **CASES[case]}
     runs = []
     for library, given in ((trl_padfix, config), (trl, {})):
-        trainer = build_trainer(library, "SFT", "llava", tmp_path, **given)
+        trainer = make_on_images(library, "SFT", "llava", tmp_path, **given)
         assert not trainer.model_accepts_loss_kwargs
         steps = watched(trainer)
         trainer.evaluate()
@@ -143,7 +129,7 @@ def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(c
         assert all(len(step) > 1 for step in steps) == (library is trl_padfix)
     assert_same(*runs)
     monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "averages_tokens", lambda task: False)
-    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, **config)
+    trainer = make_on_images(trl_padfix, "SFT", "llava", tmp_path, **config)
     trainer.train()
     trainer.evaluate()
     with pytest.raises(AssertionError, match="not close"):
@@ -154,7 +140,7 @@ def test_means_over_the_tokens_of_several_forwards_are_refused(tmp_path, monkeyp
     monkeypatch.setattr(LlavaForConditionalGeneration, "accepts_loss_kwargs", False, raising=False)
     config = {"padding_free": True, "max_tokens_per_batch": 500, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match=r"of LlavaForConditionalGeneration is a mean over .* has several of them"):
-        build_trainer(trl_padfix, "SFT", "llava", tmp_path, **config)
+        make_on_images(trl_padfix, "SFT", "llava", tmp_path, **config)
 
 
 # The tokens of a row
@@ -163,16 +149,16 @@ def test_means_over_the_tokens_of_several_forwards_are_refused(tmp_path, monkeyp
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_cost_what_their_batches_hold(family, kind, tmp_path):
-    trainer = build_trainer(trl_padfix, kind, family, tmp_path, padding_free=True)
+    trainer = make_on_images(trl_padfix, kind, family, tmp_path, padding_free=True)
     data, collator = trainer.train_dataset, trainer.data_collator
     measure, shared = (measure_images(data, collator, sharing=sharing) for sharing in (False, True))
     batch = collator(list(data))
     assert measure.dataset(data).total() == batch["attention_mask"].sum()
     assert measure.longest(data).max() == batch["attention_mask"].sum(1).max()
     assert measure.images.tolist() == [len(images) for images in data["images"]]
-    measure.check(range(ROWS), batch)
+    measure.check(range(IMAGE_ROWS), batch)
     if kind == "DPO":  # a prompt counts once
-        prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:ROWS].sum(1)
+        prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:IMAGE_ROWS].sum(1)
         assert (measure.dataset(data).each - shared.dataset(data).each).tolist() == prompts.tolist()
 
 
@@ -202,13 +188,13 @@ def test_rows_that_change_their_length_are_an_error(tmp_path):
         return {**rows, "prompt": prompts}
 
     given = {"padding_free": True, "max_tokens_per_batch": 500, "train_dataset": data.with_transform(drawn)}
-    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, **given)
+    trainer = make_on_images(trl_padfix, "SFT", "llava", tmp_path, **given)
     with pytest.raises(ValueError, match=r"Row \d of the train dataset has \[\d+\] tokens, and had \[\d+\] before"):
         trainer.train()
 
 
 def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_path):
-    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, padding_free=True, max_tokens_per_batch=20)
+    trainer = make_on_images(trl_padfix, "SFT", "llava", tmp_path, padding_free=True, max_tokens_per_batch=20)
     with pytest.raises(ValueError, match="have a sequence of more tokens than `max_tokens_per_batch=20`"):
         trainer.train()
 
@@ -219,14 +205,14 @@ def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
 def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.vision_budget_runs")
+    found = logged(strategy, tmp_path, "kit.budget_runs", "images")
     theirs = {}
-    for name in LAUNCHED:
-        trainer = build_trainer(trl, name, "llava", tmp_path, train_dataset=pictured(name), eval_dataset=None)
+    for name in IMAGE_BUDGETS:
+        trainer = make_on_images(trl, name, "llava", tmp_path, train_dataset=pictured(name), eval_dataset=None)
         trainer.train()
         theirs[name] = figures(trainer.state.log_history)
         assert_same(figures(found[name]["history"]), theirs[name])
-    first, second = torch.tensor([found[name]["micro_batches"] for name in LAUNCHED]).unbind(1)
+    first, second = torch.tensor([found[name]["micro_batches"] for name in IMAGE_BUDGETS]).unbind(1)
     assert (first != second).any()  # some computed micro-batches again, without a weight
     assert min(first.min(), second.min()) > 1
     if strategy == "fsdp2":  # TRL 1.16 takes the gradient of the LM head for that of one process; docs/many_gpus.md
@@ -237,14 +223,14 @@ def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
     halved = micro_batches.halved
     monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
-    data = build_pairs(ROWS, (2, 1, 1))
+    data = build_pairs(IMAGE_ROWS, (2, 1, 1))
     runs = []
     for library, config in ((trl_padfix, {"padding_free": True, "max_tokens_per_batch": 10**6}), (trl, {})):
-        trainer = build_trainer(library, "DPO", "llava", tmp_path, train_dataset=data, **config)
+        trainer = make_on_images(library, "DPO", "llava", tmp_path, train_dataset=data, **config)
         steps = watched(trainer)
         trainer.evaluate()
         runs.append((steps, figures(trainer.state.log_history)))
-    assert [[len(batch) for batch in step] for step in runs[0][0]] == [[2 * BATCH] * 3] * STEPS
+    assert [[len(batch) for batch in step] for step in runs[0][0]] == [[2 * IMAGE_BATCH] * 3] * IMAGE_STEPS
     names = runs[0][1].shape[1]
     assert runs[1][1].shape[1] == names
     assert_same(runs[0][1], runs[1][1])
@@ -276,4 +262,4 @@ def test_losses_that_compare_rows_with_images_are_refused(kind, tmp_path):
     if kind == "KTO" and not trl_padfix.KTOTrainer.task_class.takes_images:
         pytest.skip("this TRL has no images in KTO")
     with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
-        build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)
+        make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)

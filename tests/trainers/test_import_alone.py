@@ -6,15 +6,17 @@ Ten steps and an evaluation over several batches, the last of them ragged, on th
 
 import random
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import every_second, once_each, slow_but
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy, without_groups
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
-from transformers import PrinterCallback, TrainerCallback
+from kit.methods import DEFAULTS, make_trainer
+from kit.online_runs import load_policy, save_policy
+from kit.rows import build_prompts
+from kit.trainer_runs import SETTINGS
+from transformers import TrainerCallback
 
 import trl_padfix
 from trl_padfix.trainers.packing import Packing
@@ -27,16 +29,6 @@ CLOCK = {"runtime", "samples_per_second", "steps_per_second", "step_time"}
 """Ends of the names of figures that depend on the clock."""
 
 
-def build_data(kind: str, count: int, seed: int) -> Dataset:
-    draw = random.Random(seed)
-    if kind == "SFT":
-        return Dataset.from_list([{"text": words(draw, 1, 24)} for _ in range(count)])
-    prompts = [words(draw, 2, 18) for _ in range(count)]
-    parts = ("completion",) if kind == "KTO" else ("chosen", "rejected")
-    rows = [{"prompt": prompt, **{part: words(draw, 1, 12) for part in parts}} for prompt in prompts]
-    return Dataset.from_list([row | ({"label": i % 3 > 0} if kind == "KTO" else {}) for i, row in enumerate(rows)])
-
-
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
     """Trains and evaluates; returns all that was logged, but for the clock and our own metrics."""
@@ -45,21 +37,14 @@ def logged(tmp_path_factory):
     @cache
     def run(kind, trainers, configs, **config):
         if kind in ONLINE:
-            settings, given = ONLINE_SETTINGS, {"reward_funcs": reward_words, "model": load_policy(policy)}
-            if kind == "Distillation":
-                settings = without_groups(settings)
-                given = {"model": given["model"], "teacher_model": build_model(seed=1)}
-            given |= {"train_dataset": build_prompts(24), "eval_dataset": build_prompts(5, seed=1)}
+            given = {"model": load_policy(policy), "eval_dataset": build_prompts(5, seed=1)}
         else:
-            settings = SETTINGS | {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 4, "max_length": 26}
-            given = {"model": build_model("reward" if kind == "Reward" else "causal")}
-            given |= {"train_dataset": build_data(kind, 25, 0), "eval_dataset": build_data(kind, 11, 1)}
-            given |= {"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}
-        settings = settings | {"max_steps": STEPS, "output_dir": str(tmp_path_factory.mktemp("run"))} | config
-        trainer = getattr(trainers, f"{kind}Trainer")(
-            **given, args=getattr(configs, f"{kind}Config")(**settings), processing_class=build_tokenizer()
-        )
-        trainer.remove_callback(PrinterCallback)
+            train, evaluation = (DEFAULTS[kind][name]() for name in ("train_dataset", "eval_dataset"))
+            given = {"train_dataset": train.select(range(25)), "eval_dataset": evaluation.select(range(7))}
+            given |= {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 4, "max_length": 26}
+        library = SimpleNamespace(**{f"{kind}Trainer": getattr(trainers, f"{kind}Trainer")})
+        setattr(library, f"{kind}Config", getattr(configs, f"{kind}Config"))
+        trainer = make_trainer(library, kind, tmp_path_factory.mktemp("run"), **given | {"max_steps": STEPS} | config)
         trainer.train()
         trainer.evaluate()
         return [
@@ -107,14 +92,8 @@ class Watching(TrainerCallback):
     pass
 
 
-def make_sft(tmp_path, **given):
-    args = trl_padfix.SFTConfig(str(tmp_path), **SETTINGS)
-    given = {"model": build_model(), "train_dataset": build_data("SFT", 4, 0)} | given
-    return trl_padfix.SFTTrainer(args=args, processing_class=build_tokenizer(), **given)
-
-
 def test_restore_padding_gives_the_callbacks_back(tmp_path):
-    trainer = make_sft(tmp_path)
+    trainer = make_trainer(trl_padfix, "SFT", tmp_path)
     assert "call_event" in vars(trainer.callback_handler)
     trainer.restore_padding()
     assert "call_event" not in vars(trainer.callback_handler)
@@ -133,18 +112,13 @@ def test_an_error_while_the_trainer_is_made_gives_the_callbacks_back(tmp_path, m
 
     monkeypatch.setattr(Packing, "ready", fail_after)
     with pytest.raises(KeyboardInterrupt):
-        make_sft(tmp_path)
+        make_trainer(trl_padfix, "SFT", tmp_path)
     assert "call_event" not in vars(handlers[0])
 
 
 def test_making_a_trainer_draws_no_random_numbers(tmp_path):
     states = []
     for trainers in (trl, trl_padfix):
-        trainers.SFTTrainer(
-            model=build_model(),
-            args=trl.SFTConfig(str(tmp_path), **SETTINGS),
-            train_dataset=build_data("SFT", 4, 0),
-            processing_class=build_tokenizer(),
-        )
+        make_trainer(trainers, "SFT", tmp_path, args=trl.SFTConfig(str(tmp_path), **SETTINGS))
         states.append((torch.get_rng_state().tolist(), random.getstate()))
     assert states[0] == states[1]

@@ -14,23 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from kit.cells import every_second, once_each, slow_but
 from kit.families import build
 from kit.family_outcomes import leaking_layouts, stable_topk
-from kit.mixer_runs import TRAINERS, build_pairs, initial
-from kit.sft_runs import build_rows
-from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, break_mode, build_tokenizer
-from transformers import PrinterCallback
+from kit.methods import make_trainer
+from kit.mixer_runs import build_pairs, initial
+from kit.rows import build_rows
+from kit.trainer_runs import MODES, SIDED_MODES, break_mode, trained
 
+import trl_padfix
 from trl_padfix import PaddingRemovalError
 
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "deepseek_v32", "bloom"]
 FAST = [
-    ("dpo" if i % 2 else "sft", family, "prefix sharing, right" if i % 2 else "padding-free, left")
+    ("DPO" if i % 2 else "SFT", family, "prefix sharing, right" if i % 2 else "padding-free, left")
     for i, family in enumerate(FAMILIES)
 ]
 STEPS = 20
+KINDS = ("DPO", "SFT")
 
 
 @pytest.fixture(autouse=True)
@@ -39,66 +42,52 @@ def _stable_choices():
         yield
 
 
-def trajectory(path: Any, kind: str, classes: tuple[type, type], family: str, **mode: Any) -> torch.Tensor:
-    """Loss and gradient norm of each step, and the loss of the evaluation after the last."""
+def train(path: Any, kind: str, library: Any, family: str, **mode: Any) -> torch.Tensor:
     policy, reference = (copy.deepcopy(model) for model in initial(family))
-    settings = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 1e-3, "max_grad_norm": 1.0, "max_length": 26}
-    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "output_dir": str(path)}
-    if kind == "dpo":
-        given = {"ref_model": reference, "train_dataset": build_pairs(40, 0), "eval_dataset": build_pairs(8, 1)}
+    given = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 1e-3, "max_grad_norm": 1.0, "max_length": 26}
+    given |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8, "model": policy}
+    if kind == "DPO":
+        given |= {"ref_model": reference, "train_dataset": build_pairs(40, 0), "eval_dataset": build_pairs(8, 1)}
     else:
-        given = {"train_dataset": build_rows(), "eval_dataset": build_rows(8, 1)}
-    trainer_class, config_class = classes
-    config = config_class(**SETTINGS | settings | mode)
-    trainer = trainer_class(model=policy, args=config, processing_class=build_tokenizer(), **given)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    trainer.evaluate()
-    logs = trainer.state.log_history
-    steps = [(log["loss"], log["grad_norm"]) for log in logs if "loss" in log]
-    ends = [(log["eval_loss"], 0.0) for log in logs if "eval_loss" in log]
-    assert len(steps) == STEPS
-    return torch.tensor(steps + ends, dtype=torch.float64)
+        given |= {"train_dataset": build_rows(), "eval_dataset": build_rows(8, 1)}
+    found = trained(make_trainer(library, kind, path, **given | mode))
+    assert len(found) == STEPS + 1
+    return found
 
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory):
     @cache
     def run(kind: str, family: str) -> torch.Tensor:
-        return trajectory(tmp_path_factory.mktemp("trl"), kind, TRAINERS[kind][0], family)
+        return train(tmp_path_factory.mktemp("trl"), kind, trl, family)
 
     return run
 
 
 @pytest.mark.parametrize(
     ("kind", "family", "mode"),
-    slow_but(FAST[:2], [(kind, family, mode) for kind in TRAINERS for family in FAMILIES for mode in SIDED_MODES]),
+    slow_but(FAST[:2], [(kind, family, mode) for kind in KINDS for family in FAMILIES for mode in SIDED_MODES]),
 )
 def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
-    ours = trajectory(tmp_path, kind, TRAINERS[kind][1], family, **SIDED_MODES[mode])
+    ours = train(tmp_path, kind, trl_padfix, family, **SIDED_MODES[mode])
     expected = theirs(kind, family)
     assert expected.abs().max() > 1e-1
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "mode"), every_second(once_each(TRAINERS, ["prefix sharing", "padding-free"])))
+@pytest.mark.parametrize(("kind", "mode"), every_second(once_each(KINDS, ["prefix sharing", "padding-free"])))
 def test_a_leak_would_bend_the_trajectory(kind, mode, theirs, tmp_path, monkeypatch):
     if mode == "prefix sharing":
         break_mode(monkeypatch, mode)
     with nullcontext() if mode == "prefix sharing" else leaking_layouts():
-        ours = trajectory(tmp_path, kind, TRAINERS[kind][1], "qwen3_5_text", **MODES[mode], parity_check=False)
+        ours = train(tmp_path, kind, trl_padfix, "qwen3_5_text", **MODES[mode], parity_check=False)
     assert (ours - theirs(kind, "qwen3_5_text")).abs().max() > 1e-2
 
 
 def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
-    trainer_class, config_class = TRAINERS["dpo"][1]
-
     def make():
-        config = config_class(**SETTINGS | {"output_dir": str(tmp_path), "padding_free": True})
         models = {"model": build("cpmant"), "ref_model": build("cpmant")}
-        return trainer_class(
-            **models, args=config, train_dataset=build_pairs(4, 0), processing_class=build_tokenizer()
-        )
+        return make_trainer(trl_padfix, "DPO", tmp_path, train_dataset=build_pairs(4, 0), padding_free=True, **models)
 
     make().restore_padding()
     monkeypatch.setattr("trl_padfix.trainers.packing.is_zero_3", lambda accelerator: True)

@@ -7,16 +7,18 @@ are processed) is counted, warned about, and weighs what it weighs in TRL's trai
 
 import logging
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.online_runs import ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer
+from kit.methods import make_trainer
+from kit.online_runs import ONLINE_SETTINGS, load_policy, reward_words, save_policy
+from kit.rows import build_prompts
+from kit.trainer_runs import assert_same, build_tokenizer, trained
 from kit.vision_runs import build_pairs, build_processor, build_vlm
-from transformers import PrinterCallback
 
 import trl_padfix
 from trl_padfix.trainers.data.collators import SidedCollator
@@ -30,20 +32,10 @@ MODES = {
 }
 
 
-def train(library, kind, folder, data, config, **given) -> tuple[object, torch.Tensor]:
-    settings = SETTINGS | {"max_steps": 3, "per_device_train_batch_size": 4, "output_dir": str(folder)} | config
-    given = {
-        "model": build_model("reward" if kind == "Reward" else "causal"),
-        "processing_class": build_tokenizer(),
-    } | given
-    if kind in ("DPO", "KTO") and "ref_model" not in given:
-        given["ref_model"] = build_model(seed=1)
-    args = getattr(library, f"{kind}Config")(**settings)
-    trainer = getattr(library, f"{kind}Trainer")(args=args, train_dataset=data, **given)
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return trainer, torch.tensor([[log["loss"], log["grad_norm"]] for log in logs], dtype=torch.float64)
+def train(library, kind, folder, data, config, **given) -> tuple[Any, torch.Tensor]:
+    config = {"max_steps": 3, "per_device_train_batch_size": 4} | config
+    trainer = make_trainer(library, kind, folder, train_dataset=data, **config | given)
+    return trainer, trained(trainer)
 
 
 # Completions that `max_length` cuts off
@@ -232,14 +224,7 @@ def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tm
 
 
 def test_prompts_without_a_token_in_a_stream_are_warned_about(tmp_path, caplog):
-    policy = save_policy(tmp_path / "policy")
-    trainer = trl_padfix.GRPOTrainer(
-        model=load_policy(policy),
-        reward_funcs=reward_words,
-        args=trl_padfix.GRPOConfig(str(tmp_path), **ONLINE_SETTINGS),
-        train_dataset=build_prompts(8).to_iterable_dataset(),
-        processing_class=build_tokenizer(),
-    )
+    trainer = make_trainer(trl_padfix, "GRPO", tmp_path, train_dataset=build_prompts(8).to_iterable_dataset())
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
         trainer._tokenize_prompts(["w3 w4", ""])
     assert any("1 prompts of the batch have no token" in text for text in caplog.messages)

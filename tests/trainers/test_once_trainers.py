@@ -5,8 +5,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kit.budget_runs import assert_same, build_branching, figures, make
+from kit.budget_runs import assert_same, build_branching, make
 from kit.cells import slow_but
+from kit.trainer_runs import entered, figures
 from torch.nn.functional import pad
 
 from trl_padfix import KTOTrainer
@@ -33,26 +34,23 @@ def watched(trainer):
 
     Those of prefixes that are computed again by intention are not counted.
     """
-    entered, steps, training_step, again = [], [], trainer.training_step, []
+    computed, steps, training_step, again = entered(trainer.model), [], trainer.training_step, []
     check = MicroBatches.check
 
     def checked(once):
         again.append(sum(trunk.tokens for trunk in once.planned.trunks.values() if trunk.again) if once.planned else 0)
         check(once)
 
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
-    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-
     def step(model, inputs, *args, **kwargs):
         given = [[batch[name] for batch in inputs[MICRO_BATCHES]] for name in ("input_ids", "attention_mask")]
         width = max(ids.shape[1] for ids in given[0])
         ids, mask = (torch.cat([pad(x, (0, width - x.shape[1])) for x in xs]) for xs in given)
-        entered.clear()
+        computed.clear()
         loss = training_step(model, inputs, *args, **kwargs)
         distinct = prefix_sharing_layout(ids, mask).packed_tokens
         for batch in inputs[MICRO_BATCHES] if "KL_input_ids" in inputs[MICRO_BATCHES][0] else ():
             distinct += prefix_sharing_layout(batch["KL_input_ids"], batch["KL_attention_mask"]).packed_tokens
-        steps.append((len(given[0]), sum(entered) - sum(again), distinct))
+        steps.append((len(given[0]), sum(computed) - sum(again), distinct))
         again.clear()
         return loss
 
@@ -68,7 +66,7 @@ def assert_same_trajectory(ours, theirs, but=()):
 
 def train_both(name, folder, **config):
     """Ours, what it computed in each step, and TRL's with a whole step in one forward."""
-    given = {"data": build_branching(name, prompts=3), "max_steps": 5}
+    given = {"train_dataset": build_branching(name, prompts=3), "max_steps": 5}
     loss = {k: v for k, v in config.items() if k in ("loss_type", "gradient_checkpointing")}
     theirs = make(name, folder, ours=False, **given, **loss)
     theirs.train()
@@ -122,7 +120,7 @@ def test_a_loss_that_compares_rows_computes_distinct_tokens_twice_at_most(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
 def test_a_run_that_is_resumed_with_another_budget_keeps_its_trajectory(name, tmp_path):
-    given = {"data": build_branching(name, prompts=3), "prefix_sharing": True, "parity_check": False}
+    given = {"train_dataset": build_branching(name, prompts=3), "prefix_sharing": True, "parity_check": False}
     logs = {}
     for budget, checkpoint in ((BUDGET[name], None), (BUDGET[name] + 24, tmp_path / "checkpoint-3")):
         saving = {"save_strategy": "steps", "save_steps": 3, "max_tokens_per_batch": budget, "max_steps": 6}
@@ -161,7 +159,7 @@ def test_adapters_and_their_reference_walk_by_themselves(tmp_path):
     logs = []
     for ours in (False, True):
         budget = {"prefix_sharing": True, "max_tokens_per_batch": 60, "parity_check": False} if ours else {}
-        given = {"data": build_branching("dpo", prompts=3), "max_steps": 4, "learning_rate": 1e-2}
+        given = {"train_dataset": build_branching("dpo", prompts=3), "max_steps": 4, "learning_rate": 1e-2}
         trainer = make("dpo", tmp_path, ours=ours, adapters=True, **given, **budget)
         trainer.train()
         logs.append(trainer)

@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+from dataclasses import fields
 
 import pytest
 import trl
@@ -12,9 +13,6 @@ from trl_padfix.trainers.generation.config import EvaluationConfig
 
 ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
-
-
-BUDGET = ["training_step", "get_train_dataloader", "_get_train_sampler", "_get_num_items_in_batch"]
 
 
 def overridden(name: str) -> list[str]:
@@ -37,18 +35,27 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
         ours.bind(*first, **{p: None for p in parameters if p not in first})
 
 
-@pytest.mark.parametrize(
-    ("name", "hooks"),
-    {
-        "DPOTrainer": ["_prepare_dataset", *BUDGET],
-        "KTOTrainer": ["_prepare_dataset", "_precompute_ref_logps", *BUDGET],
-        "RewardTrainer": ["_prepare_dataset", *BUDGET],
-        "SFTTrainer": ["_prepare_dataset", "evaluation_loop", *BUDGET],
-        **{name: ["_prepare_inputs", "_tokenize_prompts", "_generate_single_turn"] for name in ONLINE},
-    }.items(),
-)
-def test_the_hooks_exist_in_trl(name, hooks):
-    assert {*hooks, "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint"} <= set(overridden(name))
+EVERY = {
+    *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "evaluate", "train", "log"),
+    *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler"),
+    *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_get_grad_norm"),
+    *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "create_model_card"),
+}
+GENERATING = {"_prepare_inputs", "_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
+OWN = {
+    "DPOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
+    "KTOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
+    "RewardTrainer": {"_prepare_dataset"},
+    "SFTTrainer": {"_prepare_dataset"},
+    "GRPOTrainer": GENERATING | {"_get_per_token_logps_and_entropies"},
+    "RLOOTrainer": GENERATING | {"_get_per_token_logps_and_entropies"},
+    "DistillationTrainer": GENERATING | {"_get_last_hidden_state"},
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_what_is_overridden_is_in_trl_and_nothing_else_has_a_name_of_its_own_there(name):
+    assert set(overridden(name)) == EVERY | OWN[name]
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -56,6 +63,8 @@ def test_configurations_are_trls_with_our_fields(name):
     config = name.replace("Trainer", "Config")
     ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
     assert issubclass(ours, theirs)
+    defaults = [{f.name: f.default for f in fields(config)} for config in (ours, theirs)]
+    assert defaults[0].items() >= defaults[1].items()
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     sided = set() if name in ONLINE else {"padding_side"}
     with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
@@ -66,15 +75,8 @@ def test_configurations_are_trls_with_our_fields(name):
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     both |= {"expand_turns"} if name == "SFTTrainer" else set()
-    ours = {
-        "padding_free",
-        "prefix_sharing",
-        "parity_check",
-        "stop_on_nonfinite",
-        "attn_implementation",
-        "cp_attention",
-    }
-    assert added == ours | sided | with_reference | both
+    every = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "attn_implementation"}
+    assert added == every | {"cp_attention"} | sided | with_reference | both
 
 
 @pytest.mark.parametrize("name", TRAINERS)

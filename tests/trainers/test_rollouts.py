@@ -6,20 +6,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, IterableDataset, load_dataset
+from kit.methods import make_trainer
 from kit.online_runs import watch_forwards
-from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer, run
+from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
-from trl_padfix import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RecordedRollouts,
-    SFTConfig,
-    SFTTrainer,
-    good_rollouts,
-    rollout_pairs,
-)
+import trl_padfix
+from trl_padfix import RecordedRollouts, good_rollouts, rollout_pairs
 
 
 TEMPLATE = (
@@ -96,19 +88,13 @@ def test_what_trials_say_otherwise_is_not_shared():
     assert len(pair["prompt"]) == 2
 
 
-def training(path, config, **more):
-    return config(output_dir=str(path), **SETTINGS | {"max_steps": 2} | more)
-
-
 def test_pairs_and_good_rollouts_train(tmp_path):
     tokenizer, mode = build_tokenizer(chat_template=TEMPLATE), {"padding_free": True, "prefix_sharing": True}
     trainer = dpo(tmp_path, tokenizer, **mode)
     prompts = {tokenizer.decode(row["prompt_ids"]) for row in trainer.train_dataset}
     assert "w6 w10 w11 <eos> w6 w12 <eos> w5 w4 <eos> w6 w20 <eos> w5" in prompts
     trainer.train()
-    args = training(tmp_path, SFTConfig, expand_turns=True, **mode)
-    good = good_rollouts(rollouts())
-    trainer = SFTTrainer(build_model(), args=args, train_dataset=good, processing_class=tokenizer)
+    trainer = sft(tmp_path, tokenizer, train_dataset=good_rollouts(rollouts()), expand_turns=True, **mode)
     assert len(trainer.train_dataset) == 7
     trainer.train()
 
@@ -116,12 +102,10 @@ def test_pairs_and_good_rollouts_train(tmp_path):
 def recorded_run(path, **mode):
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
     recorded = RecordedRollouts(rollouts(), tokenizer)
-    args = training(
-        path, GRPOConfig, num_generations=recorded.trials, per_device_train_batch_size=recorded.trials, **mode
-    )
-    trainer = GRPOTrainer(
-        build_model(), recorded.rewards, args, recorded.prompts, processing_class=tokenizer, rollout_func=recorded
-    )
+    given = {"num_generations": recorded.trials, "per_device_train_batch_size": recorded.trials, "beta": 0.0}
+    given |= {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
+    given |= {"processing_class": tokenizer, "rollout_func": recorded, "max_steps": 2, "max_completion_length": 256}
+    trainer = make_trainer(trl_padfix, "GRPO", path, **given, **mode)
     return recorded, run(trainer, watch_forwards([]))
 
 
@@ -192,15 +176,14 @@ DROPPED = {
 }
 
 
-def sft(path, tokenizer):
-    return SFTTrainer(build_model(), training(path, SFTConfig), train_dataset=rollouts(), processing_class=tokenizer)
+def sft(path, tokenizer, **given):
+    given = {"train_dataset": rollouts(), "processing_class": tokenizer, "max_steps": 2} | given
+    return make_trainer(trl_padfix, "SFT", path, **given)
 
 
-def dpo(path, tokenizer, **more):
-    return DPOTrainer(
-        build_model(), build_model(seed=1), training(path, DPOConfig, **more), train_dataset=rollout_pairs(rollouts()),
-        processing_class=tokenizer,
-    )  # fmt: skip
+def dpo(path, tokenizer, **given):
+    given = {"train_dataset": rollout_pairs(rollouts()), "processing_class": tokenizer, "max_steps": 2} | given
+    return make_trainer(trl_padfix, "DPO", path, **given)
 
 
 @pytest.mark.parametrize("what", DROPPED)
@@ -213,8 +196,7 @@ def test_a_template_that_leaves_out_tools_is_an_error(what, make, tmp_path):
 
 def test_rows_without_messages_are_not_asked_for_tools(tmp_path):
     texts = Dataset.from_dict({"text": ["w5 w6 w7", "w5 w8"]})
-    tokenizer = build_tokenizer(chat_template=TEMPLATE)
-    trainer = SFTTrainer(build_model(), training(tmp_path, SFTConfig), train_dataset=texts, processing_class=tokenizer)
+    trainer = sft(tmp_path, build_tokenizer(chat_template=TEMPLATE), train_dataset=texts)
     assert len(trainer.train_dataset) == 2
 
 

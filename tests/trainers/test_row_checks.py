@@ -7,9 +7,8 @@ import trl
 from datasets import Dataset, Features, IterableDataset, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.online_runs import ONLINE_SETTINGS, reward_words
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
-from transformers import PrinterCallback
+from kit.methods import make_trainer
+from kit.trainer_runs import build_tokenizer, trajectory
 
 import trl_padfix
 from trl_padfix.trainers.data.columns import ids_outside
@@ -37,29 +36,19 @@ BAD = {
 }
 
 
-def make(kind, folder, data, library=trl_padfix, **config):
-    settings = SETTINGS | (ONLINE_SETTINGS if kind == "GRPO" else {"per_device_train_batch_size": 4})
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-    given = {"reward_funcs": reward_words} if kind == "GRPO" else {}
-    trainer = getattr(library, f"{kind}Trainer")(
-        model=build_model("reward" if kind == "Reward" else "causal"),
-        args=getattr(library, f"{kind}Config")(str(folder), **settings | {"max_steps": 3} | config),
-        train_dataset=data,
-        processing_class=tokenizer,
-        **given | ({"ref_model": build_model(seed=1)} if kind in ("DPO", "KTO") else {}),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def make(kind, folder, data, library=trl_padfix, **given):
+    tokenizer = build_tokenizer(chat_template="{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}")
+    rows = {} if kind == "GRPO" else {"per_device_train_batch_size": 4}
+    given = {"max_steps": 3, "train_dataset": data, "processing_class": tokenizer} | rows | given
+    return make_trainer(library, kind, folder, **given)
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_row_is_found_before_the_first_step(case, tmp_path):
     kind, good, change, message = BAD[case]
-    config = {"beta": 0.0} if kind == "GRPO" else {}
     data = Dataset.from_list([good] * 5 + [good | change] + [good] * 2)
     with pytest.raises(ValueError, match=message):
-        make(kind, tmp_path, data, **config)
+        make(kind, tmp_path, data)
 
 
 def test_a_number_is_no_text(tmp_path):
@@ -84,7 +73,7 @@ def test_a_stream_goes_on_without_it_as_if_it_were_not_there(case, tmp_path, cap
         with caplog.at_level(logging.WARNING, logger="trl_padfix"):
             trainer = make(kind, tmp_path, stream(given_rows), library)
             trainer.train()
-        curves.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+        curves.append(trajectory(trainer).tolist())
     assert curves[0] == curves[1]
     assert any(
         "So far 1 rows of the train stream were left out. A row of the train dataset has None" in text

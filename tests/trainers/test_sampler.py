@@ -22,7 +22,7 @@ ACCUMULATED = {"per_device_train_batch_size": GLOBAL_BATCH // 2, "gradient_accum
 
 
 def grouped(name, folder, **config):
-    settings = {"data": build_branching(name), "max_steps": 4, "parity_check": False} | WITHOUT_BUDGET
+    settings = {"train_dataset": build_branching(name), "max_steps": 4, "parity_check": False} | WITHOUT_BUDGET
     return make(name, folder, ours=True, **settings | config)
 
 
@@ -48,12 +48,12 @@ def test_steps_of_grouped_rows_are_trls_steps_of_these_rows(name, tmp_path):
     assert sorted(order) == list(range(32))
     assert all(len(found) == 2 for found in starts(name, order))
     ours.train()
-    theirs = make(name, tmp_path, ours=False, max_steps=2, data=build_branching(name))
+    theirs = make(name, tmp_path, ours=False, max_steps=2, train_dataset=build_branching(name))
     theirs._get_train_sampler = lambda *args: order
     theirs.train()
     assert_same(figures(ours), figures(theirs))
     # The same rows in another order are other steps.
-    mixed = make(name, tmp_path, ours=False, max_steps=2, data=build_branching(name))
+    mixed = make(name, tmp_path, ours=False, max_steps=2, train_dataset=build_branching(name))
     mixed.train()
     with pytest.raises(AssertionError, match="not close"):
         assert_same(figures(ours), figures(mixed))
@@ -110,7 +110,7 @@ def test_a_stream_is_grouped_within_its_buffer(tmp_path):
         assert {row["input_ids"][5] for row in stream[:32]} == set(range(32))
         assert all(len({row["input_ids"][0] for row in stream[i : i + 4]}) == 1 for i in range(0, 64, 4))
     data = build_branching("sft")
-    streamed = grouped("sft", tmp_path, data=data.to_iterable_dataset(), group_by_prefix_buffer=32)
+    streamed = grouped("sft", tmp_path, train_dataset=data.to_iterable_dataset(), group_by_prefix_buffer=32)
     assert isinstance(streamed.train_dataset, IterableDataset)
     streamed.train()
     known = grouped("sft", tmp_path, train_sampling_strategy="sequential")
@@ -122,7 +122,7 @@ def test_without_the_field_no_row_moves(tmp_path):
     trainer = grouped("dpo", tmp_path, group_by_prefix=False)
     assert type(trainer._get_train_sampler()).__name__ == "RandomSampler"
     split = grouped("dpo", tmp_path, group_by_prefix=False, max_tokens_per_batch=60)
-    plain = make("dpo", tmp_path, ours=False, data=build_branching("dpo"))
+    plain = make("dpo", tmp_path, ours=False, train_dataset=build_branching("dpo"))
     theirs = np.reshape(list(plain.get_train_dataloader().batch_sampler.sampler), (4, 8))
     ours = np.reshape(order_of(split), (4, 8))
     assert np.sort(ours).tolist() == np.sort(theirs).tolist()
@@ -150,4 +150,4 @@ def test_settings_that_do_not_go_together_are_errors(config, message):
 def test_a_stream_without_a_buffer_is_an_error(tmp_path):
     stream = build_branching("dpo").to_iterable_dataset()
     with pytest.raises(ValueError, match=r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`"):
-        grouped("dpo", tmp_path, data=stream)
+        grouped("dpo", tmp_path, train_dataset=stream)

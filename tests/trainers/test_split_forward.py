@@ -4,17 +4,13 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.online_runs import (
-    ONLINE_SETTINGS,
-    admitted,
-    build_prompts,
-    load_policy,
-    reward_words,
-    save_policy,
-)
-from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
+from kit.methods import make_trainer
+from kit.online_runs import admitted, load_policy, save_policy
+from kit.rows import build_prompts
+from kit.trainer_runs import assert_same, build_model, run
 
-from trl_padfix import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remove_padding
+import trl_padfix
+from trl_padfix import GRPOConfig, RLOOTrainer, remove_padding
 from trl_padfix.core.call.step import check_doubts, step_layouts
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import pieces as planning
@@ -130,8 +126,6 @@ def test_all_processes_have_the_pieces_of_the_one_with_most():
 # GRPO and RLOO
 
 
-TRAINERS = {"grpo": (GRPOTrainer, GRPOConfig, trl.GRPOTrainer, trl.GRPOConfig)}
-TRAINERS |= {"rloo": (RLOOTrainer, RLOOConfig, trl.RLOOTrainer, trl.RLOOConfig)}
 METRICS = ("reward", "num_tokens", "completions/mean_length")
 SCATTERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
 
@@ -141,28 +135,24 @@ def policy(tmp_path_factory):
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
-def build(name, policy, folder, ours, **config):
-    trainer_class, config_class = TRAINERS[name][:2] if ours else TRAINERS[name][2:]
+def build(name, policy, folder, ours, trainer_class=None, **config):
     budget = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 48} if ours else {}
-    settings = ONLINE_SETTINGS | {"output_dir": str(folder)} | SCATTERED | budget | config
-    torch.manual_seed(0)
-    return trainer_class(
-        reward_funcs=reward_words, model=load_policy(policy), args=config_class(**settings),
-        train_dataset=build_prompts(16), eval_dataset=build_prompts(4, seed=1), processing_class=build_tokenizer(),
-    )  # fmt: skip
+    rows = {"train_dataset": build_prompts(16), "eval_dataset": build_prompts(4, seed=1), "model": load_policy(policy)}
+    package = trl_padfix if ours else trl
+    return make_trainer(package, name, folder, trainer_class, **rows | SCATTERED | budget | config)
 
 
-def train(name, policy, folder, forwards, ours, **config):
-    trainer = build(name, policy, folder, ours, **config)
-    layer = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2DecoderLayer")
+def train(name, policy, folder, forwards, ours, trainer_class=None, **config):
+    trainer = build(name, policy, folder, ours, trainer_class, **config)
     forwards.append(0)
+    layer = trainer.model.model.layers[0]
     layer.register_forward_pre_hook(lambda m, args: forwards.append(args[0].shape[:2].numel()))
     with_graph = trainer.with_graph = []
     layer.register_forward_pre_hook(lambda m, args: with_graph.append(args[0].shape[1] * torch.is_grad_enabled()))
     return run(trainer, lambda *args: None)
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_deepspeed_is_refused(name, policy, tmp_path):
     trainer = build(name, policy, tmp_path, ours=True)
     trainer.is_deepspeed_enabled = True
@@ -189,12 +179,12 @@ WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 CLIPPED = {"num_iterations": 2, "epsilon": 0.01, "learning_rate": 1e-2, **WHOLE}
 BY_SEQUENCE = {"importance_sampling_level": "sequence", **CLIPPED}
 CASES = {
-    "grpo": ("grpo", {"loss_type": "grpo", "num_iterations": 2}),
-    "grpo, longer generations": ("grpo", {"steps_per_generation": 4}),
-    "grpo, clipped": ("grpo", {"loss_type": "bnpo", **CLIPPED}),
-    "grpo, by sequence": ("grpo", {"loss_type": "luspo", **BY_SEQUENCE}),
-    **{f"grpo, {loss}": ("grpo", {"loss_type": loss, **CLIPPED}) for loss in ("dapo", "dr_grpo", "cispo", "sapo")},
-    "rloo": ("rloo", CLIPPED),
+    "grpo": ("GRPO", {"loss_type": "grpo", "num_iterations": 2}),
+    "grpo, longer generations": ("GRPO", {"steps_per_generation": 4}),
+    "grpo, clipped": ("GRPO", {"loss_type": "bnpo", **CLIPPED}),
+    "grpo, by sequence": ("GRPO", {"loss_type": "luspo", **BY_SEQUENCE}),
+    **{f"grpo, {loss}": ("GRPO", {"loss_type": loss, **CLIPPED}) for loss in ("dapo", "dr_grpo", "cispo", "sapo")},
+    "rloo": ("RLOO", CLIPPED),
 }
 
 
@@ -220,9 +210,9 @@ def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory
 
 
 def test_other_weights_of_pieces_are_another_trajectory(policy, tmp_path, monkeypatch):
-    right = train("rloo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    right = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
     monkeypatch.setattr(RLOOTrainer.task_class, "loss_weight", lambda task, piece, whole: 0.5)
-    wrong = train("rloo", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
+    wrong = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(wrong.trajectory(*METRICS), right.trajectory(*METRICS))
 
@@ -231,7 +221,7 @@ def test_other_weights_of_pieces_are_another_trajectory(policy, tmp_path, monkey
 @pytest.mark.parametrize("config", [{"top_entropy_quantile": 0.5}, {"entropy_coef": 0.1}])
 def test_losses_that_compare_tokens_of_all_rows_take_two_passes(config, policy, tmp_path, monkeypatch):
     steps, config = watch_losses(monkeypatch), admitted(GRPOConfig, WHOLE | config)
-    runs = [train("grpo", policy, tmp_path, [], ours, **config) for ours in (True, False)]
+    runs = [train("GRPO", policy, tmp_path, [], ours, **config) for ours in (True, False)]
     assert_same(*(run.trajectory(*METRICS, "entropy") for run in runs))
     assert sum(runs[0].trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
 
@@ -253,10 +243,11 @@ class OwnScores:
 def test_a_loss_of_the_users_own_takes_two_passes(own, policy, tmp_path, monkeypatch):
     """Nobody knows whether it is a sum over rows, nor whether what it calls is."""
     steps = watch_losses(monkeypatch)
-    ours, config, theirs, trls = TRAINERS["grpo"]
-    own_trainers = type("Ours", (own, ours), {}), config, type("Theirs", (own, theirs), {}), trls
-    monkeypatch.setitem(TRAINERS, "grpo", own_trainers)
-    ours, theirs = (train("grpo", policy, tmp_path, [], ours, **WHOLE) for ours in (True, False))
+    classes = (type("Own", (own, package.GRPOTrainer), {}) for package in (trl_padfix, trl))
+    ours, theirs = (
+        train("GRPO", policy, tmp_path, [], is_ours, trainer, **WHOLE)
+        for is_ours, trainer in zip((True, False), classes, strict=True)
+    )
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     assert sum(ours.trainer.with_graph) > 1.2 * sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
 from datasets import Dataset
-from kit.dpo_runs import build_pairs
+from kit.dpo_cases import build_pairs
 from kit.models import build
 from kit.trainer_runs import build_tokenizer
 

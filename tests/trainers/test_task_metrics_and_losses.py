@@ -5,7 +5,8 @@ import torch
 import trl
 from datasets import Dataset
 from kit.budget_runs import BUDGET, GLOBAL_BATCH, make
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
+from kit.methods import make_trainer
+from kit.trainer_runs import trained, trajectory
 
 import trl_padfix
 
@@ -25,16 +26,8 @@ def shifted_metrics(prediction) -> dict[str, float]:
 
 
 def evaluate(library, folder, compute_metrics=shifted_metrics, **config):
-    settings = SETTINGS | {"output_dir": str(folder), "per_device_eval_batch_size": 3, "loss_type": "nll"}
-    trainer = library.SFTTrainer(
-        model=build_model(),
-        args=library.SFTConfig(**settings | config),
-        train_dataset=TEXTS,
-        eval_dataset=TEXTS,
-        processing_class=build_tokenizer(),
-        compute_metrics=compute_metrics,
-    )
-    return trainer.evaluate()
+    given = {"train_dataset": TEXTS, "eval_dataset": TEXTS, "per_device_eval_batch_size": 3, "loss_type": "nll"}
+    return make_trainer(library, "SFT", folder, compute_metrics=compute_metrics, **given | config).evaluate()
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
@@ -67,19 +60,10 @@ def test_a_loss_of_a_subclass_scores_no_token_from_padding(config, tmp_path):
                 outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
                 return (outputs.loss, outputs) if return_outputs else outputs.loss
 
-        settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16} | given
-        trainer = Own(
-            model=build_model(),
-            args=library.SFTConfig(str(tmp_path), **settings),
-            train_dataset=TEXTS,
-            eval_dataset=TEXTS,
-            processing_class=build_tokenizer(),
-        )
-        trainer.train()
-        trainer.evaluate()
-        history = trainer.state.log_history
-        logs[library] = [log[name] for log in history for name in ("loss", "grad_norm", "eval_loss") if name in log]
-    assert logs[trl_padfix] == pytest.approx(logs[trl], rel=1e-4)
+        given = {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": 16} | given
+        data = {"train_dataset": TEXTS, "eval_dataset": TEXTS}
+        logs[library] = trained(make_trainer(library, "SFT", tmp_path, Own, **data, **given))
+    torch.testing.assert_close(logs[trl_padfix], logs[trl], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft"])
@@ -123,8 +107,7 @@ def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_
 
         trainer.training_step, trainer.compute_loss = training_step, compute_loss
         trainer.train()
-        logged = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
-        runs[fails] = torch.tensor(logged), steps
+        runs[fails] = trajectory(trainer), steps
     torch.testing.assert_close(runs[True][0], runs[False][0], rtol=1e-5, atol=1e-5)
     assert [sum(step) for step in runs[True][1]] == [sum(step) for step in runs[False][1]]
     most = [max(max(step) for step in steps) for _, steps in runs.values()]

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from datasets import Dataset
-from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer
+from kit.methods import make_trainer
+from kit.trainer_runs import MODES, trained
 from transformers import ProgressCallback
 
-from trl_padfix import SFTConfig, SFTTrainer
+import trl_padfix
 
 
 TEXTS = ["w3 w4 w5 w6 w7 w8 w9 w10", "w3 w4", "w3 w4 w5 w6 w7 w8 w9 w11", "w3 w4 w12"]
@@ -22,13 +23,9 @@ def test_the_bar_shows_tokens_a_second_and_what_is_not_computed(mode, tmp_path, 
 
     begin = ProgressCallback.on_train_begin
     monkeypatch.setattr(ProgressCallback, "on_train_begin", set_up)
-    settings = SETTINGS | {"max_steps": 2, "disable_tqdm": False, "per_device_train_batch_size": 4}
-    trainer = SFTTrainer(
-        build_model(),
-        SFTConfig(str(tmp_path), **settings | MODES[mode]),
-        train_dataset=Dataset.from_dict({"text": TEXTS}),
-        processing_class=build_tokenizer(),
-    )
+    given = {"max_steps": 2, "disable_tqdm": False, "per_device_train_batch_size": 4}
+    data = Dataset.from_dict({"text": TEXTS})
+    trainer = make_trainer(trl_padfix, "SFT", tmp_path, train_dataset=data, **given | MODES[mode])
     trainer.train()
     lengths = torch.tensor([len(trainer.processing_class(text)["input_ids"]) + 1 for text in TEXTS])  # and the end
     computed = {"padded": None, "padding-free": int(lengths.sum()), "prefix sharing": 9 + 1 + 2 + 2}[mode]
@@ -42,7 +39,7 @@ def test_the_bar_shows_tokens_a_second_and_what_is_not_computed(mode, tmp_path, 
             assert rest == f", {1 - computed / (4 * int(lengths.max())):.0%} of the batch not computed"
 
 
-class Own(SFTTrainer):
+class Own(trl_padfix.SFTTrainer):
     """A user's subclass whose loss calls none of TRL's, and looks at all that is in a batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -56,10 +53,9 @@ class Own(SFTTrainer):
 @pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
 def test_a_loss_that_calls_none_of_trls_is_checked_and_counted(mode, tmp_path):
     data = Dataset.from_dict({"text": TEXTS})
-    config = SFTConfig(str(tmp_path), **SETTINGS | MODES[mode] | {"max_steps": 2, "exact_eval_means": True})
-    trainer = Own(build_model(), config, train_dataset=data, eval_dataset=data, processing_class=build_tokenizer())
-    trainer.train()
-    trainer.evaluate()
+    given = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "exact_eval_means": True}
+    trainer = make_trainer(trl_padfix, "SFT", tmp_path, Own, **given | MODES[mode])
+    trained(trainer)
     assert {name: [report.ok for report in reports] for name, reports in trainer.padding.parity.items()} == {
         "train": [True],
         "eval": [True],

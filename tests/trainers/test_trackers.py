@@ -1,15 +1,13 @@
 """Trackers and model cards: what others see of a training."""
 
-import random
 import sys
 
 import pytest
 import trl
-from datasets import Dataset
-from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, words
+from kit.methods import make_trainer
+from kit.trainer_runs import MODES, build_pairs
 
 import trl_padfix
-from trl_padfix import DPOConfig, DPOTrainer
 
 
 OURS = {"padfix/pad_fraction", "padfix/shared_fraction", "perf/tokens_per_second"}
@@ -19,19 +17,9 @@ OURS = {"padfix/pad_fraction", "padfix/shared_fraction", "perf/tokens_per_second
 def train(tmp_path):
     """Two steps of DPO and an evaluation, and a checkpoint."""
 
-    def run(trainer_class=DPOTrainer, config_class=DPOConfig, **settings):
-        draw = random.Random(0)
-        prompts = [words(draw, 2, 8) for _ in range(3)]
-        pairs = [{"prompt": p, "chosen": words(draw, 1, 6), "rejected": words(draw, 1, 6)} for p in prompts * 4]
-        config = SETTINGS | {"output_dir": str(tmp_path), "max_steps": 2, "eval_strategy": "epoch"} | settings
-        trainer = trainer_class(
-            build_model(),
-            ref_model=build_model(seed=1),
-            args=config_class(**config),
-            train_dataset=Dataset.from_list(pairs),
-            eval_dataset=Dataset.from_list(pairs[:3]),
-            processing_class=build_tokenizer(),
-        )
+    def run(library=trl_padfix, **settings):
+        rows = {"train_dataset": build_pairs(12, prompt=(2, 8), common=3), "eval_dataset": build_pairs(3, common=3)}
+        trainer = make_trainer(library, "DPO", tmp_path, max_steps=2, eval_strategy="epoch", **rows, **settings)
         trainer.train()
         return trainer
 
@@ -86,7 +74,7 @@ def test_trackio_shows_our_metrics(train, tmp_path, monkeypatch):
 def test_the_model_card_is_trls_with_our_tags_mode_and_version(mode, tags, says, train, tmp_path):
     from huggingface_hub import ModelCard
 
-    train(trl.DPOTrainer, trl.DPOConfig, save_strategy="steps", save_steps=2)
+    train(trl, save_strategy="steps", save_steps=2)
     theirs = ModelCard.load(tmp_path / "README.md")
     train(save_strategy="steps", save_steps=2, **MODES[mode])
     ours = ModelCard.load(tmp_path / "README.md")

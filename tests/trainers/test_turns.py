@@ -6,9 +6,11 @@ import random
 import pytest
 from accelerate import PartialState
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS, assert_same, build_model, build_tokenizer, run, watch_inputs, words
+from kit.methods import make_trainer
+from kit.trainer_runs import SETTINGS, assert_same, build_tokenizer, run, watch_inputs, words
 
-from trl_padfix import SFTConfig, SFTTrainer, expand_turns
+import trl_padfix
+from trl_padfix import SFTConfig, expand_turns
 
 
 THINKING = (  # as Qwen3: what was thought is shown of the messages behind the last question only
@@ -51,11 +53,13 @@ def by_hand(rows):
     return Dataset.from_list(made)
 
 
-def trained(path, rows, tokenizer=None, **more):
-    args = SFTConfig(output_dir=str(path), **SETTINGS | {"max_steps": 3, "learning_rate": 1e-2}, **more)
-    tokenizer = tokenizer or build_tokenizer(chat_template=THINKING)
-    trainer = SFTTrainer(build_model(), args, train_dataset=rows, processing_class=tokenizer)
-    return run(trainer, watch_inputs(""))
+def trained(path, rows, **given):
+    given = {
+        "processing_class": build_tokenizer(chat_template=THINKING),
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+    } | given
+    return run(make_trainer(trl_padfix, "SFT", path, train_dataset=rows, **given), watch_inputs(""))
 
 
 def test_turns_train_as_rows_written_by_hand(tmp_path):
@@ -122,10 +126,11 @@ def test_what_is_no_set_of_conversations_is_refused(rows, error, message):
 
 def test_a_template_that_renders_another_prompt_is_refused(tmp_path):
     template = "{% for m in messages %}{{ m.role ~ (' w3' if not loop.last else ' w4') ~ ' ' }}{% endfor %}"
+    tokenizer = build_tokenizer(chat_template=template)
     with pytest.raises(
         ValueError, match=r"does not render (\d+) of \1 prompts of the train dataset.*generation prompt"
     ):
-        trained(tmp_path, conversations(3), build_tokenizer(chat_template=template), expand_turns=True)
+        trained(tmp_path, conversations(3), processing_class=tokenizer, expand_turns=True)
 
 
 @pytest.mark.parametrize("other", [{"assistant_only_loss": True}, {"completion_only_loss": False}])

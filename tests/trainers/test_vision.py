@@ -20,10 +20,17 @@ from datasets import Dataset
 from kit.cells import MATRIX
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.torchvision_stand_in import torchvision_loads
-from kit.trainer_runs import SETTINGS, assert_same, break_mode, build_model
-from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
+from kit.trainer_runs import assert_same, break_mode, build_model, entered, trained, trajectory
+from kit.vision_runs import (
+    NEEDS_TORCHVISION,
+    PROCESSORS,
+    build_captions,
+    build_pairs,
+    build_processor,
+    build_vlm,
+    make_vision_trainer,
+)
 from peft import LoraConfig
-from transformers import PreTrainedModel, PrinterCallback
 
 import trl_padfix
 from trl_padfix import (
@@ -47,48 +54,20 @@ MODES = {
     "padding-free, left": {"padding_free": True, "padding_side": "left"},
     "prefix sharing, right": {"padding_free": True, "prefix_sharing": True},
 }
-GIVEN = ("model", "peft_config", "train_dataset", "eval_dataset")
 IMAGES = (2, 0, 1)
 """Images of the examples, by turns."""
 
 
-def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **config: Any) -> Any:
+def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **given: Any) -> Any:
     """A trainer of TRL's or of ours on ragged examples with two images, one and none."""
-    given = {name: config.pop(name) for name in GIVEN if name in config}
-    implementation = config.pop("attn_implementation", None)
-    processor = build_processor(family)
-    if kind == "DPO" and "peft_config" not in given:
-        given["ref_model"] = build_vlm(family, processor, implementation)
-    given = {"train_dataset": DATA[kind](9, IMAGES), "eval_dataset": DATA[kind](3, IMAGES, seed=1)} | given
-    settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": None} | config
-    trainer = getattr(library, f"{kind}Trainer")(
-        **{"model": build_vlm(family, processor, implementation)} | given,
-        args=getattr(library, f"{kind}Config")(output_dir=str(tmp_path), **settings),
-        processing_class=processor,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def trajectory(trainer: Any) -> torch.Tensor:
-    trainer.train()
-    trainer.evaluate()
-    logs = trainer.state.log_history
-    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
-    return torch.tensor([*steps, *([log["eval_loss"], 0.0] for log in logs if "eval_loss" in log)])
+    rows = {"train_dataset": DATA[kind](9, IMAGES), "eval_dataset": DATA[kind](3, IMAGES, seed=1)}
+    given = {"max_steps": 2, "per_device_train_batch_size": 3} | rows | given
+    return make_vision_trainer(library, kind, family, tmp_path, **given)
 
 
 @cache
 def trls(kind: str, family: str) -> torch.Tensor:
-    return trajectory(build_trainer(trl, kind, family, "unused"))
-
-
-def decoder_tokens(model: PreTrainedModel) -> list[int]:
-    """Tokens that enter the first layer of the decoder, call by call."""
-    entered: list[int] = []
-    layer = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList))[0]
-    layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-    return entered
+    return trained(build_trainer(trl, kind, family, "unused"))
 
 
 FAST = [("DPO", "prefix sharing, right"), ("SFT", "padding-free, left"), ("SFT", "padded, left")]
@@ -102,14 +81,14 @@ CELLS = [  # each family in one of the fast cells, by turns
 @pytest.mark.parametrize(("family", "kind", "mode"), CELLS)
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])
-    entered = decoder_tokens(trainer.model)
-    assert_same(trajectory(trainer), trls(kind, family), atol=1e-5)
+    computed = entered(trainer.model.get_decoder())
+    assert_same(trained(trainer), trls(kind, family), atol=1e-5)
 
     batches = list(trainer.get_eval_dataloader())
     log = trainer.state.log_history[0]
     real = sum(int(batch["attention_mask"].sum()) for batch in batches)
     padded = sum(batch["attention_mask"].numel() for batch in batches)
-    last = entered[-len(batches) :]
+    last = computed[-len(batches) :]
     if mode.startswith("padded"):
         assert sum(last) == padded
         assert "padfix/pad_fraction" not in log
@@ -128,10 +107,10 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
 def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
     """Gemma 3: tokens of one image attend to each other."""
     steps = {"max_steps": 20, "train_dataset": DATA[kind](18, IMAGES)}
-    expected = trajectory(build_trainer(trl, kind, "gemma3", tmp_path, **steps))
+    expected = trained(build_trainer(trl, kind, "gemma3", tmp_path, **steps))
     assert len(expected) == 21
     for mode in MODES.values():
-        ours = trajectory(build_trainer(trl_padfix, kind, "gemma3", tmp_path, **steps, **mode))
+        ours = trained(build_trainer(trl_padfix, kind, "gemma3", tmp_path, **steps, **mode))
         assert_same(ours, expected, atol=1e-4)
     # Images whose tokens see earlier ones only are another model.
     causal_mask = lambda call, around, *_: (call | {"attention_mask": around["attention_mask"]}, None)  # noqa: E731
@@ -148,20 +127,19 @@ def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode
     monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(trajectory(trainer), trls(kind, "llava"), atol=1e-5)
+        assert_same(trained(trainer), trls(kind, "llava"), atol=1e-5)
     with pytest.raises(ParityError):
         build_trainer(trl_padfix, kind, "llava", tmp_path, **config).train()
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("SFT", "padding-free, left"), ("DPO", "prefix sharing, right")])
 def test_lora_with_gradient_checkpointing(kind, mode, tmp_path):
-    def trained(library: Any, **mode: Any) -> torch.Tensor:
-        torch.manual_seed(0)
+    def run(library: Any, **mode: Any) -> torch.Tensor:
         adapters = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
         more = {"peft_config": adapters, "gradient_checkpointing": True, "max_steps": 2}
-        return trajectory(build_trainer(library, kind, "idefics3", tmp_path, **more, **mode))
+        return trained(build_trainer(library, kind, "idefics3", tmp_path, **more, **mode))
 
-    assert_same(trained(trl_padfix, **MODES[mode]), trained(trl), atol=1e-5)
+    assert_same(run(trl_padfix, **MODES[mode]), run(trl), atol=1e-5)
 
 
 def test_the_tower_runs_once_for_a_pair(tmp_path):
@@ -186,7 +164,7 @@ def test_qwen2_5_vl_evaluates_under_flash_attention_whatever_the_side(side, padd
             "SFT",
             "qwen2_5_vl",
             tmp_path,
-            attn_implementation="flash_attention_2",
+            model=build_vlm("qwen2_5_vl", build_processor("qwen2_5_vl"), "flash_attention_2"),
             padding_side=side,
             padding_free=padding_free,
             eval_strategy="steps",

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from kit.trainer_runs import SETTINGS
-from kit.vision_runs import build_captions, build_pairs, build_processor, build_vlm
+from kit.vision_runs import build_captions, build_pairs, build_processor, build_vlm, make_vision_trainer
 from transformers import Gemma3Config, Qwen2Config
 
 import trl_padfix
@@ -38,14 +37,8 @@ def build_trainer(kind: str, data: Any, folder: Any, **config: Any) -> Any:
     model = build_vlm("llava", processor)
     processor.tokenizer.add_tokens([f"x{i}" for i in range(20)])
     assert processor.tokenizer.convert_tokens_to_ids("x19") >= model.get_input_embeddings().num_embeddings
-    settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 4, "max_length": None} | config
-    return getattr(trl_padfix, f"{kind}Trainer")(
-        model=model,
-        args=getattr(trl_padfix, f"{kind}Config")(output_dir=str(folder), **settings),
-        train_dataset=data,
-        processing_class=processor,
-        **{} if kind == "SFT" else {"ref_model": build_vlm("llava", build_processor("llava"))},
-    )
+    given = {"max_steps": 2, "per_device_train_batch_size": 4, "processing_class": processor} | config
+    return make_vision_trainer(trl_padfix, kind, "llava", folder, model=model, train_dataset=data, **given)
 
 
 @pytest.mark.parametrize("mode", MODES)

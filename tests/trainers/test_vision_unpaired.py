@@ -11,10 +11,8 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.online_runs import ONLINE_SETTINGS, without_groups
-from kit.trainer_runs import SETTINGS, assert_same, break_mode
-from kit.vision_runs import build_captions, build_processor, build_vlm
-from transformers import PrinterCallback
+from kit.trainer_runs import MODES, assert_same, break_mode, trained
+from kit.vision_runs import build_captions, build_processor, build_vlm, make_vision_trainer
 
 import trl_padfix
 from trl_padfix import ParityError
@@ -25,11 +23,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference"), reason="this TRL takes no images in KTO"
 )
 IMAGES = (1, 2, 0)
-MODES = {
-    "padded": {},
-    "padding-free": {"padding_free": True},
-    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
-}
 KINDS = ("GRPO", "RLOO", "KTO", *(("Distillation",) if hasattr(trl, "DistillationTrainer") else ()))
 SCATTERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
@@ -47,35 +40,25 @@ def build_data(kind: str, count: int, seed: int = 0) -> Dataset:
     return data.add_column("label", [i % 3 != 0 for i in range(count)])
 
 
-def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **config: Any) -> Any:
-    processor = build_processor(family)
-    given = {name: config.pop(name) for name in ("model", "train_dataset") if name in config}
+def build_trainer(library: Any, kind: str, family: str, tmp_path: Any, **given: Any) -> Any:
+    given = {"max_steps": 2, "train_dataset": build_data(kind, 9)} | given
     if kind == "KTO":
-        settings = SETTINGS | {"max_steps": 2, "per_device_train_batch_size": 3, "max_length": None}
-        given["ref_model"] = build_vlm(family, processor)
+        given = {"per_device_train_batch_size": 3} | given
     else:
-        settings = ONLINE_SETTINGS | {"max_steps": 2, "beta": 0.0, "max_completion_length": 6}
+        given = {"max_completion_length": 6} | ({} if kind == "Distillation" else {"beta": 0.0}) | given
         if family == "gemma3":
-            settings |= {"temperature": 8.0}  # its tiny model is so sure that all completions of a prompt are one
+            given |= {"temperature": 8.0}  # its tiny model is so sure that all completions of a prompt are one
         if kind == "Distillation":
-            settings, given["teacher_model"] = without_groups(settings), build_vlm(family, processor)
+            given["teacher_model"] = build_vlm(family, build_processor(family))
             given["teacher_model"].lm_head.weight.data.mul_(2)
         else:
             given["reward_funcs"] = reward_tokens
-    torch.manual_seed(0)
-    trainer = getattr(library, f"{kind}Trainer")(
-        args=getattr(library, f"{kind}Config")(output_dir=str(tmp_path), **settings | config),
-        processing_class=processor,
-        **{"model": build_vlm(family, processor), "train_dataset": build_data(kind, 9)} | given,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    return make_vision_trainer(library, kind, family, tmp_path, **given)
 
 
 def trajectory(trainer: Any) -> torch.Tensor:
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    return torch.tensor([[log["loss"], log["grad_norm"], log.get("reward", log.get("kl", 0.0))] for log in logs])
+    reward = {"KTO": "kl", "Distillation": "entropy"}.get(type(trainer).__name__.removesuffix("Trainer"), "reward")
+    return trained(trainer, reward)
 
 
 @cache

@@ -10,9 +10,9 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.sft_runs import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer
-from transformers import PrinterCallback, Trainer, TrainerState
+from kit.methods import make_trainer
+from kit.rows import build_rows
+from transformers import Trainer, TrainerState
 
 import trl_padfix
 from trl_padfix.files import UnwritableError
@@ -20,17 +20,10 @@ from trl_padfix.trainers.saving.checkpoints import checkpoints_of, what_is_missi
 from trl_padfix.trainers.saving.whole_checkpoints import BESIDE
 
 
-def make(library, folder, **config):
-    settings = SETTINGS | {"output_dir": str(folder), "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
-    trainer = library.SFTTrainer(
-        model=build_model(),
-        args=library.SFTConfig(**settings | {"per_device_train_batch_size": 8, "eval_steps": 1} | config),
-        train_dataset=build_rows(16),
-        eval_dataset=build_rows(4, seed=1),
-        processing_class=build_tokenizer(),
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+def make(library, folder, **given):
+    settings = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    rows = {"train_dataset": build_rows(16), "eval_dataset": build_rows(4, seed=1), "per_device_train_batch_size": 8}
+    return make_trainer(library, "SFT", folder, **rows | settings | given)
 
 
 def losses(folder) -> list[tuple[float, float]]:

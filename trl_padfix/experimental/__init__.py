@@ -7,8 +7,8 @@ release; what it has removed is gone here too, with an error that says so.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..versions import TESTED, installed_version, require
 
@@ -16,16 +16,17 @@ from ..versions import TESTED, installed_version, require
 __all__ = ["of_trl"]
 
 
-def of_trl(name: str) -> Any:
+@contextmanager
+def of_trl(name: str) -> Iterator[None]:
     """
-    The module `trl.experimental.NAME`.
+    Around the import of `trl.experimental.NAME`.
 
     Raises:
         ImportError: If the installed TRL is older than those this was run with, or has the module no more.
     """
     require("trl", "experimental")
     try:
-        return import_module(f"trl.experimental.{name}")
+        yield
     except ImportError as error:
         if error.name != f"trl.experimental.{name}":
             raise

@@ -1,9 +1,24 @@
 """CPO (and SimPO) without padding; rows are padded right, as in TRL."""
 
-from ..trainers.config import AttentionConfig
-from .tasks import PairTask, PairTrainer, without_padding
+from dataclasses import dataclass
 
+from ..trainers.config import AttentionConfig, PackingConfig
+from . import of_trl
+from .tasks import PairTask, PairTrainer
+
+
+with of_trl("cpo"):
+    import trl.experimental.cpo as trl_cpo
 
 __all__ = ["CPOConfig", "CPOTrainer"]
 
-CPOConfig, CPOTrainer = without_padding("cpo", "CPO", PairTask, AttentionConfig, mixin=PairTrainer)
+
+@dataclass
+class CPOConfig(AttentionConfig, PackingConfig, trl_cpo.CPOConfig):
+    """TRL's [`~trl.experimental.cpo.CPOConfig`] with padding removal."""
+
+
+class CPOTrainer(PairTrainer, trl_cpo.CPOTrainer):
+    """TRL's [`~trl.experimental.cpo.CPOTrainer`] without padding."""
+
+    task_class = PairTask

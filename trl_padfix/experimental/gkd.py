@@ -1,9 +1,25 @@
 """GKD without padding, in the forwards of student and teacher."""
 
-from ..trainers.config import TeacherAttentionConfig
-from .tasks import MessagesTask, without_padding
+from dataclasses import dataclass
 
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import PackingConfig, TeacherAttentionConfig
+from . import of_trl
+from .tasks import MessagesTask
+
+
+with of_trl("gkd"):
+    import trl.experimental.gkd as trl_gkd
 
 __all__ = ["GKDConfig", "GKDTrainer"]
 
-GKDConfig, GKDTrainer = without_padding("gkd", "GKD", MessagesTask, TeacherAttentionConfig)
+
+@dataclass
+class GKDConfig(TeacherAttentionConfig, PackingConfig, trl_gkd.GKDConfig):
+    """TRL's [`~trl.experimental.gkd.GKDConfig`] with padding removal."""
+
+
+class GKDTrainer(PaddingFreeMixin, trl_gkd.GKDTrainer):
+    """TRL's [`~trl.experimental.gkd.GKDTrainer`] without padding."""
+
+    task_class = MessagesTask

@@ -1,14 +1,26 @@
 """GMPO without padding; all that [`GRPOTrainer`] does."""
 
-from ..trainers.config import ReferenceAttentionConfig
+from dataclasses import dataclass
+
+from ..trainers.config import PackingConfig, ReferenceAttentionConfig
 from ..trainers.grpo import GRPOTask
 from ..trainers.online import OnlineTrainer
 from ..trainers.steps.config import OnlineBudgetConfig
-from .tasks import without_padding
+from . import of_trl
 
+
+with of_trl("gmpo"):
+    import trl.experimental.gmpo as trl_gmpo
 
 __all__ = ["GMPOConfig", "GMPOTrainer"]
 
-GMPOConfig, GMPOTrainer = without_padding(
-    "gmpo", "GMPO", GRPOTask, ReferenceAttentionConfig, OnlineBudgetConfig, mixin=OnlineTrainer
-)
+
+@dataclass
+class GMPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl_gmpo.GMPOConfig):
+    """TRL's [`~trl.experimental.gmpo.GMPOConfig`] with padding removal."""
+
+
+class GMPOTrainer(OnlineTrainer, trl_gmpo.GMPOTrainer):
+    """TRL's [`~trl.experimental.gmpo.GMPOTrainer`] without padding."""
+
+    task_class = GRPOTask

@@ -1,9 +1,25 @@
 """GOLD without padding, in the forwards of student and teacher."""
 
-from ..trainers.config import TeacherAttentionConfig
-from .tasks import MessagesTask, without_padding
+from dataclasses import dataclass
 
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import PackingConfig, TeacherAttentionConfig
+from . import of_trl
+from .tasks import MessagesTask
+
+
+with of_trl("gold"):
+    import trl.experimental.gold as trl_gold
 
 __all__ = ["GOLDConfig", "GOLDTrainer"]
 
-GOLDConfig, GOLDTrainer = without_padding("gold", "GOLD", MessagesTask, TeacherAttentionConfig)
+
+@dataclass
+class GOLDConfig(TeacherAttentionConfig, PackingConfig, trl_gold.GOLDConfig):
+    """TRL's [`~trl.experimental.gold.GOLDConfig`] with padding removal."""
+
+
+class GOLDTrainer(PaddingFreeMixin, trl_gold.GOLDTrainer):
+    """TRL's [`~trl.experimental.gold.GOLDTrainer`] without padding."""
+
+    task_class = MessagesTask

@@ -1,9 +1,25 @@
 """IW-OPD without padding, in the forwards of student and teacher."""
 
-from ..trainers.config import TeacherAttentionConfig
-from .tasks import MessagesTask, without_padding
+from dataclasses import dataclass
 
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import PackingConfig, TeacherAttentionConfig
+from . import of_trl
+from .tasks import MessagesTask
+
+
+with of_trl("iw_opd"):
+    import trl.experimental.iw_opd as trl_iw_opd
 
 __all__ = ["IWOPDConfig", "IWOPDTrainer"]
 
-IWOPDConfig, IWOPDTrainer = without_padding("iw_opd", "IWOPD", MessagesTask, TeacherAttentionConfig)
+
+@dataclass
+class IWOPDConfig(TeacherAttentionConfig, PackingConfig, trl_iw_opd.IWOPDConfig):
+    """TRL's [`~trl.experimental.iw_opd.IWOPDConfig`] with padding removal."""
+
+
+class IWOPDTrainer(PaddingFreeMixin, trl_iw_opd.IWOPDTrainer):
+    """TRL's [`~trl.experimental.iw_opd.IWOPDTrainer`] without padding."""
+
+    task_class = MessagesTask

@@ -1,27 +1,32 @@
 """Online DPO without padding, in the forwards of both models."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from typing import Any
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import ReferenceAttentionConfig
-from .tasks import PromptTask, without_padding
+from ..trainers.config import PackingConfig, ReferenceAttentionConfig
+from . import of_trl
+from .tasks import PromptTask
 
+
+with of_trl("online_dpo"):
+    import trl.experimental.online_dpo as trl_online_dpo
 
 __all__ = ["OnlineDPOConfig", "OnlineDPOTrainer"]
 
 
-class _Observed(PaddingFreeMixin):
-    """Observes the forwards of the policy, of which TRL takes the loss within `training_step`."""
+@dataclass
+class OnlineDPOConfig(ReferenceAttentionConfig, PackingConfig, trl_online_dpo.OnlineDPOConfig):
+    """TRL's [`~trl.experimental.online_dpo.OnlineDPOConfig`] with padding removal."""
+
+
+class OnlineDPOTrainer(PaddingFreeMixin, trl_online_dpo.OnlineDPOTrainer):
+    """TRL's [`~trl.experimental.online_dpo.OnlineDPOTrainer`] without padding."""
+
+    task_class = PromptTask
 
     def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
             return super()._forward(model, *args, **kwargs)
-        with self.observe_step(model, {}):
+        with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`
             return super()._forward(model, *args, **kwargs)
-
-
-OnlineDPOConfig, OnlineDPOTrainer = without_padding(
-    "online_dpo", "OnlineDPO", PromptTask, ReferenceAttentionConfig, mixin=_Observed
-)

@@ -1,9 +1,24 @@
 """ORPO without padding; rows are padded right, as in TRL."""
 
-from ..trainers.config import AttentionConfig
-from .tasks import PairTask, PairTrainer, without_padding
+from dataclasses import dataclass
 
+from ..trainers.config import AttentionConfig, PackingConfig
+from . import of_trl
+from .tasks import PairTask, PairTrainer
+
+
+with of_trl("orpo"):
+    import trl.experimental.orpo as trl_orpo
 
 __all__ = ["ORPOConfig", "ORPOTrainer"]
 
-ORPOConfig, ORPOTrainer = without_padding("orpo", "ORPO", PairTask, AttentionConfig, mixin=PairTrainer)
+
+@dataclass
+class ORPOConfig(AttentionConfig, PackingConfig, trl_orpo.ORPOConfig):
+    """TRL's [`~trl.experimental.orpo.ORPOConfig`] with padding removal."""
+
+
+class ORPOTrainer(PairTrainer, trl_orpo.ORPOTrainer):
+    """TRL's [`~trl.experimental.orpo.ORPOTrainer`] without padding."""
+
+    task_class = PairTask

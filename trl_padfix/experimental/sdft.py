@@ -1,9 +1,25 @@
 """SDFT without padding, in the forwards of student and teacher."""
 
-from ..trainers.config import AttentionConfig
-from .tasks import PromptTask, without_padding
+from dataclasses import dataclass
 
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import AttentionConfig, PackingConfig
+from . import of_trl
+from .tasks import PromptTask
+
+
+with of_trl("sdft"):
+    import trl.experimental.sdft as trl_sdft
 
 __all__ = ["SDFTConfig", "SDFTTrainer"]
 
-SDFTConfig, SDFTTrainer = without_padding("sdft", "SDFT", PromptTask, AttentionConfig)
+
+@dataclass
+class SDFTConfig(AttentionConfig, PackingConfig, trl_sdft.SDFTConfig):
+    """TRL's [`~trl.experimental.sdft.SDFTConfig`] with padding removal."""
+
+
+class SDFTTrainer(PaddingFreeMixin, trl_sdft.SDFTTrainer):
+    """TRL's [`~trl.experimental.sdft.SDFTTrainer`] without padding."""
+
+    task_class = PromptTask

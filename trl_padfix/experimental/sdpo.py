@@ -1,9 +1,25 @@
 """SDPO without padding, in the forwards of student and teacher."""
 
-from ..trainers.config import AttentionConfig
-from .tasks import PromptTask, without_padding
+from dataclasses import dataclass
 
+from ..trainers.base import PaddingFreeMixin
+from ..trainers.config import AttentionConfig, PackingConfig
+from . import of_trl
+from .tasks import PromptTask
+
+
+with of_trl("sdpo"):
+    import trl.experimental.sdpo as trl_sdpo
 
 __all__ = ["SDPOConfig", "SDPOTrainer"]
 
-SDPOConfig, SDPOTrainer = without_padding("sdpo", "SDPO", PromptTask, AttentionConfig)
+
+@dataclass
+class SDPOConfig(AttentionConfig, PackingConfig, trl_sdpo.SDPOConfig):
+    """TRL's [`~trl.experimental.sdpo.SDPOConfig`] with padding removal."""
+
+
+class SDPOTrainer(PaddingFreeMixin, trl_sdpo.SDPOTrainer):
+    """TRL's [`~trl.experimental.sdpo.SDPOTrainer`] without padding."""
+
+    task_class = PromptTask

@@ -1,40 +1,17 @@
-"""How the experimental trainers are made, and their tasks, as far as several have the same."""
+"""The tasks of the experimental trainers, as far as several have the same."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks import require_columns, require_teacher
-from ..trainers.config import PackingConfig
 from ..trainers.launches import datasets_of
 from ..trainers.task import Task
-from . import of_trl
 
 
-__all__ = ["MessagesTask", "PairTask", "PairTrainer", "PromptTask", "without_padding"]
-
-
-def without_padding(
-    module: str, name: str, task: type[Task], *fields: type, mixin: type[PaddingFreeMixin] = PaddingFreeMixin
-) -> tuple[Any, Any]:
-    """The configuration of a module of TRL with padding removal and with `fields`, and its trainer without padding."""
-    theirs = of_trl(module)
-    where = {"__module__": f"{__package__}.{module}"}
-    source = f"TRL's [`~trl.experimental.{module}.{name}"
-    config = type(
-        f"{name}Config",
-        (*fields, PackingConfig, getattr(theirs, f"{name}Config")),
-        where | {"__doc__": f"{source}Config`] with padding removal."},
-    )
-    trainer = type(
-        f"{name}Trainer",
-        (mixin, getattr(theirs, f"{name}Trainer")),
-        where | {"__doc__": f"{source}Trainer`] without padding.", "task_class": task},
-    )
-    return dataclass(config), trainer
+__all__ = ["MessagesTask", "PairTask", "PairTrainer", "PromptTask"]
 
 
 class _OwnData(Task):

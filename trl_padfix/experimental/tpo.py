@@ -1,18 +1,18 @@
 """TPO without padding: the prompt once for three completions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
+from ..trainers.base import PaddingFreeMixin
 from ..trainers.config import AttentionConfig, PaddingConfig
 from ..trainers.data.collators import SidedCollator
 from ..trainers.task import Task
 from . import of_trl
-from .tasks import without_padding
 
 
-TRLs = of_trl("tpo").tpo_trainer.DataCollatorForTriplePreference
+with of_trl("tpo"):
+    import trl.experimental.tpo as trl_tpo
+    from trl.experimental.tpo.tpo_trainer import DataCollatorForTriplePreference as TRLs
 
 __all__ = ["DataCollatorForTriplePreference", "TPOConfig", "TPOTrainer"]
 
@@ -39,4 +39,12 @@ class TPOTask(Task):
     collators = {TRLs: DataCollatorForTriplePreference}
 
 
-TPOConfig, TPOTrainer = without_padding("tpo", "TPO", TPOTask, AttentionConfig, PaddingConfig)
+@dataclass
+class TPOConfig(AttentionConfig, PaddingConfig, trl_tpo.TPOConfig):
+    """TRL's [`~trl.experimental.tpo.TPOConfig`] with padding removal."""
+
+
+class TPOTrainer(PaddingFreeMixin, trl_tpo.TPOTrainer):
+    """TRL's [`~trl.experimental.tpo.TPOTrainer`] without padding."""
+
+    task_class = TPOTask

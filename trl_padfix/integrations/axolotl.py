@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, model_validator
 
 from ..versions import require_stack
 from .callback import PaddingRemovalCallback, settings_in
 
 
-__all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
-
 require_stack("axolotl")
+
+from axolotl.integrations.base import BasePlugin  # noqa: E402
+
+
+__all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
 
 
 class PaddingRemovalArgs(BaseModel):

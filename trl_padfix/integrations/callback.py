@@ -18,11 +18,10 @@ from transformers import Trainer, TrainerCallback
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
-from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
 from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
-from ..trainers.watch.parity import compare, packs, say, tensors_of_call
+from ..trainers.watch.parity import called_module, compare, packs, say, tensors_of_call
 from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
 
 
@@ -131,7 +130,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted, self._is_evaluating, self._has_stepped = [0] * 5, False, False
         if self.parity_check:
-            self._hook = find_pretrained(trainer.model).register_forward_pre_hook(self._see_call, with_kwargs=True)
+            self._hook = called_module(trainer.model).register_forward_pre_hook(self._see_call, with_kwargs=True)
 
     def remove(self) -> None:
         """Detach from the models, as at the end of a training; after one that failed, before another trainer."""
@@ -158,6 +157,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if kwargs.get("past_key_values") is None and packs(self.handles[0], call):
             self._first_call = call
             self._hook.remove()
+            self._hook = None
 
     # -- events
 
@@ -193,6 +193,11 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning(
                 "Nothing was packed in the first step, so no padding was removed: the model was called neither with a "
                 "two-dimensional attention mask nor with rows that are packed already."
+            )
+        elif not self._has_stepped and self._hook is not None:
+            logger.warning(
+                "Packed and padded were not compared on the first batch: a part of the model was called, and not the "
+                "model. `trl_padfix.check_parity(model, batch)` compares them."
             )
         self._has_stepped = True
 

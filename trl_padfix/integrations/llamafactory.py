@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamafactory.hparams import read_args
-from llamafactory.train.tuner import run_exp
-
 from ..versions import require_stack
 from .callback import PREFIX, PaddingRemovalCallback, settings_in
 
 
-__all__ = ["train"]
-
 require_stack("llamafactory")
+
+from llamafactory.hparams import read_args  # noqa: E402
+from llamafactory.train.tuner import run_exp  # noqa: E402
+
+
+__all__ = ["train"]
 
 
 def train(config: dict[str, Any] | None = None) -> None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift.callbacks import callbacks_map
-
 from ..versions import require_stack
 from .callback import PaddingRemovalCallback
+
+
+require_stack("ms-swift")
+
+from swift.callbacks import callbacks_map  # noqa: E402
 
 
 __all__ = ["PaddingRemoval", "PrefixSharing"]
@@ -44,5 +47,4 @@ class PrefixSharing(PaddingRemoval):
     sharing = True
 
 
-require_stack("ms-swift")
 callbacks_map.update(padfix=PaddingRemoval, padfix_sharing=PrefixSharing)

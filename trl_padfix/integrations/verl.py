@@ -4,9 +4,9 @@ The plug-in of verl: `external_lib` names this module, and the models of its FSD
     actor_rollout_ref.model.external_lib=trl_padfix.integrations.verl actor_rollout_ref.model.use_remove_padding=false
     critic.model.external_lib=trl_padfix.integrations.verl critic.model.use_remove_padding=false
 
-It serves actor and reference, critic and reward model, each where its own `model` names it. The workers share prefixes
-with `TRL_PADFIX_PREFIX_SHARING=1` (or `auto`) in their environment. There is no entry point, which verl would load for
-everybody who has both packages.
+It serves actor and reference, critic, and the model of verl's SFT trainer, each where its own `model` names it; verl
+leaves a reward model to an inference server. The workers share prefixes with `TRL_PADFIX_PREFIX_SHARING=1` (or `auto`)
+in their environment. There is no entry point, which verl would load for everybody who has both packages.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import os
 from functools import wraps
 from typing import Any
 
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.remove import remove_padding
@@ -24,8 +22,15 @@ from ..trainers.launches import refuse_whole_rows
 from ..versions import require_stack
 
 
+require_stack("verl")
+
+from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
+
+
 __all__ = ["VARIABLE", "prefix_sharing"]
 
+STRATEGIES = ("fsdp", "fsdp2")
 VARIABLE = "TRL_PADFIX_PREFIX_SHARING"
 
 
@@ -43,15 +48,28 @@ def prefix_sharing() -> PrefixSharing:
     return values[said]
 
 
-def _named_by(engine: Any) -> bool:
-    named = engine.model_config.external_lib
+def _named_by(model_config: Any) -> bool:
+    named = model_config.external_lib
     return __name__ in (named if isinstance(named, (list, tuple)) else [named])
 
 
-def _wrap(build: Any) -> Any:
+def _with_known_engines(new: Any) -> Any:
+    @wraps(new)
+    def new_engine(model_type: str, backend: str, **given: Any) -> Any:
+        if _named_by(given["model_config"]) and backend not in STRATEGIES:
+            raise PaddingRemovalError(
+                f"`external_lib={__name__}` removes padding from the models of verl's strategies {STRATEGIES}, and "
+                f"'{backend}' builds its own: nothing would be removed. Use one of these, or leave it out."
+            )
+        return new(model_type, backend, **given)
+
+    return new_engine
+
+
+def _without_padding(build: Any) -> Any:
     @wraps(build)
     def build_fsdp_module(self: Any, module: Any) -> Any:
-        if _named_by(self):
+        if _named_by(self.model_config):
             if self.use_remove_padding:
                 raise PaddingRemovalError(
                     f"`external_lib={__name__}` removes padding in the model, and `use_remove_padding=true` leaves it "
@@ -63,6 +81,6 @@ def _wrap(build: Any) -> Any:
     return build_fsdp_module
 
 
-require_stack("verl")
 prefix_sharing()
-FSDPEngine._build_fsdp_module = _wrap(FSDPEngine._build_fsdp_module)
+EngineRegistry.new = _with_known_engines(EngineRegistry.new)
+FSDPEngine._build_fsdp_module = _without_padding(FSDPEngine._build_fsdp_module)

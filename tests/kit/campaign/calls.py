@@ -6,12 +6,13 @@ import contextlib
 import copy
 import io
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from kit.campaign import HELD, REFUSED
+from kit.model_numbers import gradients, weighted_sum
 from kit.models import CONFIGS, PAD, build, padded_positions, real_logps
 
 from trl_padfix import PaddingRemovalError, remove_padding
@@ -129,8 +130,8 @@ def numbers(model: Any, ids: torch.Tensor, mask: torch.Tensor, call: str, **kwar
     model.zero_grad()
     logps = logps_of(model, ids, mask, call, **kwargs)
     if logps.numel():
-        (logps * torch.linspace(0.5, 1.5, logps.numel())).sum().backward()
-    return logps.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        weighted_sum(logps).backward()
+    return logps.detach(), gradients(model)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> None:
@@ -154,20 +155,5 @@ def same(got: tuple, expected: tuple, limit: float) -> None:
 
 
 def in_two_threads(work: Any) -> list[torch.Tensor]:
-    results, errors = [], []
-
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                results.append(work())
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(torch.no_grad()(work)) for _ in range(2)]]

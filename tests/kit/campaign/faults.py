@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from kit.campaign import HELD
-from kit.trainer_runs import build_model, build_pairs, make_trainer
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model, build_pairs
 from transformers import TrainerCallback
 
 import trl_padfix
@@ -81,7 +82,7 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
         settings |= {"predict_with_generate": True, "generation_max_new_tokens": 3, "eval_strategy": "steps",
                      "eval_steps": 1}  # fmt: skip
     given = models | {"train_dataset": data, "eval_dataset": data.select(range(3))}
-    trainer = make_trainer(trl_padfix, case["kind"], folder, settings | case["config"], **given)
+    trainer = make_trainer(trl_padfix, case["kind"], folder, **settings | case["config"] | given)
     assert all(traces_of(model) for model in models.values()), "nothing was attached"
     if flat:
         watch_memory(trainer)

@@ -8,8 +8,9 @@ import os
 from datasets import Dataset
 from kit.budget_runs import build_branching, build_data
 from kit.campaign.kills import EPOCH, STEPS
+from kit.methods import make_trainer
 from kit.processes import on_gpus
-from kit.trainer_runs import build_model, make_trainer
+from kit.trainer_runs import build_model
 
 import trl_padfix
 
@@ -22,7 +23,7 @@ def main(run: str, resume: str, config: str) -> None:
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "max_length": 26}
     settings |= {"per_device_train_batch_size": 4 // processes, "padding_free": True, "prefix_sharing": True}
     settings |= {"use_cpu": not on_gpus(), "disable_dropout": False}
-    models = {"model": build_model(attention_dropout=0.1), "ref_model": build_model(seed=1)}
-    trainer = make_trainer(trl_padfix, "DPO", run, settings | own, **models, train_dataset=data)
+    given = settings | own | {"model": build_model(attention_dropout=0.1), "train_dataset": data}
+    trainer = make_trainer(trl_padfix, "DPO", run, **given)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(run)

@@ -1,4 +1,4 @@
-"""Random masks and ids; the layout is compared with a trie that is built token by token."""
+"""Random masks and ids; the layout is compared with prefixes in Python tuples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from kit.campaign import HELD
 
-from trl_padfix import pack, padding_free_layout, prefix_sharing_layout, unpack
+from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
@@ -41,42 +41,45 @@ def draw(chance: random.Random) -> dict[str, Any]:
 
 
 def attempt(case: dict[str, Any], folder: Path) -> str:
-    ids, mask = torch.tensor(case["ids"]), torch.tensor(case["mask"])
-    layout = prefix_sharing_layout(ids, mask) if case["sharing"] else padding_free_layout(mask)
-    places, prefixes = [], {}
-    for i, (row_ids, row_mask) in enumerate(zip(case["ids"], case["mask"], strict=True)):
-        first, path = row_mask.index(1), ()
-        for c, (token, kept) in enumerate(zip(row_ids, row_mask, strict=True)):
-            if kept:
-                path = (*path, (token, c - first) if case["sharing"] else (i, c - first))
-                prefixes.setdefault(path, len(prefixes))
-                places.append((i * len(row_ids) + c, path))
-    assert layout.real_index.tolist() == [place for place, _ in places]
-    assert layout.packed_tokens == len(prefixes), (layout.packed_tokens, len(prefixes))
-    source = layout.source.tolist() if layout.source is not None else list(range(len(places)))
-    node_of = {}
-    for (_, path), packed in zip(places, source, strict=True):
-        assert node_of.setdefault(packed, path) == path, "two prefixes share a token"
-    assert len(node_of) == len(prefixes)
-    flat = ids.flatten()
-    for packed, path in node_of.items():
-        assert layout.positions[packed] == path[-1][1]
-        if case["sharing"]:
-            assert int(flat[layout.packed_index[packed]]) == path[-1][0]
-    cu_q = layout.cu_seqlens_q.tolist()
-    assert layout.cu_seqlens_k.tolist()[-1] == sum(layout.key_lengths)
-    assert [b - a for a, b in pairwise(cu_q)] == list(layout.query_lengths)
-    keys = layout.key_index.tolist() if layout.key_index is not None else list(range(layout.packed_tokens))
-    begin = 0
-    for s, (queries, length) in enumerate(zip(layout.query_lengths, layout.key_lengths, strict=True)):
-        seen, begin = keys[begin : begin + length], begin + length
-        for n in range(queries):  # causal, aligned to the bottom right: the keys of a query are its whole path
-            path = node_of[cu_q[s] + n]
-            assert [node_of[k] for k in seen[: length - queries + n + 1]] == [path[: m + 1] for m in range(len(path))]
-        places_of = [node_of[k][-1][1] for k in seen]
-        assert layout.spans[s] == places_of[-1] - places_of[0] + 1
-    values = torch.arange(ids.numel(), dtype=torch.float64).reshape(ids.shape)
-    back = unpack(pack(values, layout), layout)
-    if not case["sharing"]:
-        assert torch.equal(back * mask, values * mask)
+    check(torch.tensor(case["ids"]), torch.tensor(case["mask"]), case["sharing"])
     return HELD
+
+
+def check(ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> None:
+    """Raise unless each distinct prefix (or each real token) of a batch is computed once, and sees itself."""
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    expected, computed = paths(ids, mask), attended(layout, ids)
+    assert layout.real_tokens == len(expected)
+    assert layout.packed_tokens == (len(set(expected)) if sharing else len(expected))
+    source = range(layout.packed_tokens) if layout.source is None else layout.source.tolist()
+    assert [computed[token] for token in source] == expected
+    assert layout.query_lengths == tuple(layout.cu_seqlens_q.diff().tolist())
+    assert layout.key_lengths == tuple(layout.cu_seqlens_k.diff().tolist())
+    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.cu_seqlens_q[1:].tolist())
+    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
+
+
+def paths(ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each real token, row after row: the `(column since the first, id)` of its row up to and including it."""
+    found = []
+    for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
+        first, path = kept.index(1), ()
+        for column, token in enumerate(row):
+            if kept[column]:
+                path += ((column - first, token),)
+                found.append(path)
+    return found
+
+
+def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each packed token, in order: the `(position, id)` of the keys that bottom-right causal attention shows."""
+    tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
+    keys = range(len(tokens)) if layout.key_index is None else layout.key_index.tolist()
+    found = []
+    for (begin, end), (first, last) in zip(
+        pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
+    ):
+        for query in range(begin, end):
+            assert keys[last - end + query] == query, "the last keys of a segment are its own queries"
+            found.append(tuple(tokens[key] for key in keys[first : last - end + query + 1]))
+    return found

@@ -10,8 +10,9 @@ import torch
 import trl
 from datasets import Dataset
 from kit.campaign import HELD, REFUSED
-from kit.online_runs import ENDS, ONLINE_SETTINGS, build_prompts, load_policy, reward_words, save_policy
-from kit.trainer_runs import build_model, build_pairs, lora, make_trainer
+from kit.methods import make_trainer
+from kit.rows import build_prompts
+from kit.trainer_runs import build_pairs, lora, trajectory
 
 import trl_padfix
 
@@ -76,25 +77,17 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
 
 
 def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, Any]) -> Any:
-    kind, given = case["kind"], {}
+    kind, given = case["kind"], {"max_steps": 3} | config
     torch.manual_seed(case["seed"])
-    if kind == "GRPO":
-        policy = save_policy(folder / "policy", ends=ENDS)
-        model, data = load_policy(policy), build_prompts(16, seed=case["seed"])
-        given["reward_funcs"] = reward_words
-    else:
-        model = build_model("reward" if kind == "Reward" else "causal")
-        data = rows_of(kind, case["rows"], case["seed"])
-    if kind in ("DPO", "KTO") and not case["lora"]:
-        given["ref_model"] = build_model(seed=1)
+    online = kind == "GRPO"
+    data = build_prompts(16, seed=case["seed"]) if online else rows_of(kind, case["rows"], case["seed"])
+    given["train_dataset"] = data.to_iterable_dataset() if case["stream"] else data
     if case["lora"]:
-        given["peft_config"] = lora(task_type="SEQ_CLS") if kind == "Reward" else lora(task_type="CAUSAL_LM")
+        given["peft_config"] = lora(task_type="SEQ_CLS" if kind == "Reward" else "CAUSAL_LM")
     if case["evaluated"]:
         given["eval_dataset"] = rows_of(kind, 6, case["seed"] + 1)
-    settings = (ONLINE_SETTINGS if kind == "GRPO" else {}) | {"max_steps": 3} | config
-    given |= {"model": model, "train_dataset": data.to_iterable_dataset() if case["stream"] else data}
     try:
-        trainer = make_trainer(library, kind, folder, settings, **given)
+        trainer = make_trainer(library, kind, folder, **given)
         torch.manual_seed(case["seed"])
         trainer.train()
         if case["evaluated"]:
@@ -103,10 +96,8 @@ def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, An
         if library is trl:
             return error
         raise
-    logs = trainer.state.log_history
-    steps = [[log["loss"], log["grad_norm"]] for log in logs if "loss" in log]
     # TRL's evaluation loss is a mean over batches, ours too where nothing else is asked for.
-    return torch.tensor(steps + [[log["eval_loss"], 0.0] for log in logs if "eval_loss" in log], dtype=torch.float64)
+    return trajectory(trainer)
 
 
 def rows_of(kind: str, count: int, seed: int) -> Dataset:

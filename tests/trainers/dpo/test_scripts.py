@@ -8,30 +8,39 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.dpo_runs import MODES, SHORT, STEPS, TWO_MODES, assert_mode_ran, build_pairs, count_tokens, run
-from kit.models import build
-from kit.trainer_runs import SPECIAL, assert_same, build_tokenizer
+from kit.dpo_cases import STEPS, build_pairs
+from kit.trainer_runs import (
+    SHORT,
+    SIDED_MODES,
+    TWO_MODES,
+    Run,
+    assert_mode_ran,
+    assert_same,
+    build_model,
+    build_tokenizer,
+    run,
+    watch_inputs,
+)
 from transformers import AutoModelForCausalLM
 
 from trl_padfix import DPOTrainer
-from trl_padfix import prefix_sharing_layout as share_prefixes
 
 
 # -- our own figures
 
 
-@pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], MODES))
+@pytest.mark.parametrize("mode", slow_but(["padded, left", *TWO_MODES], SIDED_MODES))
 def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
     ticks = iter(range(10_000))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
     monkeypatch.setattr("trl_padfix.trainers.watch.token_counts.time", clock)
-    ours = run(make(config={"max_steps": 10} | MODES[mode]))
-    train, evaluation = ours.batches[:10], ours.batches[10:]
+    ours = make.train("short", **SIDED_MODES[mode])
+    train, evaluation = ours.batches[:5], ours.batches[5:]
     logs = [log for log in ours.logs if "loss" in log]
     logged = [(log, [batch], "") for log, batch in zip(logs, train, strict=True)]
     # The clock ticks where a measurement begins and where it ends: every log covers one second.
     for log, batches, prefix in [*logged, (ours.logs[-1], evaluation, "eval_")]:
-        counts = count_tokens(batches)
+        counts = Run(None, [], 0, batches).counts()
         real, packed = counts["padding-free"], counts[mode.split(", ")[0]]
         assert log[f"{prefix}perf/tokens_per_second"] == real
         if mode.startswith("padded"):
@@ -42,10 +51,10 @@ def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monke
 
 
 def test_the_parity_check_says_one_line_for_each_model(make, capsys):
-    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"eval_on_start": True})
+    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
     trainer.train()
     assert trainer.padding.parity.keys() == {"train", "eval"}
-    alone = make(config=SHORT | MODES["prefix sharing, left"])
+    alone = make(config=SHORT | SIDED_MODES["prefix sharing, left"])
     alone.evaluate()
     lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
     name = type(trainer.model).__name__
@@ -56,26 +65,15 @@ def test_the_parity_check_says_one_line_for_each_model(make, capsys):
 
 def test_a_log_covers_all_batches_since_the_last(make):
     config = {"max_steps": 10, "logging_steps": 5, "gradient_accumulation_steps": 2, "padding_free": True}
-    ours = run(make(config=config))
+    ours = make.train("plain", **config)
     for i, log in enumerate(log for log in ours.logs if "loss" in log):
-        counts = count_tokens(ours.batches[10 * i : 10 * (i + 1)])
+        counts = Run(None, [], 0, ours.batches[10 * i : 10 * (i + 1)]).counts()
         assert log["padfix/pad_fraction"] == pytest.approx(1 - counts["padding-free"] / counts["padded"])
-
-
-def test_policy_and_reference_share_the_layout_of_a_batch(make, monkeypatch):
-    built = []
-    monkeypatch.setattr(
-        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
-        lambda *batch: built.append(batch) or share_prefixes(*batch),
-    )
-    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"parity_check": False}, eval_dataset=None)
-    run(trainer)
-    assert 5 <= len(built) <= 6  # with their batches, of which the data loader fetches one ahead
 
 
 @pytest.mark.parametrize("check", [True, "forward"])
 def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
-    trainer = make(config=SHORT | MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
+    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
     trainer.train()
     trainer.evaluate()
     (policy, reference), *evaluation = trainer.padding.parity["train"], *trainer.padding.parity["eval"]
@@ -90,7 +88,7 @@ def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
 @pytest.mark.parametrize("mode", TWO_MODES)
 def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(mode, make):
     fresh = {"fresh": build_pairs(8, seed=2), "other": build_pairs(4, seed=3)}
-    trainers = make(trl.DPOTrainer), make(config=MODES[mode])
+    trainers = make(trl.DPOTrainer), make(config=SIDED_MODES[mode])
     theirs, ours = (trainer.evaluate(fresh["fresh"]) | trainer.evaluate(fresh) for trainer in trainers)
     losses = ["eval_loss", "eval_fresh_loss", "eval_other_loss"]
     assert [ours[name] for name in losses] == pytest.approx([theirs[name] for name in losses], rel=1e-4)
@@ -99,37 +97,12 @@ def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(mode, make):
     assert "eval_loss" not in trainers[1].evaluate(fresh)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-def test_compute_metrics_sees_trls_logits_of_the_real_tokens(mode, make):
-    def compute_metrics(prediction):
-        logits, ids = (torch.as_tensor(values) for values in (prediction.predictions, prediction.label_ids))
-        real = (ids >= 0) & (ids != SPECIAL["<pad>"])
-        return {"sum": logits[real].double().abs().sum().item(), "tokens": int(real.sum())}
-
-    theirs, ours = (
-        make(trainer_class, config, compute_metrics=compute_metrics).evaluate()
-        for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, MODES[mode]))
-    )
-    assert ours["eval_tokens"] == theirs["eval_tokens"]
-    for name in ("eval_sum", "eval_loss"):
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
-
-
-def test_a_configuration_of_trls_is_taken_as_it_is(make, trl_run):
-    trainer = make(config={"padding_free": True}, config_class=trl.DPOConfig)
-    ours = run(trainer)
-    assert_same(ours.trajectory, trl_run("sigmoid").trajectory)
-    assert_mode_ran(ours, "padding-free, right")
-    assert trainer.args.padding_free
-    assert trainer.padding_free
-
-
 def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the output directory gets its name from the model
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     trainer = DPOTrainer(
-        model=build("qwen2"),
-        ref_model=build("qwen2", seed=1),
+        model=build_model(),
+        ref_model=build_model(seed=1),
         train_dataset=build_pairs(4),
         processing_class=build_tokenizer(),
     )
@@ -162,29 +135,31 @@ def test_only_trl_warns_that_padding_free_is_off(trainer_class, warned, make, ca
 
 
 def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path):
-    build("qwen2").save_pretrained(tmp_path)
-    config = MODES["padding-free, left"] | {"model_init_kwargs": {"dtype": "float32"}}
-    ours = run(make(config=config, model=str(tmp_path), ref_model=None))
+    build_model().save_pretrained(tmp_path)
+    config = SIDED_MODES["padding-free, left"] | {"model_init_kwargs": {"dtype": "float32"}}
+    given = {"model": str(tmp_path), "ref_model": None}
+    ours = make.train("short", given=given, **config)
     assert len(ours.trainer.padding.handles) == 2
     assert_mode_ran(ours, "padding-free, left")
     del config["padding_free"], config["padding_side"]
-    assert_same(ours.trajectory, run(make(trl.DPOTrainer, config, model=str(tmp_path), ref_model=None)).trajectory)
+    assert_same(ours.trajectory(), make.train("short", trl.DPOTrainer, given, **config).trajectory())
 
 
 def test_a_second_trainer_takes_over_the_model_as_with_trl(make):
     runs = []
-    for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, MODES["prefix sharing, left"])):
-        first = run(make(trainer_class, SHORT | config)).trainer
-        runs.append(run(make(trainer_class, SHORT | config, model=first.model, ref_model=first.ref_model)))
-    assert_same(runs[1].trajectory, runs[0].trajectory)
+    for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, SIDED_MODES["prefix sharing, left"])):
+        first = make.train("short", trainer_class, **config).trainer
+        models = {"model": first.model, "ref_model": first.ref_model}
+        runs.append(make.train("short", trainer_class, models, **config))
+    assert_same(runs[1].trajectory(), runs[0].trajectory())
 
 
 @pytest.fixture(scope="module")
 def checkpoints(make, tmp_path_factory):
     """The folder of a run of ours with checkpoints in the middle and at the end, and its trainer."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10, "output_dir": str(folder)}
-    return folder, run(make(config=config))
+    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10}
+    return folder, make.train("plain", **config, output_dir=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -193,10 +168,9 @@ def checkpoints(make, tmp_path_factory):
 )
 def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode, make, checkpoints, trl_run):
     folder, _ = checkpoints
-    resumed = run(
-        make(trainer_class, MODES.get(mode, {})), resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}")
-    )
-    assert_same(resumed.trajectory, trl_run("sigmoid").trajectory)
+    trainer = make(trainer_class, SIDED_MODES.get(mode, {}) | {"max_steps": STEPS})
+    resumed = run(trainer, watch_inputs(""), resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+    assert_same(resumed.trajectory(), trl_run("plain").trajectory())
     for handle in resumed.trainer.padding.handles if mode else []:
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
@@ -205,15 +179,14 @@ def test_a_checkpoint_reloads_in_plain_transformers(checkpoints):
     folder, ours = checkpoints
     checkpoint = folder / f"checkpoint-{STEPS}"
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
-    assert type(loaded) is type(build("qwen2"))
+    assert type(loaded) is type(build_model())
     expected = ours.trainer.model.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in loaded.state_dict().items())
-    batch = ours.batches[-1]
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    ids, mask = ours.batches[-1]
     with torch.no_grad():
-        theirs = loaded(**inputs).logits
-        attached = ours.trainer.model(**inputs).logits
-    real = batch["attention_mask"].bool()
+        theirs = loaded(ids, attention_mask=mask).logits
+        attached = ours.trainer.model(ids, attention_mask=mask).logits
+    real = mask.bool()
     torch.testing.assert_close(attached[real], theirs[real], rtol=1e-5, atol=1e-5)
 
 

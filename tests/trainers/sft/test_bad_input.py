@@ -5,9 +5,9 @@ import re
 
 import pytest
 from datasets import Dataset
+from kit.rows import build_rows
 from kit.sft_cases import LABELS_IN_DATA
-from kit.sft_runs import build_rows
-from kit.trainer_runs import MODES, build_tokenizer
+from kit.trainer_runs import build_tokenizer
 
 
 def masked(row):
@@ -82,9 +82,3 @@ def test_rows_that_teach_nothing_are_counted_in_a_warning(make, caplog):
     ours = [r.getMessage() for r in caplog.records if r.name.startswith("trl_padfix")]
     assert re.search("4 of 8 rows of the train dataset have no token to train on.*Drop them", ours[0])
     assert any(re.search(r"\d+ of 40 rows of the train dataset were left out.*`max_length=14`", o) for o in ours[1:])
-
-
-def test_good_rows_give_no_warning(make, caplog):
-    with caplog.at_level(logging.WARNING):
-        make.train("short", **MODES["prefix sharing"])
-    assert not [r for r in caplog.records if r.name.startswith("trl_padfix")]

@@ -8,9 +8,9 @@ import torch
 import trl
 from kit.cells import once_each, slow_but
 from kit.flash_stand_in import flash_attention_stand_in
-from kit.sft_cases import EXACT, NEWEST, SHORT, evaluated, packing
-from kit.sft_runs import METRICS, build_rows
-from kit.trainer_runs import MODES, assert_same, believe_layouts, build_model, run
+from kit.rows import METRICS, build_rows
+from kit.sft_cases import EXACT, NEWEST, evaluated, packing
+from kit.trainer_runs import MODES, SHORT, assert_same, believe_layouts, build_model, run, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -115,13 +115,7 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
     settings = SHORT | {"gradient_accumulation_steps": 2}
     ours = make(config=settings | config | {"padding_side": "left"}, model=build_gpt2(), **given)
     theirs = make(trl.SFTTrainer, settings, model=build_gpt2(), **given)
-    found = []
-    for trainer in (ours, theirs):
-        trainer.train()
-        trainer.evaluate()
-        steps = [[log["loss"], log["grad_norm"]] for log in trainer.state.log_history if "loss" in log]
-        found.append(torch.tensor([*steps, [trainer.state.log_history[-1]["eval_loss"], 0.0]]))
-    assert_same(*found)
+    assert_same(trained(ours), trained(theirs))
     batch = next(iter(theirs.get_train_dataloader()))
     labels = batch["labels"] != -100
     assert (labels.sum() > labels[:, 1:].sum()) == (kind == "texts")  # it is the first labels that are counted

@@ -9,9 +9,9 @@ import trl
 from kit.cells import slow_but
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.models import build
-from kit.sft_cases import SHORT, is_bare, make_dpo, packing
-from kit.sft_runs import METRICS
-from kit.trainer_runs import MODES, assert_mode_ran, assert_same, run, watch_inputs
+from kit.rows import METRICS
+from kit.sft_cases import packing
+from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, is_bare, run, watch_inputs
 from transformers import TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -76,12 +76,11 @@ def test_the_same_with_ligers_kernels(shape, side, padding_free, make):
 # -- what a script does with a trainer
 
 
-def test_a_stage_of_dpo_goes_before(make, tmp_path):
+def test_a_stage_of_dpo_goes_before(make, makers):
     runs = []
     for dpo, sft, config in ((trl.DPOTrainer, trl.SFTTrainer, {}), (DPOTrainer, SFTTrainer, MODES["prefix sharing"])):
-        first = make_dpo(tmp_path, SHORT | config, dpo)
-        first.train()
-        runs.append(run(make(sft, SHORT | config, model=first.model), watch_inputs("")))
+        first = makers("DPO").train("short", dpo, **config).trainer
+        runs.append(make.train("short", sft, {"model": first.model}, **config))
     assert_same(runs[1].trajectory(*METRICS), runs[0].trajectory(*METRICS), atol=1e-5)
     assert_mode_ran(runs[1], "prefix sharing")
 

@@ -3,18 +3,19 @@
 import pytest
 import trl
 from kit.cells import once_each
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.sft_cases import SHORT, TWO_MODES, make_dpo
-from kit.trainer_runs import MODES, SETTINGS, SIDED_MODES, assert_mode_ran, assert_same, build_model, run, watch_inputs
+from kit.trainer_runs import (
+    MODES,
+    SHORT,
+    SIDED_MODES,
+    TWO_MODES,
+    assert_mode_ran,
+    assert_same,
+    build_model,
+    run,
+    watch_inputs,
+)
 
-import trl_padfix
 from trl_padfix import PaddingRemovalError
-
-
-def test_prompt_tuning_is_trls(make, trl_run):
-    ours = make.train("prompt tuning", padding_free=True)
-    assert_same(ours.trajectory(), trl_run("prompt tuning").trajectory())
-    assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
@@ -29,21 +30,9 @@ def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     assert_same(runs[0].trajectory(), runs[1].trajectory(), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["padded, left", *TWO_MODES])
-def test_flash_attention_2_is_trls(mode, make, trl_run):
-    with flash_attention_stand_in() as calls:
-        model = build_model(attn_implementation="flash_attention_2")
-        ours = run(make(config=SHORT | SIDED_MODES[mode], model=model), watch_inputs(""))
-        assert len(calls) > 0
-        if not mode.startswith("padded"):
-            assert all(call.causal for call in calls)
-    assert_same(ours.trajectory(), trl_run("short").trajectory())
-    assert_mode_ran(ours, mode)
-
-
 def test_eager_attention_is_trls(make, trl_run):
     model = build_model(attn_implementation="eager")
-    ours = run(make(config=SHORT | MODES["prefix sharing"], model=model), watch_inputs(""))
+    ours = make.train("short", given={"model": model}, **MODES["prefix sharing"])
     assert_same(ours.trajectory(), trl_run("short").trajectory())
 
 
@@ -62,47 +51,35 @@ def test_what_trl_refuses_runs(refused, make, trl_run):
     assert_mode_ran(ours, "padding-free")
 
 
-def test_a_configuration_of_trls_is_taken_as_it_is(make, trl_run, tmp_path):
-    settings = SETTINGS | SHORT | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 8}
-    args = trl.SFTConfig(output_dir=str(tmp_path), padding_free=True, max_length=26, **settings)
-    ours = run(make(args=args), watch_inputs(""))
-    assert_same(ours.trajectory(), trl_run("short").trajectory())
-    assert_mode_ran(ours, "padding-free")
-
-
 # -- NEFTune
 
 
-NOISY = SHORT | {"neftune_noise_alpha": 5.0}
+NOISE = {"neftune_noise_alpha": 5.0}
 
 
-@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
-def test_neftune_draws_the_noise_of_the_padded_batch(trainer, make, tmp_path):
-    def train_with(library, config):
-        trainer_class = getattr(library, trainer)
-        made = make(trainer_class, config) if "SFT" in trainer else make_dpo(tmp_path, config, trainer_class)
-        return run(made, watch_inputs(""))
-
-    theirs, ours = train_with(trl, NOISY), train_with(trl_padfix, NOISY | {"padding_free": True})
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers):
+    make = makers(kind)
+    theirs, ours = make.train("short", make.method.theirs, **NOISE), make.train("short", padding_free=True, **NOISE)
     assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
     stats = ours.trainer.padding.stats
     assert 0 < stats.packed_tokens == stats.real_tokens < stats.padded_tokens
-    without = train_with(trl_padfix, SHORT | {"padding_free": True})
+    without = make.train("short", padding_free=True)
     with pytest.raises(AssertionError):
         assert_same(without.trajectory(), theirs.trajectory(), atol=1e-5)
 
 
 def test_noise_of_the_packed_row_would_be_other_noise(make, monkeypatch):
-    theirs = run(make(trl.SFTTrainer, NOISY), watch_inputs(""))
+    theirs = make.train("short", trl.SFTTrainer, **NOISE)
     monkeypatch.setattr("trl_padfix.core.decoder._noisy_embeddings", lambda *_: {})
-    ours = run(make(config=NOISY | {"padding_free": True}), watch_inputs(""))
+    ours = make.train("short", padding_free=True, **NOISE)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_noise_is_bounded_by_the_length_of_the_padded_row(side, make):
-    trainer = make(config={"neftune_noise_alpha": 5.0, "padding_free": True, "padding_side": side} | {"max_steps": 1})
+    trainer = make(config=NOISE | {"padding_free": True, "padding_side": side, "max_steps": 1})
     table = trainer.model.get_input_embeddings().weight.detach().clone()
     batches, embedded = [], []
     compute_loss = trainer.compute_loss
@@ -118,4 +95,4 @@ def test_noise_is_bounded_by_the_length_of_the_padded_row(side, make):
 
 def test_neftune_with_prefix_sharing_is_refused(make):
     with pytest.raises(PaddingRemovalError, match=r"noise of its own.*prefix_sharing=False"):
-        make(config=MODES["prefix sharing"] | {"neftune_noise_alpha": 5.0})
+        make(config=MODES["prefix sharing"] | NOISE)

@@ -20,7 +20,7 @@ from ..launches import models_of, named_models_of
 from ..parts import Part, Step
 
 
-__all__ = ["Parity", "compare", "packs", "say", "tensors_of_call"]
+__all__ = ["Parity", "called_module", "compare", "packs", "say", "tensors_of_call"]
 
 logger = get_logger(__name__)
 
@@ -115,6 +115,15 @@ def say(trainer: Any, reports: list[ParityReport]) -> None:
             tqdm.write(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
+def called_module(model: Any) -> torch.nn.Module:
+    """
+    What a training calls with the arguments of the transformers model in `model`, and thus with its own hooks: that
+    model, or adapters around it, of which those of PEFT before 0.21 call nothing but its forward.
+    """
+    modules = (m for m in model.modules() if hasattr(m, "get_base_model"))
+    return next(modules, None) or find_pretrained(model)
+
+
 def tensors_of_call(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors, beside labels, that a forward hook of `module` sees it called with, by name."""
     given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
@@ -138,7 +147,7 @@ def _first_call(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         if not call:
             call.update(tensors_of_call(module, args, kwargs))
 
-    hook = find_pretrained(model).register_forward_pre_hook(keep, with_kwargs=True)
+    hook = called_module(model).register_forward_pre_hook(keep, with_kwargs=True)
     try:
         yield call
     finally:

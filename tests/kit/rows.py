@@ -1,23 +1,28 @@
-"""Rows that SFT trains on, of every kind, and the metrics that TRL logs of them."""
+"""Ragged rows of every method, made of random words."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from datasets import Dataset
+from kit import trainer_runs
 from kit.trainer_runs import words
 
 
 METRICS = ("entropy", "mean_token_accuracy", "num_tokens")
+"""What TRL logs of SFT."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + ' <eos> ' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + ' w2 ' }}{% endif %}{% endfor %}"
 )
 
+build_pairs = partial(trainer_runs.build_pairs, common=None)
+
 
 def build_rows(count: int = 40, seed: int = 0, kind: str = "completions") -> Dataset:
-    """Ragged rows, some of which begin alike: texts, prompts with completions, or chats."""
+    """Rows for SFT, some of which begin alike: texts, prompts with completions, or chats."""
     draw = random.Random(seed)
     systems = [words(draw, 3, 12) for _ in range(max(1, count // 4))]
     rows = []
@@ -32,3 +37,20 @@ def build_rows(count: int = 40, seed: int = 0, kind: str = "completions") -> Dat
             }[kind]
         )
     return Dataset.from_list(rows)
+
+
+def build_examples(count: int, seed: int = 0) -> Dataset:
+    """Answers, good and bad, to prompts that follow one another two by two."""
+    draw = random.Random(seed)
+    prompts = [words(draw, 2, 18) for _ in range(count // 2)]
+    return Dataset.from_list(
+        [
+            {"prompt": prompts[i // 2], "completion": words(draw, 1, 12), "label": draw.random() < 0.5}
+            for i in range(count)
+        ]
+    )
+
+
+def build_prompts(count: int, seed: int = 0, low: int = 2, high: int = 18, begin: str = "") -> Dataset:
+    draw = random.Random(seed)
+    return Dataset.from_list([{"prompt": begin + words(draw, low, high)} for _ in range(count)])

@@ -1,0 +1,101 @@
+"""Every loss and set-up of DPO, each a configuration and what else its trainer is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from datasets import Dataset
+from kit import models, trainer_runs
+from kit.trainer_runs import SHORT, build_model, lora
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+
+
+STEPS = 20
+
+
+def build_pairs(count: int, seed: int = 0) -> Dataset:
+    """Ragged pairs, some of which have a prompt in common; some answers are cut off."""
+    return trainer_runs.build_pairs(count, seed, common=None, end="<eos>")
+
+
+def build_alike_pairs() -> Dataset:
+    """Pairs of which some have two equal answers, and some a rejected one that goes on where the chosen one ends."""
+    columns = build_pairs(40).to_dict()
+    for i in range(0, 40, 4):
+        columns["rejected"][i] = columns["chosen"][i]
+        columns["chosen"][i + 1] = columns["rejected"][i + 1].rsplit(" ", 1)[0] + " w2 <eos>"
+    return Dataset.from_dict(columns)
+
+
+def adapters() -> LoraConfig:
+    return lora(task_type=TaskType.CAUSAL_LM)
+
+
+def adapted() -> dict[str, Any]:
+    return {"ref_model": None, "peft_config": adapters()}
+
+
+def adapted_before() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"ref_model": None, "model": get_peft_model(build_model(), adapters())}
+
+
+def tuned() -> dict[str, Any]:
+    return {"ref_model": None, "peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)}
+
+
+def both(architecture: str) -> Any:
+    """Policy and reference of another architecture."""
+    return lambda: {"model": models.build(architecture), "ref_model": models.build(architecture, seed=1)}
+
+
+EPOCH = {"max_steps": 10}  # every batch that is collated is computed
+OBJECTIVES = {
+    "ipo": (EPOCH | {"loss_type": ["ipo"]}, dict),
+    "wpo": (EPOCH | {"use_weighting": True}, dict),
+    "sft+sigmoid": (EPOCH | {"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}, dict),
+    "aot": (EPOCH | {"loss_type": ["aot"]}, dict),
+    "ld_alpha": (EPOCH | {"ld_alpha": 0.4}, dict),
+}
+SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
+LOSSES = ["hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot_unpaired", "apo_zero", "apo_down"]
+LOSSES += ["discopop", "sft", "sigmoid_norm"]
+OTHER_OBJECTIVES = {
+    loss: (SHORT | {"loss_type": [loss], "label_smoothing": SMOOTHED.get(loss, 0.0)}, dict) for loss in LOSSES
+} | {
+    f"{divergence}, {loss}": (SHORT | {"f_divergence_type": divergence, "loss_type": [loss]}, dict)
+    for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
+    for loss in ("sigmoid", "ipo")
+}
+SET_UPS = {
+    "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
+    "reentrant checkpointing": (
+        SHORT | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        dict,
+    ),
+    "accumulation": (SHORT | {"gradient_accumulation_steps": 2}, dict),
+    "short rows, padded to multiples of 8": (SHORT | {"max_length": 12, "pad_to_multiple_of": 8}, dict),
+    "keep_end": (SHORT | {"max_length": 16, "truncation_mode": "keep_end"}, dict),
+    "synchronised reference": (
+        {"max_steps": 7, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
+        dict,
+    ),
+    "precomputed reference": (SHORT | {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 7}, dict),
+    "precomputed reference, ld_alpha": (SHORT | {"precompute_ref_log_probs": True, "ld_alpha": 0.4}, dict),
+    "lora": (SHORT, adapted),
+    "lora, checkpointing": (SHORT | {"gradient_checkpointing": True}, adapted),
+    "lora, precomputed reference": (SHORT | {"precompute_ref_log_probs": True}, adapted),
+    "an adapter trained before": (SHORT, adapted_before),
+    "experts": (SHORT | {"router_aux_loss_coef": 0.1}, both("qwen3_moe")),
+    "a window": (SHORT, both("mistral")),
+    "absolute positions": (SHORT, both("gpt2")),
+    # The gradients of equal answers cancel; Adam would make full steps of what rounding leaves of them.
+    "answers that are equal, or begin alike": (
+        SHORT | {"optim": "sgd", "learning_rate": 0.02},
+        lambda: {"train_dataset": build_alike_pairs()},
+    ),
+    "a stream": (SHORT, lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}),
+}
+CASES = {"plain": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": (SHORT, tuned)}
+CASES |= OBJECTIVES | OTHER_OBJECTIVES | SET_UPS
