@@ -14,6 +14,7 @@ from trl_padfix.cli import mistakes
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+GPU = str(Path(__file__).parents[2] / "recipes/dpo_qwen2.5_0.5b.yaml")
 TINY = ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 
 
@@ -146,7 +147,7 @@ CASES = (
             "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
             "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
             "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--trainer ppo": "'ppo' is not one of dpo",
-            "--liger --device cpu": "GPUs only",
+            "--liger --device cpu": "GPUs only", "--device cuda": "finds no GPU here",
         }.items()),
         ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
@@ -175,6 +176,10 @@ CASES = (
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no whole checkpoint in"),
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "there is no such folder"),
         ("dpo", ["dpo", *CPU, "--seed", "one"], "invalid int value"),
+        ("dpo", ["dpo", *CPU, "--prefix_sharing", "maybe"], "expected true, false or auto, got 'maybe'"),
+        ("dpo", ["dpo", *CPU, "--parity_check", "maybe"], "expected true, false or forward, got 'maybe'"),
+        ("dpo", ["dpo", "--output_dir", "x"], "To train without it, add `--bf16 false --use_cpu true`"),
+        ("dpo", ["dpo", "--config", GPU], "set `bf16: false` and `use_cpu: true` in"),
         ("sft", ["sft", *CPU, "--eval_strategy", "often"], "often"),
         ("reward", ["reward", *CPU, "--accelerate_config", "nowhere"], "nowhere"),
         ("no command", ["trainn"], "trainn"),

@@ -176,20 +176,27 @@ def bench(
     with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread, split, columns)
         step = b.prepare(dataset, settings)
-    partial_results = False
+    partial_results, impossible = False, None
     with progress() as watch:
         try:
             results = b.measure(step, settings, watch=watch)
         except b.Interrupted as interrupted:
             results, partial_results = interrupted.results, True
-    about = b.describe(settings, name) | {"chat_template": step.rendered, "rough": quick, "partial": partial_results}
+        except b.ImpossibleFigureError as error:
+            results, impossible = error.results, str(error)
+    about = b.describe(settings, name) | {
+        "chat_template": step.rendered,
+        "rough": quick,
+        "partial": partial_results,
+        "impossible": impossible,
+    }
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
     family = "Qwen3.5" if settings.shape.startswith("hybrid") else "Qwen2"
     title = f"{what}, {family} shape '{settings.shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
     print_as_is(*_notes(results, step.rendered, settings, quick, partial_results))
-    if profile and not partial_results:
+    if profile and not (partial_results or impossible):
         for variant, operations in b.profile(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
@@ -197,6 +204,9 @@ def bench(
         from ..tools.report import plot_bench
 
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
+    if impossible is not None:
+        typer.echo(f"trl-padfix bench: {impossible}", err=True)
+        raise typer.Exit(1)
     if partial_results:
         raise typer.Exit(INTERRUPTED)
 

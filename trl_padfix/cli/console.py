@@ -79,6 +79,8 @@ def device_of(device: str) -> str:
     there = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if device == "auto":
         return there[0]
+    if device == "cuda" and device not in there:
+        raise typer.BadParameter(f"torch {torch.__version__} finds no GPU here.", param_hint="--device")
     one_of("--device", device, ["cpu", "auto"] if there == ["cpu"] else ["cpu", "cuda", "auto"])
     return device
 
