@@ -205,7 +205,7 @@ def bench(
 
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
     if impossible is not None:
-        typer.echo(f"trl-padfix bench: {impossible}", err=True)
+        typer.echo(impossible, err=True)
         raise typer.Exit(1)
     if partial_results:
         raise typer.Exit(INTERRUPTED)
