@@ -115,6 +115,8 @@ CASES = (
         ("stats", ["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
         ("stats", stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
         ("stats", stats("good.jsonl", "--seed", "-1"), "--seed"),
+        ("stats", stats("good.jsonl", "--max-length", "9" * 20), "less than or equal to"),
+        ("stats", ["stats", "good.jsonl", "--train-tokenizer", "9" * 12], "less than or equal to"),
         ("stats", stats("good_folder", "--split", "nowhere"), "nowhere"),
         ("stats", stats("good.jsonl", "--truncation-mode", "middle"), "'middle' is not one of"),
         ("stats", stats("pairs.jsonl", "--max-length", "1"), "leaves no row"),

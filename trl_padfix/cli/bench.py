@@ -16,6 +16,7 @@ from rich.table import Table
 from typer import Option
 
 from .console import (
+    LONGEST,
     JsonOption,
     console,
     device_of,
@@ -104,7 +105,8 @@ def bench(
     dtype: Annotated[str, Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
-        int | None, Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
+        int | None,
+        Option(min=2, max=LONGEST, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
     ] = None,
     max_tokens_per_batch: Annotated[
         int | None, Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
@@ -120,7 +122,7 @@ def bench(
         float | None,
         Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
-    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of weights and batches.")] = 0,
     compile: Annotated[
         bool, Option("--compile", help="Also measure the packed variants with compiled layers.")
     ] = False,

@@ -16,6 +16,7 @@ from typer import Option
 
 
 __all__ = [
+    "LONGEST",
     "JsonOption",
     "console",
     "device_of",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 console = Console()
+
+LONGEST = 10**9
+"""The largest number of tokens that an option takes: beyond it numbers no longer fit their types."""
 
 _figures: TextIO | None = None  # where `--json -` of this command writes; `None` without it
 
