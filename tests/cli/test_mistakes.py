@@ -1,5 +1,6 @@
 """Mistakes of the user: a message, exit code 2, nothing written, and within seconds. Bugs of ours: their traceback."""
 
+import errno
 import json
 import os
 import resource
@@ -264,6 +265,11 @@ def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
     with pytest.raises(type(error)) as raised:
         raise error
     assert mistakes.describe(raised.value) is None
+
+
+def test_a_reader_that_has_gone_is_not_told_of():
+    with pytest.raises(BrokenPipeError), mistakes.explained("trl-padfix doctor"):  # which click ends without a word
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
