@@ -149,7 +149,8 @@ CASES = (
         *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
             "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
             "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
-            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--trainer ppo": "'ppo' is not one of dpo",
+            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--attn flash_attention_2": "--attn: Flash",
+            "--trainer ppo": "'ppo' is not one of dpo",
             "--liger --device cpu": "GPUs only", "--device cuda": "finds no GPU here",
         }.items()),
         ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),

@@ -177,7 +177,10 @@ def bench(
             load_tokenizer(tokenizer)
     with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread, split, columns)
-        step = b.prepare(dataset, settings)
+        try:
+            step = b.prepare(dataset, settings)
+        except ImportError as error:
+            raise typer.BadParameter(str(error), param_hint="--attn") from error
     partial_results, impossible = False, None
     with progress() as watch:
         try:
