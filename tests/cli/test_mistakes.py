@@ -1,5 +1,6 @@
 """Mistakes of the user: a message, exit code 2, nothing written, and within seconds. Bugs of ours: their traceback."""
 
+import errno
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from trl_padfix.cli import mistakes
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+GPU = str(Path(__file__).parents[2] / "recipes/dpo_qwen2.5_0.5b.yaml")
 TINY = ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 
 
@@ -114,6 +116,8 @@ CASES = (
         ("stats", ["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
         ("stats", stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
         ("stats", stats("good.jsonl", "--seed", "-1"), "--seed"),
+        ("stats", stats("good.jsonl", "--max-length", "9" * 20), "less than or equal to"),
+        ("stats", ["stats", "good.jsonl", "--train-tokenizer", "9" * 12], "less than or equal to"),
         ("stats", stats("good_folder", "--split", "nowhere"), "nowhere"),
         ("stats", stats("good.jsonl", "--truncation-mode", "middle"), "'middle' is not one of"),
         ("stats", stats("pairs.jsonl", "--max-length", "1"), "leaves no row"),
@@ -145,8 +149,9 @@ CASES = (
         *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
             "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
             "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
-            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--trainer ppo": "'ppo' is not one of dpo",
-            "--liger --device cpu": "GPUs only",
+            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--attn flash_attention_2": "--attn: Flash",
+            "--trainer ppo": "'ppo' is not one of dpo",
+            "--liger --device cpu": "GPUs only", "--device cuda": "finds no GPU here",
         }.items()),
         ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
         ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
@@ -175,6 +180,10 @@ CASES = (
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no whole checkpoint in"),
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "there is no such folder"),
         ("dpo", ["dpo", *CPU, "--seed", "one"], "invalid int value"),
+        ("dpo", ["dpo", *CPU, "--prefix_sharing", "maybe"], "expected true, false or auto, got 'maybe'"),
+        ("dpo", ["dpo", *CPU, "--parity_check", "maybe"], "expected true, false or forward, got 'maybe'"),
+        ("dpo", ["dpo", "--output_dir", "x"], "To train without it, add `--bf16 false --use_cpu true`"),
+        ("dpo", ["dpo", "--config", GPU], "set `bf16: false` and `use_cpu: true` in"),
         ("sft", ["sft", *CPU, "--eval_strategy", "often"], "often"),
         ("reward", ["reward", *CPU, "--accelerate_config", "nowhere"], "nowhere"),
         ("no command", ["trainn"], "trainn"),
@@ -257,6 +266,11 @@ def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
     with pytest.raises(type(error)) as raised:
         raise error
     assert mistakes.describe(raised.value) is None
+
+
+def test_a_reader_that_has_gone_is_not_told_of():
+    with pytest.raises(BrokenPipeError), mistakes.explained("trl-padfix doctor"):  # which click ends without a word
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():

@@ -73,9 +73,11 @@ SIDEWAYS = """() => {
   const more = document.documentElement.scrollWidth - innerWidth;
   return past.slice(0, 3).map((e) => e.outerHTML.slice(0, 200)).concat(more > 0 ? [`${more} pixels to scroll`] : []);
 }"""
-# Words in cells of tables that begin on one line and end on another. A hyphen or a slash ends a word.
-BROKEN = """() => [...document.querySelectorAll(".md-content :is(td, th)")].flatMap((cell) => {
-  const found = [], texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+# Words in cells of tables and in the table of contents that begin on one line and end on another, or leave their box.
+# A hyphen or a slash ends a word.
+BROKEN = """() => [...document.querySelectorAll(".md-content :is(td, th), .md-nav--secondary a")].flatMap((cell) => {
+  const found = cell.matches("a") && cell.scrollWidth > cell.clientWidth + 1 ? [cell.innerText] : [];
+  const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     for (const word of texts.currentNode.data.matchAll(/[\\w.]+/g)) {
       const range = document.createRange();

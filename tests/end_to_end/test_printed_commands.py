@@ -33,6 +33,7 @@ STAND_FOR = {  # what a reader puts in
     r"<a CPU index>": "INDEX",
     r"\btrain\.py": "recipes/dpo.py",  # the script of the DPO guide
     r'"TEXT( OF THE ERROR)?"|(?<=--explain )-$': '"CUDA out of memory"',
+    r"\$\(\(.+?\)\)|\$[A-Z_]+": "2",  # SLURM's
     r"(--resume_from_checkpoint) latest": r"\1 false",  # nothing was trained here
 }
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
@@ -98,6 +99,23 @@ def run(command: str, here, monkeypatch) -> str:
     result = trl_padfix_command(*shlex.split(command)[1:], env={"HF_HUB_OFFLINE": "1"})
     assert result.exit_code == 0, f"{command}\n{result.output}"
     return result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("Run `trl-padfix doctor --json x` first.", "trl-padfix doctor --json x"),
+        ("Counted by (`PYTHONPATH=tests python a.py`).", "PYTHONPATH=tests python a.py"),
+        ("On Kaggle `!accelerate launch a.py`", "accelerate launch a.py"),
+        ("if None:\n    %pip install --quiet x  # on Colab", "pip install --quiet x"),
+        ("$ HF_HUB_OFFLINE=1 trl-padfix dpo --config a", "HF_HUB_OFFLINE=1 trl-padfix dpo --config a"),
+        ("#   trl-padfix dpo --config a", "trl-padfix dpo --config a"),
+        ("Measure it: trl-padfix bench --data a.b", "trl-padfix bench --data a.b"),
+        ("srun bash -c 'accelerate launch --num_machines $N \\\n  a.py'", "accelerate launch --num_machines $N a.py"),
+    ],
+)
+def test_a_command_is_found_however_it_is_written(text, command):
+    assert command in of_text(text)
 
 
 def test_there_are_commands_and_none_is_left_out_in_vain():

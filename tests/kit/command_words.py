@@ -22,7 +22,10 @@ except ImportError:  # Python 3.10
     import tomli as tomllib
 
 
-PIP = ("-q", "-U", "--upgrade", "--pre", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--force-reinstall")
+PIP = (
+    *("-q", "--quiet", "-U", "--upgrade", "--pre"),
+    *("--no-deps", "--no-build-isolation", "--no-cache-dir", "--force-reinstall"),
+)
 
 
 def check(command: str) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WORD = r"(?:trl-padfix|accelerate launch|torchrun|python3?|pip install|pytest|nox)"
-SPAN = re.compile(rf"`({WORD} [^`]+)`")  # in a sentence
-LINE = re.compile(rf"^(?:[#>$!]*\s+|[$!]\s*)?((?:[A-Z_]+=\S+ )*{WORD} \S.*)$", re.MULTILINE)  # on a line of its own
+SET = r"(?:[A-Z_]+=\S+ )*"  # variables of the environment
+SPAN = re.compile(rf"`[!%]?({SET}{WORD} [^`]+)`")  # in a sentence
+LINE = re.compile(  # on a line of its own
+    rf"^(?:[#>$]*\s+|\$\s*)?[!%]?({SET}{WORD} \S.*)$|^srun bash -c '({WORD} [^']+)'$", re.MULTILINE
+)
 SAID = re.compile(rf"(?:: |to install +)({WORD} \S[^`\n]*?)(?:[,.] |[,.]?$|`)", re.MULTILINE)  # in a message
 PAGES = (
     "*.md",
@@ -30,9 +33,9 @@ HISTORY = ("CHANGELOG.md", "changelog.md")  # and its copy in the site: they nam
 def of_text(text: str) -> Iterator[str]:
     """The commands of a page or an output: in sentences and on lines of their own, without comments behind them."""
     text = re.sub(r"\s*\\\n\s*", " ", text).replace('\\"', '"')
-    for found in [*SPAN.findall(text), *LINE.findall(text), *SAID.findall(text)]:
+    for found in [*SPAN.findall(text), *map("".join, LINE.findall(text)), *SAID.findall(text)]:
         for part in found.split(" && "):
-            if re.match(rf"(?:[A-Z_]+=\S+ )*{WORD} ", part):
+            if re.match(rf"{SET}{WORD} ", part):
                 yield " ".join(re.split(r"[ \t]{2,}| \| ", part)[0].split()).removesuffix(" ...").rstrip(";")
 
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.commands import build_pairs, write_rollouts
+from kit.commands import build_pairs, trl_padfix_command, write_rollouts
 from kit.trainer_runs import confusing_layout, leaking_layout
 from typer.testing import CliRunner
 
@@ -19,7 +19,6 @@ from trl_padfix.core.model.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import BenchSettings, VariantResult, peak
 from trl_padfix.tools.bench.peak import Peak
-from trl_padfix.tools.bench.settings import ImpossibleFigureError
 
 
 # The peak is given: no test depends on how fast this machine is.
@@ -327,14 +326,27 @@ def test_a_step_ends_at_its_deadline():
 
 
 def test_nothing_does_more_than_the_device_can():
-    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0, "A step") == 0.5
-    with pytest.raises(ImpossibleFigureError, match=r"A step would do 2 TFLOP/s, which is 200% of the 1 that was"):
-        Peak("cpu", [torch.float32], given=1.0).share(2e12, 1.0, "A step")
+    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
     settings = bench.BenchSettings(
         pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
     )
-    with pytest.raises(ImpossibleFigureError, match="No step does more than the device can"):
+    said = r"A step of trl would do [\d.e-]+ TFLOP/s, which is \d+% of the 1e-09 that was given"
+    with pytest.raises(bench.ImpossibleFigureError, match=said) as raised:
         bench.run(build_pairs(), settings)
+    (result,) = raised.value.results
+    assert result.mfu > 1
+    assert result.loss > 0
+
+
+def test_impossible_figures_are_printed_before_the_error(tmp_path):
+    options = "--data equal --shape tiny --pairs 2 --steps 1 --warmup 0 --max-length 64 --no-memory --peak-tflops 1e-9"
+    result = trl_padfix_command("bench", *options.split(), "--json", str(tmp_path / "found.json"))
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "equal in all variants" in result.output.split("No step does more than the device can")[0]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "No step does more" in found["impossible"]
+    assert len(found["variants"]) == 3
 
 
 def clocked(monkeypatch, *seconds: float) -> None:
@@ -356,7 +368,7 @@ def test_the_peak_is_that_of_the_fastest_precision(monkeypatch):
     clocked(monkeypatch, 4.0, 0.5, 0.25)  # bfloat16 without instructions for it, float32, and float32 again
     best = Peak("cpu", [torch.bfloat16, torch.float32])
     best.measure()
-    assert best.share(2 * 16**3, 1.0, "A step in float32") == pytest.approx(0.5)
+    assert best.share(2 * 16**3, 1.0) == pytest.approx(0.5)
     best.measure()
     assert best.tflops == pytest.approx(2 * 16**3 / 0.25 / 1e12)
 

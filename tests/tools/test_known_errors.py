@@ -146,6 +146,11 @@ UNRELATED = (
     "TypeError: AppConfig.__init__() got an unexpected keyword argument 'port'",
     "ImportError: cannot import name 'load' from 'transform' (/home/me/transform.py)",
     "FileNotFoundError: [Errno 2] No such file or directory: 'train.py'",
+    "psycopg2.OperationalError: could not connect to server: Connection refused",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "ValueError: could not convert string to float: 'NaN '",
+    "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+    "RuntimeError: dictionary changed size during iteration",
     "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
 )
 

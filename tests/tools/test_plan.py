@@ -15,7 +15,7 @@ from kit.cells import slow_but
 from kit.commands import trl_padfix_command
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig, Qwen3NextConfig
 
 import trl_padfix
 from trl_padfix.tools import counted_step
@@ -312,6 +312,22 @@ def test_layers_whose_kernels_are_not_known_are_refused_with_what_runs():
     command = shlex.split(re.search(r"`trl-padfix (bench .*?)`", str(error.value))[1])
     result = trl_padfix_command(*command, "--help")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BertConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2), "A step of `bert`"),
+        (Qwen2Config(vocab_size=-1, hidden_size=64), "negative dimension"),
+    ],
+)
+def test_a_model_that_cannot_be_counted_is_a_message(config, said, tmp_path, caplog):
+    config.save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path))
+    assert result.exit_code == 2, result.exception
+    assert "Invalid value for MODEL" in result.output
+    assert said in result.output
+    assert "Traceback" not in result.output + caplog.text
 
 
 def parsed(output, method):

@@ -16,6 +16,7 @@ from rich.table import Table
 from typer import Option
 
 from .console import (
+    LONGEST,
     JsonOption,
     console,
     device_of,
@@ -104,7 +105,8 @@ def bench(
     dtype: Annotated[str, Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
-        int | None, Option(min=2, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]")
+        int | None,
+        Option(min=2, max=LONGEST, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
     ] = None,
     max_tokens_per_batch: Annotated[
         int | None, Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
@@ -120,7 +122,7 @@ def bench(
         float | None,
         Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
     ] = None,
-    seed: Annotated[int, Option(min=0, help="Seed of weights and batches.")] = 0,
+    seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of weights and batches.")] = 0,
     compile: Annotated[
         bool, Option("--compile", help="Also measure the packed variants with compiled layers.")
     ] = False,
@@ -175,21 +177,31 @@ def bench(
             load_tokenizer(tokenizer)
     with mistakes_of("--data"):
         dataset, name = _dataset(data, settings, spread, split, columns)
-        step = b.prepare(dataset, settings)
-    partial_results = False
+        try:
+            step = b.prepare(dataset, settings)
+        except ImportError as error:
+            raise typer.BadParameter(str(error), param_hint="--attn") from error
+    partial_results, impossible = False, None
     with progress() as watch:
         try:
             results = b.measure(step, settings, watch=watch)
         except b.Interrupted as interrupted:
             results, partial_results = interrupted.results, True
-    about = b.describe(settings, name) | {"chat_template": step.rendered, "rough": quick, "partial": partial_results}
+        except b.ImpossibleFigureError as error:
+            results, impossible = error.results, str(error)
+    about = b.describe(settings, name) | {
+        "chat_template": step.rendered,
+        "rough": quick,
+        "partial": partial_results,
+        "impossible": impossible,
+    }
     sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
     what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
     family = "Qwen3.5" if settings.shape.startswith("hybrid") else "Qwen2"
     title = f"{what}, {family} shape '{settings.shape}', {dtype} on {about['device']}, {attn}"
     console.print(_table(results, title))
     print_as_is(*_notes(results, step.rendered, settings, quick, partial_results))
-    if profile and not partial_results:
+    if profile and not (partial_results or impossible):
         for variant, operations in b.profile(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
@@ -197,6 +209,9 @@ def bench(
         from ..tools.report import plot_bench
 
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
+    if impossible is not None:
+        typer.echo(impossible, err=True)
+        raise typer.Exit(1)
     if partial_results:
         raise typer.Exit(INTERRUPTED)
 

@@ -16,6 +16,7 @@ from typer import Option
 
 
 __all__ = [
+    "LONGEST",
     "JsonOption",
     "console",
     "device_of",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 console = Console()
+
+LONGEST = 10**9
+"""The largest number of tokens that an option takes: beyond it numbers no longer fit their types."""
 
 _figures: TextIO | None = None  # where `--json -` of this command writes; `None` without it
 
@@ -79,6 +83,8 @@ def device_of(device: str) -> str:
     there = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if device == "auto":
         return there[0]
+    if device == "cuda" and device not in there:
+        raise typer.BadParameter(f"torch {torch.__version__} finds no GPU here.", param_hint="--device")
     one_of("--device", device, ["cpu", "auto"] if there == ["cpu"] else ["cpu", "cuda", "auto"])
     return device
 

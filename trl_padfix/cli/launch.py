@@ -76,6 +76,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     except ValueError as error:
         if unknown := _unknown_flags(parser, args, config):  # a value may be refused because its flag is misspelt
             raise ValueError(_unknown_message(method, unknown)) from error
+        if "setup doesn't support bf16" in str(error):
+            raise ValueError(_without_bf16(config)) from error
         raise
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
@@ -94,6 +96,18 @@ def _unknown_message(method: str, unknown: Sequence[str]) -> str:
         f"{' '.join(unknown)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
         f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
     )
+
+
+def _without_bf16(config: str | None) -> str:
+    """What to set on a machine that has no bfloat16."""
+    import torch
+
+    if torch.cuda.is_available():
+        why, flag = "this GPU has none", "fp16"
+    else:
+        why, flag = f"torch {torch.__version__} finds no GPU here", "use_cpu"
+    lines = f"set `bf16: false` and `{flag}: true` in {config}" if config else f"add `--bf16 false --{flag} true`"
+    return f"bf16 is on, which is the default, and {why}. To train without it, {lines}."
 
 
 def _config_of(args: Sequence[str]) -> str | None:

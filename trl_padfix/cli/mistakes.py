@@ -85,7 +85,7 @@ def explained(command: str | Callable[[], str]) -> Iterator[None]:
 
     try:
         yield
-    except (TyperException, typer.Exit, typer.Abort):
+    except (TyperException, typer.Exit, typer.Abort, BrokenPipeError):  # of the last, `| head`, nothing is said
         raise
     except Exception as error:
         message = describe(error)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer import Option
 
-from .console import JsonOption, console, device_of, one_of, outputs, write_json
+from .console import LONGEST, JsonOption, console, device_of, one_of, outputs, write_json
 from .mistakes import mistakes_of
 
 
@@ -30,7 +30,9 @@ def parity(
     dtype: Annotated[str, Option(help=f"{', '.join(DTYPES)}: what is compared with float32.")] = "float32",
     device: Annotated[str, Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     rows: Annotated[int, Option(min=1, help="Examples to compare on; a pair is two rows.")] = 4,
-    max_length: Annotated[int | None, Option(min=2, help="Longest row, in tokens; 512 by default.")] = None,
+    max_length: Annotated[
+        int | None, Option(min=2, max=LONGEST, help="Longest row, in tokens; 512 by default.")
+    ] = None,
     gradients: Annotated[bool, Option(help="Compare gradients too.")] = True,
     json: JsonOption = None,
 ) -> None:

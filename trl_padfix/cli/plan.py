@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
+from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
 from .recipe import folder
 
@@ -27,7 +27,7 @@ def plan(
     load_in_4bit: Annotated[
         bool, Option("--load-in-4bit", help="With --lora: the layers below in 4 bits, by bitsandbytes (QLoRA).")
     ] = False,
-    max_length: Annotated[int | None, Option(min=1, help="Longest row, in tokens. [1024]")] = None,
+    max_length: Annotated[int | None, Option(min=1, max=LONGEST, help="Longest row, in tokens. [1024]")] = None,
     stats: Annotated[Path | None, Option(help="What `trl-padfix stats --json` wrote: its lengths.")] = None,
     max_tokens_per_batch: Annotated[
         int | None, Option(min=1, help="The token budget to plan for. By default the largest that fits.")
@@ -58,11 +58,14 @@ def plan(
     with mistakes_of("MODEL"), console.status("Counting"):
         sizes = p.load_sizes(model)
     with mistakes_of("--memory"), console.status("Counting"):
-        found = p.smallest_fit(
-            sizes, gpus=gpus, available=int(memory * 1e9), longest=sequences * tokens, lora=lora,
-            quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
-            budget=max_tokens_per_batch, may_split=not is_online,
-        )  # fmt: skip
+        try:
+            found = p.smallest_fit(
+                sizes, gpus=gpus, available=int(memory * 1e9), longest=sequences * tokens, lora=lora,
+                quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
+                budget=max_tokens_per_batch, may_split=not is_online,
+            )  # fmt: skip
+        except NotImplementedError as error:
+            raise typer.BadParameter(str(error), param_hint="MODEL") from error
     what = f"LoRA of rank {lora}{' on 4 bits' if load_in_4bit else ''}" if lora else "all weights"
     active = f" ({sizes.active / 1e9:.2f}e9 for a token)" if sizes.active < sizes.parameters else ""
     about = f"{sizes.name}: {sizes.parameters / 1e9:.2f}e9 parameters{active}"

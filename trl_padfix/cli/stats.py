@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from .console import JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
+from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .mistakes import mistakes_of
 
 
@@ -30,7 +30,7 @@ def stats(
     ],
     tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
-        int | None, Option(min=300, help="Instead: train a BPE of so many entries on the data's own text.")
+        int | None, Option(min=300, max=10**6, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
     columns: Annotated[
         str | None,
@@ -43,7 +43,7 @@ def stats(
     group_by_prefix: Annotated[
         bool, Option("--group-by-prefix", help="Batches of rows that begin alike, as training draws them.")
     ] = False,
-    max_length: Annotated[int | None, Option(min=0, help="Longest sequence; 0 for any. [1024]")] = None,
+    max_length: Annotated[int | None, Option(min=0, max=LONGEST, help="Longest sequence; 0 for any. [1024]")] = None,
     truncation_mode: Annotated[str | None, Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
     batch_size: Annotated[int | None, Option(min=1, help="Simulated: rows of a forward. [8]")] = None,

@@ -8,6 +8,7 @@ PEFT and autograd allocate and free what they would allocate and free. Attention
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..trainers.field_types import temporarily_set
+from .reading import package_of, reason
 
 
 try:
@@ -75,9 +77,17 @@ def count_step(config: Any, how: Numbers, layers: tuple[int, int]) -> Step:
     differ.
 
     Raises:
-        NotImplementedError: If the model cannot run without numbers: what it computes depends on them.
+        NotImplementedError: If the model cannot be built or run as a decoder of one long row, or not without numbers:
+            what it computes depends on them.
     """
-    few, many = (_count(_with_layers(config, n), how) for n in layers)
+    try:
+        few, many = (_count(_with_layers(config, n), how) for n in layers)
+    except Exception as error:
+        if package_of(error) == __name__.partition(".")[0]:
+            raise
+        raise NotImplementedError(
+            f"A step of `{config.model_type}` with this configuration cannot be counted: {reason(error)}"
+        ) from error
     more = (config.num_hidden_layers - layers[0]) / max(layers[1] - layers[0], 1)
     trained, kept, peak, fixed = (a + (b - a) * more for a, b in zip(few, many, strict=True))
     return Step(round(trained), kept, peak - kept, max(0, round(fixed)))
@@ -88,7 +98,8 @@ def _count(config: Any, how: Numbers) -> tuple[float, float, float, float]:
     with torch.device("meta"), _counted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what these libraries say is for those who train
         model = _build(config, how)
-    with FakeTensorMode(), _counted():
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised anyway
+    with FakeTensorMode(), _counted(), temporarily_set(log, "disabled", True):
         _put_on_cpu(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:

@@ -159,7 +159,7 @@ def load_sizes(model: str) -> ModelSizes:
         path, name = Path(model), model
         if path.is_file():
             name = json.loads(path.read_text()).get("_name_or_path") or str(path.parent)
-    return ModelSizes.of(config, name)
+        return ModelSizes.of(config, name)
 
 
 def memory(sizes: ModelSizes, how: Training) -> Memory:

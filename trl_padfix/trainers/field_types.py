@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType
@@ -29,7 +30,12 @@ else:
         word = "auto"
 
         def __new__(cls, value: str) -> bool | str:
-            return cls.word if value.strip().lower() == cls.word else string_to_bool(value)
+            if value.strip().lower() == cls.word:
+                return cls.word
+            try:
+                return string_to_bool(value)
+            except ArgumentTypeError:
+                raise ArgumentTypeError(f"expected true, false or {cls.word}, got {value!r}.") from None
 
     class ParityCheck(Sharing):
         """Type of `parity_check`."""

@@ -44,6 +44,7 @@ from .settings import (
     TRAINERS,
     VARIANTS,
     BenchSettings,
+    ImpossibleFigureError,
     Interrupted,
     Variant,
     VariantResult,
@@ -56,6 +57,7 @@ __all__ = [
     "TOLERANCE",
     "TRAINERS",
     "BenchSettings",
+    "ImpossibleFigureError",
     "Interrupted",
     "Variant",
     "VariantResult",
@@ -98,7 +100,7 @@ def measure(
 
     Raises:
         WrongNumbersError: If losses or gradients of the variants differ.
-        ImpossibleFigureError: If a step seems to do more than the device can.
+        ImpossibleFigureError: If a step seems to do more than the device can. It holds the figures.
         TimeoutError: If no counted batch was done before the deadline.
         Interrupted: On Ctrl-C after a counted batch. It holds the figures of the batches until then; of variants with
             the same batches only, as after a deadline.
@@ -155,6 +157,7 @@ def measure(
     except KeyboardInterrupt as error:
         stopped = error
     watch("done", done, total)
+    peak.check(results)
     if stopped is not None:
         raise Interrupted(results) from stopped
     return results
@@ -178,7 +181,7 @@ def _result(
         tokens=tokens,
         tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
         token_limit=sum(f["tokens"] for f in baseline) / tokens,
-        mfu=peak.share(needed, sum(seconds), f"A step of {variant.name}"),
+        mfu=peak.share(needed, sum(seconds)),
         loss=_weighted(found, "loss"),
         grad_norm=statistics.mean(f["grad_norm"] for f in found),
         step_seconds=[round(s, 4) for s in seconds],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .settings import ImpossibleFigureError
+from .settings import ImpossibleFigureError, VariantResult
 
 
 __all__ = ["Peak", "wait"]
@@ -51,17 +51,22 @@ class Peak:
         """TFLOP/s, as given or measured."""
         return self.measured if self.given is None else self.given
 
-    def share(self, flops: float, seconds: float, what: str) -> float:
-        """The share of the peak that `flops` in `seconds` are; more than all of it is an [`ImpossibleFigureError`]."""
-        share = flops / seconds / (self.tflops * 1e12)
-        if not 0 <= share <= 1:
-            source = "was given (`--peak-tflops`)" if self.given is not None else "a matrix product reached beside it"
-            raise ImpossibleFigureError(
-                f"{what} would do {flops / seconds / 1e12:.4g} TFLOP/s, which is {share:.0%} of the {self.tflops:.4g} "
-                f"that {source}. No step does more than the device can: the peak is too low, or something else ran "
-                "on the machine while it was measured. Give the peak of the device, or run again on an idle machine."
-            )
-        return share
+    def share(self, flops: float, seconds: float) -> float:
+        """The share of the peak that `flops` in `seconds` are."""
+        return flops / seconds / (self.tflops * 1e12)
+
+    def check(self, results: list[VariantResult]) -> None:
+        """Raise an [`ImpossibleFigureError`] if a variant seems to have done more than all of the peak."""
+        for name, share in ((result.name, result.mfu) for result in results):
+            if not 0 <= share <= 1:
+                source = "was given (`--peak-tflops`)" if self.given else "a matrix product reached beside it"
+                raise ImpossibleFigureError(
+                    f"A step of {name} would do {share * self.tflops:.4g} TFLOP/s, which is {share:.0%} of the "
+                    f"{self.tflops:.4g} that {source}. No step does more than the device can: the peak is too low, or "
+                    "something else ran on the machine while it was measured. Give the peak of the device, or run "
+                    "again on an idle machine.",
+                    results,
+                )
 
 
 def wait(device: str) -> None:

@@ -28,7 +28,11 @@ class WrongNumbersError(RuntimeError):
 
 
 class ImpossibleFigureError(RuntimeError):
-    """A step seems to do more arithmetic than the device can."""
+    """A step seems to do more arithmetic than the device can. `results` are what was measured nevertheless."""
+
+    def __init__(self, message: str, results: list[VariantResult]):
+        super().__init__(message)
+        self.results = results
 
 
 class Interrupted(KeyboardInterrupt):
