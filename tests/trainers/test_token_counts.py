@@ -39,8 +39,8 @@ def test_the_bar_shows_tokens_a_second_and_what_is_not_computed(mode, tmp_path, 
             assert rest == f", {1 - computed / (4 * int(lengths.max())):.0%} of the batch not computed"
 
 
-class Own(trl_padfix.SFTTrainer):
-    """A user's subclass whose loss calls none of TRL's, and looks at all that is in a batch."""
+class OwnLoss:
+    """A user's loss that calls none of TRL's, and looks at all that is in a batch."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         assert all(isinstance(value, torch.Tensor) for value in inputs.values())
@@ -50,11 +50,19 @@ class Own(trl_padfix.SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-def test_a_loss_that_calls_none_of_trls_is_checked_and_counted(mode, tmp_path):
+class Own(trl_padfix.SFTTrainer):
+    compute_loss = OwnLoss.compute_loss
+
+
+class Mixed(OwnLoss, trl_padfix.SFTTrainer):
+    pass
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("padding-free", Mixed), ("prefix sharing", Own)])
+def test_a_loss_that_calls_none_of_trls_is_checked_and_counted(mode, kind, tmp_path):
     data = Dataset.from_dict({"text": TEXTS})
     given = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "exact_eval_means": True}
-    trainer = make_trainer(trl_padfix, "SFT", tmp_path, Own, **given | MODES[mode])
+    trainer = make_trainer(trl_padfix, "SFT", tmp_path, kind, **given | MODES[mode])
     trained(trainer)
     assert {name: [report.ok for report in reports] for name, reports in trainer.padding.parity.items()} == {
         "train": [True],

@@ -25,9 +25,8 @@ trainer of any class without a file.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -44,6 +43,7 @@ from .data.batch_layouts import without_layouts
 from .data.layouts import Layouts
 from .field_types import temporarily_set
 from .generation.evaluation import Generation
+from .own_loss import observed
 from .packing import Packing, Padding
 from .parts import Evaluation, Part, Settings, Step, entered
 from .saving.cards import card_tags, describe_in_card
@@ -62,19 +62,6 @@ from .watch.token_counts import TokenCounts
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
-
-
-def _observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A `compute_loss` whose forwards are those of a step, on a batch without layouts."""
-
-    @functools.wraps(compute_loss)
-    def observed(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
-        with self.observe_step(model, inputs, returns_outputs) as step:
-            step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
-        return step.result
-
-    return observed
 
 
 PARTS: tuple[type[Part], ...] = (
@@ -122,8 +109,8 @@ class PaddingFreeMixin:
         # see the `__init__` of the mixin.
         package = __name__.partition(".")[0]
         owner = next(c for c in cls.__mro__ if "__init__" in vars(c) and c.__module__.partition(".")[0] != package)
-        if "compute_loss" in vars(cls):  # which need not call ours
-            cls.compute_loss = _observed(vars(cls)["compute_loss"])
+        if (compute_loss := observed(cls.compute_loss)) is not cls.compute_loss:  # which need not call ours
+            cls.compute_loss = compute_loss
         if owner is not object:
             signature = inspect.signature(owner.__init__)
             cls.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
@@ -221,7 +208,7 @@ class PaddingFreeMixin:
         inputs = {**inputs, MICRO_BATCHES: [scored(piece) for piece in pieces]}
         return self.padding.part(Budget).training_step(train, model, inputs, *args, **kwargs)
 
-    @_observed
+    @observed
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         given, splitting = self.padding.task.model_for_loss(model), self.padding.part(Splitting)
         return splitting.compute_loss(super().compute_loss, given, inputs, *args, **kwargs)

@@ -1,14 +1,15 @@
-"""Losses that are not TRL's: what they make of the rows of a batch is not known."""
+"""Losses that are not TRL's: what they make of the rows of a batch, and whether they call TRL's, is not known."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 
-__all__ = ["has_own_loss", "has_replaced_loss"]
+__all__ = ["has_own_loss", "has_replaced_loss", "observed"]
 
 KNOWN = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 """Modules whose losses are known; what TRL's experiments or a user make of a loss may compare rows."""
@@ -42,3 +43,19 @@ def _methods_of_loss(trainer_class: type) -> frozenset[str]:
                 mentioned = set(re.findall(r"self\.(\w+)", inspect.getsource(method)))
                 left |= {other for other in mentioned - found if callable(getattr(trainer_class, other, None))}
     return frozenset(found)
+
+
+def observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A `compute_loss` whose forwards are those of a step, on a batch without layouts."""
+    if getattr(compute_loss, "is_observed", False):
+        return compute_loss
+
+    @wraps(compute_loss)
+    def in_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
+        with self.observe_step(model, inputs, returns_outputs) as step:
+            step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
+        return step.result
+
+    vars(in_step)["is_observed"] = True
+    return in_step
