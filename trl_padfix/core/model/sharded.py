@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gathered_head", "gathers_in_parts"]
+__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gather_anew", "gathered_head", "gathers_in_parts"]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -42,6 +42,16 @@ def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
     """
     if _is_of_zero_3(model):
         model.get_input_embeddings()(ids[:1, :1])
+
+
+def gather_anew(model: nn.Module) -> None:
+    """
+    Let units of FSDP2 gather their parameters in their next forward: after one that no backward pass follows the
+    outermost unit keeps what it has gathered, also beyond a step of the optimizer.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 @contextmanager
