@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -50,7 +51,7 @@ def gather_anew(model: nn.Module) -> None:
     outermost unit keeps what it has gathered, also beyond a step of the optimizer.
     """
     for module in model.modules():
-        if hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
