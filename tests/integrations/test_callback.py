@@ -1,6 +1,7 @@
 """`PaddingRemovalCallback`: padding removed from trainers that know nothing of this package."""
 
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import transformers
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
+from kit.processes import logged
 from kit.trainer_runs import (
     assert_same,
     break_mode,
@@ -299,6 +301,19 @@ def test_bad_input_is_refused_before_the_first_step(name, tmp_path):
         trainer.train()
     assert trainer.state.global_step == 0
     assert callback.handles == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "wrapper"), [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")])
+def test_of_wrapped_models_it_is_refused_unless_it_was_attached_before(strategy, wrapper, tmp_path):
+    if "zero" in strategy:
+        pytest.importorskip("deepspeed")
+    found = logged(strategy, tmp_path, "kit.callback_runs")
+    assert re.search(rf"{wrapper} has taken over .*`callback\.attach\(trainer\)`", found["refused"])
+    assert found["steps"] == 0
+    assert_same(torch.tensor(found["ours"]), torch.tensor(found["theirs"]))
+    assert found["ok"] == [True]
+    assert found["tokens"] == sorted(set(found["tokens"]))
 
 
 def test_one_of_our_trainers_has_attached_already(tmp_path):

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gathered_head", "gathers_in_parts"]
+__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gather_anew", "gathered_head", "gathers_in_parts"]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -42,6 +43,16 @@ def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
     """
     if _is_of_zero_3(model):
         model.get_input_embeddings()(ids[:1, :1])
+
+
+def gather_anew(model: nn.Module) -> None:
+    """
+    Let units of FSDP2 gather their parameters in their next forward: after one that no backward pass follows the
+    outermost unit keeps what it has gathered, also beyond a step of the optimizer.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ..handle import PaddingRemoval, PaddingStats
 from ..layout.build import packed_layout, padding_free_layout
 from ..model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
 from ..model.older import supports
-from ..model.sharded import forget_order_of_calls
+from ..model.sharded import forget_order_of_calls, gather_anew
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, differing, gradient_tolerance, obstacle_to_gradients, with_gradient
 from .report import ParityReport
@@ -124,6 +124,7 @@ def check_parity(
     decoder = find_decoder(pretrained)
     obstacle = obstacle_to_gradients(model)
     with contextlib.ExitStack() as stack:
+        stack.callback(gather_anew, model)
         stack.enter_context(torch.no_grad())
         stack.enter_context(evaluating(model))
         handle = attachment_of(model)
