@@ -7,12 +7,14 @@ import random
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from kit.simulated_cuda import to_simulated
 from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 
-from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, SFTConfig, SFTTrainer
+import trl_padfix
+from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.flat_maps import FlatMaps
@@ -27,22 +29,23 @@ def preferences(pairs: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, **settings) -> DPOTrainer:
-    config = DPOConfig(
-        output_dir=str(tmp_path),
-        **SETTINGS | {"per_device_train_batch_size": pairs, "padding_free": True, "prefix_sharing": True} | settings,
+def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **settings) -> trl.DPOTrainer:
+    modes = {"padding_free": True, "prefix_sharing": True} if package is trl_padfix else {}
+    config = package.DPOConfig(
+        output_dir=str(tmp_path), **SETTINGS | {"per_device_train_batch_size": pairs} | modes | settings
     )
     model, reference = (build_model(seed=seed, num_hidden_layers=layers) for seed in (0, 1))
-    return DPOTrainer(
+    return package.DPOTrainer(
         model, reference, args=config, train_dataset=preferences(pairs), processing_class=build_tokenizer()
     )
 
 
-def sft(tmp_path, **settings) -> SFTTrainer:
-    config = SFTConfig(output_dir=str(tmp_path), **SETTINGS | {"padding_free": True} | settings)
+def sft(tmp_path, *, package=trl_padfix, **settings) -> trl.SFTTrainer:
+    modes = {"padding_free": True} if package is trl_padfix else {}
+    config = package.SFTConfig(output_dir=str(tmp_path), **SETTINGS | modes | settings)
     draw = random.Random(0)
     rows = Dataset.from_list([{"text": words(draw, 3, 20)} for _ in range(16)])
-    return SFTTrainer(build_model(), args=config, train_dataset=rows, processing_class=build_tokenizer())
+    return package.SFTTrainer(build_model(), args=config, train_dataset=rows, processing_class=build_tokenizer())
 
 
 # -- waits
@@ -90,6 +93,17 @@ def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path,
     assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
     assert loss == same_loss
     assert all(map(torch.equal, gradients, same_gradients))
+
+
+@pytest.mark.parametrize(("make", "waits"), [(dpo, 28), (sft, 12)])
+def test_the_step_of_trl_waits_more_often(make, waits, gpu, tmp_path):
+    trainer = make(tmp_path, package=trl)
+    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    step(trainer, batch)
+    gpu.reset()
+    step(trainer, batch)
+    assert gpu.synchronisations.total() == waits
 
 
 def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):
