@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +70,14 @@ def pytest_configure(config: pytest.Config) -> None:
         importlib.import_module("kit.interpreted").without_extensions()
     elif not torch.cuda.is_available():
         found = [name for name in ("fla", "flash_attn", "mamba_ssm") if importlib.util.find_spec(name)]
-        sys.modules.update(dict.fromkeys(found))  # not to be found
+        sys.modules.update(dict.fromkeys(found))  # not to be found, nor is their version
+        importlib.metadata.version = functools.partial(_version_but_of, found, importlib.metadata.version)
+
+
+def _version_but_of(left_out: list[str], own: Callable[[str], str], name: str) -> str:
+    if name.replace("-", "_") in left_out:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return own(name)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

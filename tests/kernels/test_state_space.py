@@ -13,7 +13,7 @@ from kit.cells import slow_but
 pytest.importorskip("triton")
 pytest.importorskip("mamba_ssm")
 
-from kit.interpreted import counted_kernels, worst
+from kit.interpreted import counted_kernels, worst_of_all
 from transformers.models.mamba2 import modeling_mamba2 as modeling
 
 from trl_padfix.core.mixers.primitives import kernel_parameters
@@ -21,7 +21,8 @@ from trl_padfix.core.mixers.primitives import kernel_parameters
 
 pytestmark = pytest.mark.kernels
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float32: 2e-5} | {half: torch.finfo(half).eps for half in (torch.float16, torch.bfloat16)}
+"""Relative. In half precision two roundings: of what the kernels multiply, and of what they return."""
 HEADS, SIZE, STATE, GROUPS = 4, 8, 16, 2
 WAYS = ("rows", "states", "segments")
 CHUNK = 8
@@ -49,17 +50,15 @@ def differences(dtype: torch.dtype, way: str, tokens: int, off: int = 0) -> floa
         out = scan(x, dt, a, b, c, chunk_size=CHUNK, D=d, **more)
         return out if state else (out,)
 
-    places = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].roll(off, 1)
-    with counted_kernels() as launches:
-        got = run(modeling.mamba2_chunk_scan, given, **({"seq_idx": places.int()} if way == "segments" else {}))
-        sum(x.float().cos().sum() for x in got).backward()
-    assert sum(launches.values()) >= 8
     parts = zip(*(exact[i].split(lengths, 1) for i in range(4)), strict=True)
     pieces = [run(inspect.unwrap(modeling.mamba2_chunk_scan), [*part, *exact[4:]]) for part in parts]
     wanted = torch.cat([piece[0] for piece in pieces], 1), *pieces[-1][1:]
-    sum(x.cos().sum() for x in wanted).backward()
-    grads = [(a.grad, b.grad) for a, b in zip(given, exact, strict=True)]
-    return max(worst(a, b) for a, b in [*zip(got, wanted, strict=True), *grads])
+    places = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].roll(off, 1)
+    with counted_kernels() as launches:
+        got = run(modeling.mamba2_chunk_scan, given, **({"seq_idx": places.int()} if way == "segments" else {}))
+        error = worst_of_all(got, wanted, given, exact)
+    assert sum(launches.values()) >= 8
+    return error
 
 
 CELLS = itertools.product(TOLERANCE, WAYS, (10, 16, 3))
@@ -76,8 +75,9 @@ def test_rows_and_segments_are_computed_alone(dtype, way, tokens):
     assert differences(dtype, way, tokens) < TOLERANCE[dtype]
 
 
-def test_segments_that_begin_elsewhere_would_be_seen():
-    assert differences(torch.float32, "segments", 10, off=1) > 0.01
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], TOLERANCE), ids=str)
+def test_segments_that_begin_elsewhere_would_be_seen(dtype):
+    assert differences(dtype, "segments", 10, off=1) > 0.1
 
 
 def test_what_the_kernel_takes_is_read():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from kit.cells import slow_but
@@ -12,7 +10,7 @@ from kit.cells import slow_but
 pytest.importorskip("triton")
 heads = pytest.importorskip("trl.kernels", reason="this version of TRL has no kernels")
 
-from kit.interpreted import counted_kernels, trl_on_triton, worst  # noqa: E402
+from kit.interpreted import counted_kernels, trl_on_triton, worst_of_all  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS  # noqa: E402
 
@@ -35,18 +33,10 @@ def entropies(logps: torch.Tensor) -> torch.Tensor:
     return -(logps.exp() * logps).sum(-1)
 
 
-def difference(got: Any, wanted: Any, given: Any, exact: Any, upstream: torch.Tensor) -> float:
-    """The worst error of all outputs, and of the gradients of the first ones, as many as there are in `upstream`."""
-    for outputs in (got, wanted):
-        sum((x * u).sum() for x, u in zip(outputs, upstream, strict=False)).backward()
-    errors = [worst(a, b) for a, b in zip(got, wanted, strict=True)]
-    return max(errors + [worst(a.grad, b.grad) for a, b in zip(given, exact, strict=True)])
-
-
 def chunked_logps(dtype: torch.dtype, softcap: float | None, temperature: float, scale: float, off: int = 0) -> float:
     torch.manual_seed(0)
     given, exact = leaves([torch.randn(TOKENS, HIDDEN), torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB)], dtype)
-    targets, upstream = torch.randint(VOCAB, (TOKENS,)), torch.randn(2, TOKENS)
+    targets = torch.randint(VOCAB, (TOKENS,))
     with trl_on_triton(), counted_kernels() as launches:
         got = heads.ChunkedLogProbFunction.apply(*given, targets, temperature, 500, softcap, scale, OPTIONAL_OUTPUTS)
         logits = (exact[0] @ exact[1].T + exact[2]) * scale
@@ -54,7 +44,7 @@ def chunked_logps(dtype: torch.dtype, softcap: float | None, temperature: float,
         logps, targets = logits.log_softmax(-1), (targets + off) % VOCAB
         chosen = logps.gather(-1, targets[:, None]).squeeze(-1)
         more = (2 * logps).exp().sum(-1).log(), logits.mean(-1), logits.argmax(-1) == targets
-        error = difference(got, (chosen, entropies(logps), *more), given, exact, upstream)
+        error = worst_of_all(got, (chosen, entropies(logps), *more), given, exact)
     assert launches == {"_forward_kernel": 3, "_backward_kernel": 3}
     return error
 
@@ -70,14 +60,13 @@ def logps_and_entropies(dtype: torch.dtype, masked: bool, offset: int, off: int 
     given, exact = leaves([torch.randn(2, TOKENS + 1, VOCAB)], dtype)
     index = torch.randint(VOCAB, (2, TOKENS))
     mask = torch.rand(index.shape) > 0.3 if masked else torch.ones_like(index, dtype=torch.bool)
-    upstream = torch.randn(2, *index.shape) * mask
     view = slice(offset, TOKENS + offset)  # logits of next tokens are a slice, as trainers take it
     with counted_kernels() as launches:
         got = heads.selective_log_softmax_and_entropy(given[0][:, view], index, 0.7, mask if masked else None)
         logps, index = (exact[0][:, view] / 0.7).log_softmax(-1), (index + off) % VOCAB
         wanted = logps.gather(-1, index[..., None]).squeeze(-1), entropies(logps)
         got, wanted = ([x.where(mask, 0) for x in outputs] for outputs in (got, wanted))
-        error = difference(got, wanted, given, exact, upstream)
+        error = worst_of_all(got, wanted, given, exact)
     assert launches == {"_forward_kernel": 1, "_backward_kernel": 1}
     return error
 
@@ -93,7 +82,6 @@ def divergences(dtype: torch.dtype, beta: float, softcap: float | None, other: f
     student, teacher = ([torch.randn(n, HIDDEN) for n in (TOKENS, VOCAB)] for _ in range(2))
     given, exact = leaves(student, dtype)
     frozen = [x.to(dtype) for x in teacher]
-    upstream = torch.randn(1, TOKENS)
     with trl_on_triton(), counted_kernels() as launches:
         caps = 1.0, softcap, 1.0, softcap
         got = ChunkedDivergenceFunction.apply(*given, None, *frozen, None, beta, 0.7, *caps)
@@ -107,7 +95,7 @@ def divergences(dtype: torch.dtype, beta: float, softcap: float | None, other: f
         mean = ((1 - beta) * p.exp() + beta * q.exp()).log()
         parts = [(x.exp() * (x - y)).sum(-1) for x, y in ((q, p), (p, q), (q, mean), (p, mean))]
         divergence = parts[0] if beta == 0 else parts[1] if beta == 1 else beta * parts[2] + (1 - beta) * parts[3]
-        error = difference(got, (divergence, entropies(p).detach()), given, exact, upstream)
+        error = worst_of_all(got, (divergence, entropies(p).detach()), given, exact)
     assert sum(launches.values()) >= 2
     return error
 

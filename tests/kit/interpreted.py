@@ -14,7 +14,7 @@ import math
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 from triton.runtime import autotuner, interpreter
 
 
-__all__ = ["counted_kernels", "flash_attn", "trl_on_triton", "without_extensions", "worst"]
+__all__ = ["counted_kernels", "flash_attn", "trl_on_triton", "without_extensions", "worst", "worst_of_all"]
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET was not set before kernels were defined"
 
@@ -193,7 +193,29 @@ def flash_attn() -> types.ModuleType:
     return interface
 
 
-def worst(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, relative to the largest wanted value."""
+def worst(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30) -> float:
+    """Largest difference, relative to the largest wanted value, or to `floor` if that is more."""
     got, wanted = got.detach().double(), wanted.detach().double()
-    return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+    return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item()
+
+
+def worst_of_all(
+    got: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+) -> float:
+    """
+    Largest of the differences between outputs, and between gradients of the inputs `given` and `exact`.
+
+    Gradients of the outputs are drawn. Those of a loss would be computed from outputs that are rounded: the sine of a
+    bfloat16 near 27 is off by up to 0.06, whatever a kernel does backward. Gradients of inputs are relative to a
+    hundredth of the largest at least: that of a decay is zero for the first token of a row, but for rounding.
+    """
+    learned = [(a, b, torch.randn_like(a)) for a, b in zip(got, wanted, strict=True) if a.requires_grad]
+    outputs, references, drawn = zip(*learned, strict=True)
+    torch.autograd.backward(outputs, drawn)
+    torch.autograd.backward(references, [u.to(x.dtype) for x, u in zip(references, drawn, strict=True)])
+    floor = max(x.grad.abs().max().item() for x in exact) / 100
+    errors = [worst(a, b) for a, b in zip(got, wanted, strict=True)]
+    return max(errors + [worst(a.grad, b.grad, floor) for a, b in zip(given, exact, strict=True)])

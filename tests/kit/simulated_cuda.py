@@ -14,6 +14,7 @@ of them is zero, and what was compared is true; ids, masks and layouts are what 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -336,13 +337,15 @@ class _Kernel:
 def _kernels_of_trl() -> Iterator[Any]:
     """Patches with which TRL takes the path of a GPU, whether or not Triton is installed."""
     for name in ("chunked_logprob", "chunked_divergence"):
-        module = sys.modules.get(f"trl.kernels.{name}")
-        for kernel in [k for k in vars(module or object) if k.endswith("_kernel")]:
+        try:
+            module = importlib.import_module(f"trl.kernels.{name}")
+        except ImportError:  # older versions of TRL have none
+            continue
+        for kernel in [k for k in vars(module) if k.endswith("_kernel")]:
             tile = getattr(module, kernel.replace("_kernel", "_tile"))
             yield mock.patch.object(module, kernel, _Kernel(kernel, tile))
-        if module is not None:
-            yield mock.patch.object(module, "_TRITON_AVAILABLE", True, create=True)
-            yield mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True)
+        yield mock.patch.object(module, "_TRITON_AVAILABLE", True, create=True)
+        yield mock.patch.object(module, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b)), create=True)
 
 
 def _of_cpu(function: Any) -> Any:
@@ -352,7 +355,7 @@ def _of_cpu(function: Any) -> Any:
 @contextmanager
 def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
     """Simulate a GPU until the block ends."""
-    counts = Counts(shapes_only=shapes_only)
+    counts, of_trl = Counts(shapes_only=shapes_only), [*_kernels_of_trl()]  # imported before there is a device
     _device_constructors()  # torch remembers the functions that it finds at first: not the stand-in for `torch.tensor`
     cuda = {
         "_lazy_init": lambda: None,
@@ -373,7 +376,7 @@ def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor(torch.tensor)))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
             stack.enter_context(mock.patch.object(torch, name, _of_cpu(getattr(torch, name))))
-        for patch in _kernels_of_trl():
+        for patch in of_trl:
             stack.enter_context(patch)
         _counts.append(counts)
         stack.callback(_counts.remove, counts)

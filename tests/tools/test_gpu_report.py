@@ -5,6 +5,7 @@ import json
 import warnings
 
 import gpu_checks
+import gpu_expected
 import gpu_report
 import pytest
 import torch
@@ -217,6 +218,22 @@ def test_arithmetic_bytes_and_launches_are_counted():
     products = [(o.flops, o.bytes) for o in counted.operations if o.name == "mm"]
     assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))] * 2  # a view is no launch, nor is a gradient nobody needs
     assert not {"t", "detach", "expand"} & {o.name for o in counted.operations}
+
+
+@pytest.mark.slow
+def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch, capsys):
+    tiny = lambda **given: bench.BenchSettings(**given | {"shape": "tiny"})  # noqa: E731
+    device = Device(half=1e-3, single=1e-3, bandwidth=1e-3, launch=1, source="", overlaps=False)
+    monkeypatch.setattr(gpu_expected, "BenchSettings", tiny)
+    monkeypatch.setattr(gpu_expected, "_this_cpu", lambda: device)
+    monkeypatch.setattr("sys.argv", ["gpu_expected.py", "--cpu"])
+    gpu_expected.main()
+    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows[2:5]] == ["TRL, padded", "padding-free", "prefix sharing"]
+    seconds = torch.tensor([[float(figure) for figure in row[1:]] for row in rows[2:5]])
+    assert (seconds[:-1, 0] > seconds[1:, 0]).all()
+    torch.testing.assert_close(seconds[:, 2], seconds[:, 0] / seconds[:, 1], rtol=0.1, atol=0.01)  # they are rounded
+    assert len(rows[10:]) == 12  # operations of the padded step
 
 
 @pytest.mark.slow

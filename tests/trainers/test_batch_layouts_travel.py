@@ -6,28 +6,31 @@ import pickle
 
 import pytest
 import torch
+import trl
 from kit.methods import make_trainer
 from kit.simulated_cuda import to_simulated
 from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import build_model, build_pairs
 
 import trl_padfix
-from trl_padfix import DPOTrainer, PaddingRemovalError, SFTTrainer
+from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.flat_maps import FlatMaps
 from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator, without_layouts
 
 
-def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, **given) -> DPOTrainer:
+def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:
     model, reference = (build_model(seed=seed, num_hidden_layers=layers) for seed in (0, 1))
-    given = {"per_device_train_batch_size": pairs, "padding_free": True, "prefix_sharing": True} | given
+    modes = {"padding_free": True, "prefix_sharing": True} if package is trl_padfix else {}
+    given = {"per_device_train_batch_size": pairs} | modes | given
     data = build_pairs(pairs, prompt=(3, 9), answer=(2, 9))
-    return make_trainer(trl_padfix, "DPO", tmp_path, model=model, ref_model=reference, train_dataset=data, **given)
+    return make_trainer(package, "DPO", tmp_path, model=model, ref_model=reference, train_dataset=data, **given)
 
 
-def sft(tmp_path, **given) -> SFTTrainer:
-    return make_trainer(trl_padfix, "SFT", tmp_path, **{"padding_free": True} | given)
+def sft(tmp_path, *, package=trl_padfix, **given) -> trl.SFTTrainer:
+    modes = {"padding_free": True} if package is trl_padfix else {}
+    return make_trainer(package, "SFT", tmp_path, **modes | given)
 
 
 # -- waits
@@ -75,6 +78,17 @@ def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path,
     assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
     assert loss == same_loss
     assert all(map(torch.equal, gradients, same_gradients))
+
+
+@pytest.mark.parametrize(("make", "waits"), [(dpo, 28), (sft, 12)])
+def test_the_step_of_trl_waits_more_often(make, waits, gpu, tmp_path):
+    trainer = make(tmp_path, package=trl)
+    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    step(trainer, batch)
+    gpu.reset()
+    step(trainer, batch)
+    assert gpu.synchronisations.total() == waits
 
 
 def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):
