@@ -81,8 +81,9 @@ def _version_but_of(left_out: list[str], own: Callable[[str], str], name: str) -
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """The interpreter is looked at where there is one."""
-    return True if collection_path.name == "interpreted.py" and not importlib.util.find_spec("triton") else None
+    """What is written for a package is looked at where there is one."""
+    needed = {"interpreted.py": "triton", "verl_on_cpu.py": "verl"}.get(collection_path.name)
+    return True if needed and not importlib.util.find_spec(needed) else None
 
 
 def _asks_for_kernels(config: pytest.Config) -> bool:
