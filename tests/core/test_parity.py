@@ -13,6 +13,7 @@ from kit import families
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.model_numbers import SHARING, merge_segments
 from kit.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
+from kit.processes import logged
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
@@ -310,3 +311,10 @@ def test_a_failure_says_where_transformers_itself_gives_other_numbers_in_other_b
         assert "In transformers itself" not in str(failure.value)
     else:
         assert re.search(expected, str(failure.value))
+
+
+@pytest.mark.slow
+def test_after_a_check_fsdp_computes_with_the_weights_of_its_step(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.sharded_parity")
+    assert found["checked"] == found["unchecked"]
+    assert abs(found["stale"][1] - found["unchecked"][1]) > 0.1

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor
 
 
@@ -47,12 +48,15 @@ def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
 
 def gather_anew(model: nn.Module) -> None:
     """
-    Let units of FSDP2 gather their parameters in their next forward: after one that no backward pass follows the
+    Let units of FSDP gather their parameters in their next forward: after one that no backward pass follows the
     outermost unit keeps what it has gathered, also beyond a step of the optimizer.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):  # for FSDP1 only torch itself has a call
+        if unit._handle is not None:
+            _reshard(unit, unit._handle, True)
 
 
 @contextmanager
