@@ -42,7 +42,7 @@ NO_SOURCE = {  # tests of what no single module does
         "overrides",
         "sharing",
     }
-    | {"trackers", "vision", "vision_unpaired"},
+    | {"trackers", "types", "vision", "vision_unpaired"},
     "integrations": {"versions"},
     "tools": {"entry", "gpu_report"},
     "cli": set(),

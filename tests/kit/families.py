@@ -91,6 +91,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_hidden_layers": 3},
+    "luke": {"entity_vocab_size": 64},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"index_topk_blocks": 2},
     "ministral3": {"rope_parameters": _TEMPERATURE},
