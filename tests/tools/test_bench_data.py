@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 from datasets import Dataset
@@ -129,6 +130,14 @@ def test_made_up_data_is_not_for_grpo():
 # Progress, and Ctrl-C
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted_after(steps: int, monkeypatch) -> None:
     """Let the process be interrupted while it computes the step after so many."""
     run, calls = bench.Step.run, []
@@ -145,6 +154,7 @@ def interrupted_after(steps: int, monkeypatch) -> None:
 OPTIONS = shlex.split("bench --data lengths:9/5 --pairs 2 --steps 4 --shape tiny --device cpu --peak-tflops 1000")
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")
 @pytest.mark.parametrize(("steps", "counted"), [(7, 2), (13, 4)])
 def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monkeypatch, tmp_path):
@@ -160,6 +170,7 @@ def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monke
     assert ("without token_budget" in result.output) == (counted < 4)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_before_a_counted_step_leaves_nothing(monkeypatch, tmp_path):
     interrupted_after(1, monkeypatch)
     result = trl_padfix_command(*OPTIONS, "--json", str(tmp_path / "found.json"))
