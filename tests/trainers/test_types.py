@@ -50,4 +50,5 @@ def test_a_type_checker_sees_trls_signatures_and_our_fields(tmp_path):
     found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
     said = {name: [d["message"] for d in found if Path(d["file"]).stem == name] for name in of}
     for name, messages in said.items():
-        assert [m for m in messages if not m.startswith("Argument missing")] == SAID, name  # some have other ones
+        expected = SAID[:-1] if name == "GMPO" else SAID  # TRL's takes any keyword
+        assert [m for m in messages if not m.startswith("Argument missing")] == expected, name  # some have other ones

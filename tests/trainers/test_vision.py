@@ -20,7 +20,7 @@ from datasets import Dataset
 from kit.cells import MATRIX
 from kit.flash_stand_in import flash_attention_stand_in
 from kit.torchvision_stand_in import torchvision_loads
-from kit.trainer_runs import assert_same, break_mode, build_model, entered, trained, trajectory
+from kit.trainer_runs import assert_same, break_mode, build_model, entered, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -117,7 +117,7 @@ def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
     with mock.patch("trl_padfix.core.decoder.plain_mask", causal_mask):
         causal = build_trainer(trl_padfix, kind, "gemma3", tmp_path, parity_check=False, padding_free=True, **steps)
         with pytest.raises(AssertionError, match="not close"):
-            assert_same(trajectory(causal), expected, atol=1e-4)
+            assert_same(trained(causal), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])

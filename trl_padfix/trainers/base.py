@@ -228,7 +228,9 @@ class PaddingFreeMixin:
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         plain, laid = without_layouts(padding.task.scored(inputs))
-        laid = laid if running is None else running.laid  # whose batch may have been edited since
+        if running is not None:  # whose batch may have been edited since
+            laid = running.laid
+            padding.part(SplitRows).check_batch(plain)
         known = laid.known(plain if running is None else inputs) if laid is not None else []
         step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
         blocks = (part.step(step) for part in padding.parts) if running is None else map(knowing, known)

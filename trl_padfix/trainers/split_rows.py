@@ -140,22 +140,23 @@ class SplitRows(Part):
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
+        self.check_batch(step.inputs)
         if self.group is None:
             yield
             return
-        self._check_batch(step.inputs)
         generates = self.trainer.padding.task.generates_for_groups
         with self._groups_as_processes() if generates else contextlib.nullcontext():
             yield
 
-    def _check_batch(self, batch: dict[str, Any]) -> None:
+    def check_batch(self, batch: dict[str, Any]) -> None:
         """
         One small reduction for each step, and the host waits for it: of batches that differ no exchange would end.
 
         Raises:
             ValueError: If the processes of the group have different ids, masks or labels; on each of them.
         """
-        assert self.group is not None
+        if self.group is None:
+            return
         tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
         numbers = [
             sum(i * n for i, x in enumerate(tensors, 1) for n in (len(x) if x.dim() else 1, 65_537 * x.numel())),
