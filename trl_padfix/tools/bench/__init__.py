@@ -184,7 +184,7 @@ def _result(
         mfu=peak.share(needed, sum(seconds)),
         loss=_weighted(found, "loss"),
         grad_norm=statistics.mean(f["grad_norm"] for f in found),
-        step_seconds=[round(s, 4) for s in seconds],
+        step_seconds=[round(s, 6) for s in seconds],
         peak_gib=max(f["peak_gib"] for f in found) if on_gpu else None,
     )
 
