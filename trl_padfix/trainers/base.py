@@ -63,7 +63,6 @@ VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Paramete
 
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
-
 PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
