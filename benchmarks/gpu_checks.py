@@ -19,8 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl_padfix.core.attention import attention
 from trl_padfix.core.attention.segments import sum_by_token
 from trl_padfix.core.attention.varlen import torch_varlen_is_complete
+from trl_padfix.core.call.batch_metadata import BatchFacts, Known, step_layouts
 from trl_padfix.core.call.layout_of import LayoutKey
-from trl_padfix.core.call.step import BatchFacts, Known, step_layouts
 from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.remove import remove_padding
 

@@ -29,15 +29,15 @@ from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_padfix import remove_padding, split_rows
-from trl_padfix.core.layout import exchange
+from trl_padfix.core.parallel import collectives
 
 
 class Traffic:
     """Bytes that this process gives to others, and the time that it takes."""
 
     def __init__(self) -> None:
-        self.sent, self.seconds, self.meets, self._exchange = 0, 0.0, False, exchange.distributed.all_to_all_single
-        exchange.distributed.all_to_all_single = self  # type: ignore[assignment]
+        self.sent, self.seconds, self.meets, self._exchange = 0, 0.0, False, collectives.distributed.all_to_all_single
+        collectives.distributed.all_to_all_single = self  # type: ignore[assignment]
 
     def __call__(self, out: Any, flat: torch.Tensor, receive: list[int], send: list[int], group: Any) -> None:
         if self.meets:

@@ -67,10 +67,10 @@ STOREYS = {
         "what does TRL get?",
         {
             "data": "rows, collators",
-            "steps": "budgets, grouping",
-            "watch": "parity, counts",
+            "batching": "token budgets",
+            "metrics": "counts, means",
             "generation": "evaluation",
-            "saving": "checkpoints",
+            "checkpoints": "whole ones",
         },
     ),
     "core": (
@@ -80,6 +80,7 @@ STOREYS = {
             "call": "pack, unpack",
             "attention": "which kernel",
             "mixers": "other layers",
+            "parallel": "many GPUs",
             "model": "what it is",
             "parity": "packed = padded?",
         },

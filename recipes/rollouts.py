@@ -25,8 +25,8 @@ from datasets import load_dataset
 from transformers import AutoTokenizer, set_seed
 
 import trl_padfix
-from trl_padfix.cli.mistakes import explained
 from trl_padfix.cli.recipe_run import ReportCallback, build_tiny
+from trl_padfix.cli.user_errors import explained
 
 
 @dataclass

@@ -26,11 +26,11 @@ from PIL import ImageDraw
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.cli.mistakes import explained
 from trl_padfix.cli.recipe_run import ReportCallback
+from trl_padfix.cli.user_errors import explained
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
-from trl_padfix.trainers.saving.checkpoints import checkpoint_to_resume, saying_what_is_safe
+from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume, saying_what_is_safe
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")

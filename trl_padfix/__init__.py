@@ -17,7 +17,7 @@ _MODULES = {
     "core.errors": ["PaddingRemovalError"],
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
-    "core.splitting": ["split_rows"],
+    "core.split_rows": ["split_rows"],
     "core.parity.check": ["check_parity"],
     "core.parity.report": ["ParityError", "ParityReport"],
     "core.generation": ["generate", "left_align"],
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .core.parity.check import check_parity
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
-    from .core.splitting import split_rows
+    from .core.split_rows import split_rows
     from .integrations.callback import PaddingRemovalCallback
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig

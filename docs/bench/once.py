@@ -20,12 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
-from trl_padfix.core.layout.pieces import plan_pieces
-from trl_padfix.trainers.steps.costs import prefix_costs
-from trl_padfix.trainers.steps.dealing import split, split_depth_first
-from trl_padfix.trainers.steps.grouping import prefix_order
-from trl_padfix.trainers.steps.once import MicroBatches
-from trl_padfix.trainers.steps.split_forward import attach_splitting, splitting
+from trl_padfix.core.layout.shared_prefixes import plan_pieces
+from trl_padfix.trainers.batching.bin_packing import split, split_depth_first
+from trl_padfix.trainers.batching.prefix_groups import prefix_order
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
+from trl_padfix.trainers.batching.sub_batches import attach_splitting, splitting
+from trl_padfix.trainers.batching.token_costs import prefix_costs
 
 
 VOCABULARY = 1000

@@ -21,9 +21,9 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.steps.costs import RowCosts, prefix_costs, truncated_tokens
-from trl_padfix.trainers.steps.dealing import StepPlan, split
-from trl_padfix.trainers.steps.grouping import group_rows, prefix_order
+from trl_padfix.trainers.batching.bin_packing import StepPlan, split
+from trl_padfix.trainers.batching.prefix_groups import group_rows, prefix_order
+from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, truncated_tokens
 
 
 STEPS, PAIRS, BUDGET = 10, 8, 3597  # the budget: what the largest of a thousand such batches holds

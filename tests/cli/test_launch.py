@@ -20,7 +20,7 @@ from transformers import set_seed
 from trl_padfix.cli.launch import main, make_parser, parse
 from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.saving.checkpoints import checkpoint_to_resume
+from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume
 
 
 ROOT = Path(__file__).parents[2]

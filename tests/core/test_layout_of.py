@@ -8,7 +8,7 @@ from kit.models import batch, build
 
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.call import layout_of as batches
-from trl_padfix.core.call.step import check_doubts, step_layouts
+from trl_padfix.core.call.batch_metadata import check_doubts, step_layouts
 
 
 TOLERANCE = 1e-5

@@ -47,7 +47,7 @@ from trl_padfix import (
 from trl_padfix.core.attention.attention import counts_columns
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.primitives import primitives_of
-from trl_padfix.core.mixers.row_blocks import BEYOND, RowBlocks, grouped_by_length
+from trl_padfix.core.mixers.row_buckets import BEYOND, RowBlocks, grouped_by_length
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])

@@ -8,7 +8,7 @@ from kit.trainer_runs import build_model
 
 import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
-from trl_padfix.core.call.step import step_layouts
+from trl_padfix.core.call.batch_metadata import step_layouts
 
 
 def kept(sharing: bool, shared: int = 1, **config) -> int:

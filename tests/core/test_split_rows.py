@@ -19,9 +19,9 @@ from kit.vision_families import build_vision
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment
 from trl_padfix.core.heads import OwnLabels
-from trl_padfix.core.layout.exchange import Group
-from trl_padfix.core.layout.slices import Slices
-from trl_padfix.core.mixers.split import in_slices
+from trl_padfix.core.parallel.collectives import Group
+from trl_padfix.core.parallel.layout import Slices
+from trl_padfix.core.parallel.mixers import in_slices
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]

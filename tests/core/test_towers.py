@@ -11,9 +11,9 @@ from kit.simulated_cuda import to_simulated
 from torch import nn
 
 from trl_padfix import PaddingRemovalError, padding_free_layout
+from trl_padfix.core.call.batch_metadata import BatchFacts, Known, Seen, step_layouts
 from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.call.layout_of import LayoutKey
-from trl_padfix.core.call.step import BatchFacts, Known, Seen, step_layouts
 from trl_padfix.core.context import within
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.towers import TowerPatch

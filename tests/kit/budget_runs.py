@@ -24,8 +24,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 import trl_padfix
-from trl_padfix.core.layout import pieces
-from trl_padfix.trainers.steps.once import MicroBatches
+from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -183,7 +183,7 @@ def main(path: str, what: str) -> dict[str, Any]:
 
 
 def train_on_rows(folder: Path) -> dict[str, Any]:
-    pieces.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
+    shared_prefixes.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED

@@ -40,10 +40,10 @@ def graphs() -> Iterator[dict[str, Any]]:
 @contextmanager
 def trunks() -> Iterator[dict[str, int]]:
     """How many prefixes were computed once, summed over steps of micro-batches."""
-    from trl_padfix.core.layout import pieces
-    from trl_padfix.trainers.steps.once import MicroBatches
+    from trl_padfix.core.layout import shared_prefixes
+    from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
 
-    pieces.FORWARD, found, check = 1, {"trunks": 0}, MicroBatches.check
+    shared_prefixes.FORWARD, found, check = 1, {"trunks": 0}, MicroBatches.check
 
     def checked(once):
         found["trunks"] += len(once.planned.trunks) if once.planned else 0

@@ -11,7 +11,7 @@ import torch
 from kit.simulated_cuda import CUDA, Counts, to_simulated
 
 from trl_padfix.core.layout.flat_maps import FlatMaps
-from trl_padfix.trainers.data.batch_layouts import BATCH_LAYOUT
+from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT
 
 
 __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]

@@ -26,7 +26,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_padfix import check_parity, remove_padding, split_rows
 from trl_padfix.core.context import context
-from trl_padfix.core.layout import exchange, slices
+from trl_padfix.core.parallel import collectives
+from trl_padfix.core.parallel import layout as cp_layout
 
 
 __all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
@@ -161,20 +162,20 @@ def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def break_it(how: str) -> None:
     if how == "exit":
-        backward = exchange._Told.backward
-        exchange._Told.backward = staticmethod(  # type: ignore[method-assign]
+        backward = collectives._Told.backward
+        collectives._Told.backward = staticmethod(  # type: ignore[method-assign]
             lambda ctx, grad: (backward(ctx, grad)[0] / ctx.group.size, None, None)
         )
     if how == "slices":
-        cut = slices.Slices.cut
-        slices.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+        cut = cp_layout.Slices.cut
+        cp_layout.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
     counts: dict[str, int] = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
-    exchanging = exchange._exchange
+    exchanging = collectives._exchange
 
     def count(module: Any, args: Any) -> None:
         call = context().packed
@@ -188,7 +189,7 @@ def counted() -> Iterator[dict[str, int]]:
         return exchanging(*args)
 
     hook = register_module_forward_pre_hook(count)  # of all modules
-    with mock.patch.object(exchange, "_exchange", exchanged):
+    with mock.patch.object(collectives, "_exchange", exchanged):
         yield counts
     hook.remove()
 

@@ -182,7 +182,7 @@ def run(trainer: Any, watch: Callable[[Any, list], None], **how: Any) -> Run:
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
     watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
-    with patch("trl_padfix.trainers.watch.parity.check_parity", uncounted):
+    with patch("trl_padfix.trainers.parity.check_parity", uncounted):
         trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()

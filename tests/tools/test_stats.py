@@ -32,7 +32,7 @@ from trl_padfix.tools.stats import (
 )  # fmt: skip
 from trl_padfix.tools.tiny import train_tokenizer
 from trl_padfix.tools.verdict import advise, sample
-from trl_padfix.trainers.steps.costs import text_costs
+from trl_padfix.trainers.batching.token_costs import text_costs
 
 
 HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")

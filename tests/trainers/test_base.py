@@ -26,10 +26,10 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix.trainers.metrics.finite_values import FiniteValues
+from trl_padfix.trainers.metrics.token_counts import TokenCounts
 from trl_padfix.trainers.parts import Settings, Step
 from trl_padfix.trainers.task import Task
-from trl_padfix.trainers.watch.finite import FiniteValues
-from trl_padfix.trainers.watch.token_counts import TokenCounts
 
 
 class Weighted(Trainer):

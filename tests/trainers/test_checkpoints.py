@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from trl import DPOConfig
 
-from trl_padfix.trainers.saving.checkpoints import checkpoint_to_resume, checkpoints_of, what_is_missing
+from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume, checkpoints_of, what_is_missing
 
 
 def write(folder, **settings):

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 
 import trl_padfix
 from trl_padfix import remove_padding
-from trl_padfix.trainers.steps import split_forward
-from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
+from trl_padfix.trainers.batching import sub_batches
+from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
 
 
 pytestmark = pytest.mark.skipif(
-    not split_forward.joins_balancing_losses(), reason="this TRL takes the loss from the model"
+    not sub_batches.joins_balancing_losses(), reason="this TRL takes the loss from the model"
 )
 SHARING = {"prefix_sharing": True}
 
@@ -92,14 +92,14 @@ def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatch):
-    of_all = split_forward.balancing_loss
+    of_all = sub_batches.balancing_loss
 
     def mean(model: Any, routed: Any, masks: Any) -> Any:
         each = [of_all(model, [r], [m]) for r, m in zip(routed, masks, strict=True)]
         counts = torch.stack([mask.sum() for mask in masks])
         return (torch.stack(each) * counts).sum() / counts.sum()
 
-    monkeypatch.setattr(split_forward, "balancing_loss", mean)
+    monkeypatch.setattr(sub_batches, "balancing_loss", mean)
     trainer = make_experts(name, "mixtral", tmp_path, ours=True, parity_check=False)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trained(trainer), trls(name, "mixtral"))

@@ -33,10 +33,9 @@ from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build
 from transformers import LlavaForConditionalGeneration
 
 import trl_padfix
-from trl_padfix.trainers.steps import budget as token_budget
-from trl_padfix.trainers.steps import micro_batches
-from trl_padfix.trainers.steps.image_measures import check_images_of_processes, measure_images
-from trl_padfix.trainers.steps.split_forward import Splits, attach_splitting, splitting
+from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching.image_measures import check_images_of_processes, measure_images
+from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
 
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
@@ -167,7 +166,7 @@ def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
     data = build_captions(7, (2, 0, 1))
     whole = measure_images(data, collator)
     parts: list[Any] = []
-    gather = "trl_padfix.trainers.steps.image_measures.gather_object"
+    gather = "trl_padfix.trainers.batching.image_measures.gather_object"
     with monkeypatch.context() as patch:
         patch.setattr(gather, lambda rows: parts.extend(rows) or parts)
         for process in range(3):

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import trl_padfix.core.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardConfig, RewardTrainer
-from trl_padfix.core.call.step import Pooled
+from trl_padfix.core.call.batch_metadata import Pooled
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerState
 
 import trl_padfix
 from trl_padfix.files import UnwritableError
-from trl_padfix.trainers.saving.checkpoints import checkpoints_of, what_is_missing
-from trl_padfix.trainers.saving.whole_checkpoints import BESIDE
+from trl_padfix.trainers.checkpoints.checkpoints import checkpoints_of, what_is_missing
+from trl_padfix.trainers.checkpoints.whole_checkpoints import BESIDE
 
 
 def make(library, folder, **given):

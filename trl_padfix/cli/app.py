@@ -11,7 +11,7 @@ from typer import Option
 from ..core.version import __version__
 from . import bench, count_nothing, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
-from .mistakes import DEBUG, MistakesExplained
+from .user_errors import DEBUG, MistakesExplained
 
 
 app = typer.Typer(

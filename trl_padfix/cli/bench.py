@@ -27,8 +27,8 @@ from .console import (
     write_json,
     write_output,
 )
-from .mistakes import mistakes_of
 from .progress import progress
+from .user_errors import mistakes_of
 
 
 if TYPE_CHECKING:

@@ -104,7 +104,7 @@ def outputs(**paths: Path | None) -> None:
 def write_output(option: str, path: Path, write: Callable[[Path], object]) -> None:
     """Write a file whole or not at all, after the figures were printed."""
     from ..files import write_whole
-    from .mistakes import describe
+    from .user_errors import describe
 
     try:
         write_whole(path, write)

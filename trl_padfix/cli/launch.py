@@ -65,7 +65,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
 
     from ..files import refuse_folder
     from ..tools.data import load_recipe
-    from ..trainers.saving.checkpoints import checkpoint_to_resume
+    from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
 
     parser = make_parser(method)
     config = _config_of(args)
@@ -139,7 +139,7 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
-    from ..trainers.saving.checkpoints import saying_what_is_safe
+    from ..trainers.checkpoints.checkpoints import saying_what_is_safe
     from . import recipe_run
 
     parsed, _ = parse(method, args)
@@ -157,7 +157,7 @@ def main(method: str, args: Sequence[str]) -> None:
 def run(method: str, args: Sequence[str]) -> None:
     """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
     require_extra()
-    from .mistakes import explained
+    from .user_errors import explained
 
     count_nothing()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""

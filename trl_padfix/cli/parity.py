@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from typer import Option
 
 from .console import LONGEST, JsonOption, console, device_of, one_of, outputs, write_json
-from .mistakes import mistakes_of
+from .user_errors import mistakes_of
 
 
 __all__ = ["parity"]

@@ -11,8 +11,8 @@ import typer
 from typer import Argument, Option
 
 from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
-from .mistakes import mistakes_of
 from .recipe import folder
+from .user_errors import mistakes_of
 
 
 __all__ = ["plan"]

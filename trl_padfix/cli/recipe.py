@@ -11,7 +11,7 @@ import typer
 from typer import Argument
 
 from .console import console
-from .mistakes import WholeSummaries
+from .user_errors import WholeSummaries
 
 
 __all__ = ["app", "folder"]

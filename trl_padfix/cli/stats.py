@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
-from .mistakes import mistakes_of
+from .user_errors import mistakes_of
 
 
 if TYPE_CHECKING:

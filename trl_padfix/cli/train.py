@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 from .launch import make_parser, parse
 from .methods import METHODS
-from .mistakes import MISTAKE
+from .user_errors import MISTAKE
 
 
 __all__ = ["SETTINGS", "TrainingCommand", "training"]

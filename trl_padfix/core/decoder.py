@@ -20,21 +20,21 @@ from .call.arguments import bind, pack_arguments, slice_arguments, unpack_output
 from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
+from .call.prefix_states import Sight
 from .call.prepared_masks import PreparedMasks, with_added_masks
-from .call.sight import Sight
 from .context import context, outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
-from .layout.pieces import PieceLayout
-from .layout.slices import Slices
+from .layout.shared_prefixes import PieceLayout
 from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
-from .mixers.row_blocks import calls_of_layers, needs_whole_rows, over_whole_rows
+from .mixers.row_buckets import calls_of_layers, needs_whole_rows, over_whole_rows
 from .model.older import older_attributes
 from .model.patching import ForwardPatch
 from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
+from .parallel.layout import Slices
 from .refusals import refuse_batch
 
 

@@ -16,11 +16,11 @@ from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
-from .layout.pieces import PieceLayout
-from .layout.slices import Slices, Split
+from .layout.shared_prefixes import PieceLayout
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
+from .parallel.layout import Slices, Split
 
 
 if TYPE_CHECKING:

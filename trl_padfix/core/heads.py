@@ -14,14 +14,14 @@ import torch
 from transformers.utils import logging
 
 from .call.arguments import bind
+from .call.batch_metadata import Pooled, Word, facts_of, pooled_tokens, rely_on, within_call
 from .call.calls import ModelCall, model_call
-from .call.step import Pooled, Word, facts_of, pooled_tokens, rely_on, within_call
 from .context import within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
-from .layout.slices import Slices
 from .model.patching import Attachment, ForwardPatch
 from .model.sharded import gathered_head
+from .parallel.layout import Slices
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "skip_first_comparison"]

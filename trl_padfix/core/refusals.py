@@ -20,7 +20,7 @@ from .call.layers import takes_any_argument
 from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
-from .mixers.row_blocks import needs_whole_rows
+from .mixers.row_buckets import needs_whole_rows
 from .model.find import find_multimodal
 from .model.positions import position_embeddings
 from .model.sharded import gathers_in_parts

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .call.arguments import bind
+from .call.batch_metadata import Word, facts_of
 from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
-from .call.step import Word, facts_of
 from .context import context, set_until_reset, within
 from .handle import PaddingRemoval
 from .model.patching import ForwardPatch

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..trainers.batching.config import OnlineBudgetConfig
 from ..trainers.config import PackingConfig, ReferenceAttentionConfig
 from ..trainers.grpo import GRPOTask
 from ..trainers.online import OnlineTrainer
-from ..trainers.steps.config import OnlineBudgetConfig
 from . import of_trl
 
 

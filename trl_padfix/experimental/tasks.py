@@ -7,7 +7,7 @@ from typing import Any
 
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks import require_columns, require_teacher
-from ..trainers.launches import datasets_of
+from ..trainers.distributed import datasets_of
 from ..trainers.task import Task
 
 

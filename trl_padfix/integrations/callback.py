@@ -20,9 +20,9 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
-from ..trainers.launches import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
-from ..trainers.watch.parity import called_module, compare, packs, say, tensors_of_call
-from ..trainers.watch.token_counts import TokenCounter, forward_counts, summed_over_processes
+from ..trainers.distributed import check_launch, is_zero_3, models_of, refuse_whole_rows, splitting_parallelism
+from ..trainers.metrics.token_counts import TokenCounter, forward_counts, summed_over_processes
+from ..trainers.parity import called_module, compare, packs, say, tensors_of_call
 
 
 __all__ = ["PaddingRemovalCallback", "settings_in"]

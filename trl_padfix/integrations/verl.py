@@ -18,7 +18,7 @@ from typing import Any
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.remove import remove_padding
-from ..trainers.launches import refuse_whole_rows
+from ..trainers.distributed import refuse_whole_rows
 from ..versions import require_stack
 
 

@@ -18,11 +18,11 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
+from ..trainers.batching.bin_packing import balance, split
+from ..trainers.batching.prefix_groups import group_rows, prefix_order
+from ..trainers.batching.token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.data.row_checks import TRAINED
 from ..trainers.data.turns import renderer
-from ..trainers.steps.costs import RowCosts, prefix_costs, text_costs, truncated_tokens
-from ..trainers.steps.dealing import balance, split
-from ..trainers.steps.grouping import group_rows, prefix_order
 from .data import checked_rows, texts_of_row
 from .formats import trainer_of
 

@@ -19,8 +19,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.layout.layout import KEYS_PER_TOKEN
-from ..trainers.steps.grouping import group_rows, prefix_order
-from ..trainers.steps.measures import PairMeasure, TextMeasure, UnpairedMeasure
+from ..trainers.batching.measures import PairMeasure, TextMeasure, UnpairedMeasure
+from ..trainers.batching.prefix_groups import group_rows, prefix_order
 from .data import checked_rows
 from .stats import SIDES, sequences_of, token_rows
 

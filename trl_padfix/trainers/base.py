@@ -36,27 +36,27 @@ from datasets import Dataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.step import knowing
+from ..core.call.batch_metadata import knowing
 from .attention_choice import AttentionChoice
+from .batching.micro_batches import MICRO_BATCHES, pieces_of
+from .batching.sampler import StepOrder, StepRows
+from .batching.token_budget import Budget, Splitting
+from .checkpoints.model_cards import card_tags, describe_in_card
+from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
-from .data.batch_layouts import without_layouts
-from .data.layouts import Layouts
+from .context_parallel import SplitRows
+from .custom_loss import observed
+from .data.batch_metadata import without_layouts
+from .data.precomputed_layouts import Layouts
 from .field_types import temporarily_set
 from .generation.evaluation import Generation
-from .own_loss import observed
+from .metrics.exact_eval_means import ExactMeans
+from .metrics.finite_values import FiniteValues
+from .metrics.token_counts import TokenCounts
 from .packing import Packing, Padding
+from .parity import Parity
 from .parts import Evaluation, Part, Settings, Step, entered
-from .saving.cards import card_tags, describe_in_card
-from .saving.whole_checkpoints import WholeCheckpoints
-from .split_rows import SplitRows
-from .steps.budget import Budget, Splitting
-from .steps.micro_batches import MICRO_BATCHES, pieces_of
-from .steps.sampler import StepOrder, StepRows
 from .task import Task
-from .watch.exact_means import ExactMeans
-from .watch.finite import FiniteValues
-from .watch.parity import Parity
-from .watch.token_counts import TokenCounts
 
 
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

@@ -14,6 +14,7 @@ from typing import Any
 import trl
 
 from ..core.attention.backends import Implementation
+from .batching.config import BudgetConfig, OnlineBudgetConfig
 from .data.collators import check_padding_side
 from .data.turns import check_turn_settings
 from .field_types import (
@@ -26,7 +27,6 @@ from .field_types import (
     temporarily_set,
 )
 from .generation.config import EvaluationConfig
-from .steps.config import BudgetConfig, OnlineBudgetConfig
 
 
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]

@@ -9,11 +9,11 @@ import torch
 import trl
 
 from ..core.model.find import find_pretrained
+from .batching.config import OnlineBudgetConfig
 from .checks import require_teacher
 from .config import PackingConfig, TeacherAttentionConfig
 from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer, trained_tokens
-from .steps.config import OnlineBudgetConfig
 
 
 __all__ = ["DistillationConfig", "DistillationTrainer"]

@@ -11,11 +11,11 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
+from .batching.measures import PairMeasure
 from .checks import require_eos
 from .data.collators import DataCollatorForPreference
 from .data.columns import count_equal
 from .data.vision_collators import DataCollatorForVisionPreference
-from .steps.measures import PairMeasure
 from .task import PairTask
 
 

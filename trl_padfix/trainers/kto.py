@@ -14,11 +14,11 @@ from accelerate.utils import reduce
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
+from .batching.measures import UnpairedMeasure
+from .batching.sub_batches import splitting
 from .data.collators import SidedCollator
 from .data.vision_collators import VisionCollator, on_side_with_kl
 from .field_types import temporarily_set
-from .steps.measures import UnpairedMeasure
-from .steps.split_forward import splitting
 from .task import Task
 
 

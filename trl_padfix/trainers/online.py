@@ -16,25 +16,25 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
+from ..core.call.batch_metadata import Known, knowing
 from ..core.call.layout_of import LayoutKey
-from ..core.call.step import Known, knowing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
+from .batching.token_budget import Splitting
+from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_vocabulary, column_names, require_columns
-from .data.batch_layouts import with_layout_of_rows
+from .context_parallel import SplitRows
+from .data.batch_metadata import with_layout_of_rows
 from .data.columns import blank_texts
-from .data.layouts import Layouts
+from .data.precomputed_layouts import Layouts
 from .data.row_checks import sound_rows
-from .launches import datasets_of
+from .distributed import datasets_of
+from .metrics.finite_values import FiniteValues
+from .metrics.token_counts import TokenCounts
 from .packing import Packing
+from .parity import Parity
 from .parts import entered
-from .saving.whole_checkpoints import WholeCheckpoints
-from .split_rows import SplitRows
-from .steps.budget import Splitting
 from .task import Task
-from .watch.finite import FiniteValues
-from .watch.parity import Parity
-from .watch.token_counts import TokenCounts
 
 
 __all__ = ["OnlineTask", "OnlineTrainer", "trained_tokens"]

@@ -19,11 +19,11 @@ from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
 from .checks import check_vision, image_columns, tokenizer_of
 from .data.row_checks import check_ids, image_token_ids
+from .distributed import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
 from .field_types import temporarily_set
-from .launches import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
+from .metrics.finite_values import check_weights
 from .parts import Part, Settings, Step, entered
 from .task import Task
-from .watch.finite import check_weights
 
 
 __all__ = ["Packing", "Padding"]

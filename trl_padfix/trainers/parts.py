@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..core.call.batch_metadata import Known
 from ..core.call.layout_of import PrefixSharing
-from ..core.call.step import Known
 
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from datasets import Dataset
 from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
 from .base import PaddingFreeMixin
+from .batching.measures import RewardMeasure
 from .data.collators import DataCollatorForReward
 from .data.columns import rows_of_only
-from .launches import datasets_of
-from .steps.measures import RewardMeasure
+from .distributed import datasets_of
 from .task import PairTask
 
 

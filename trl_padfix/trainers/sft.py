@@ -14,17 +14,17 @@ from trl.data_utils import is_conversational, is_conversational_from_value
 
 from ..core.model.older import packing_with_any_attention
 from .base import PaddingFreeMixin
+from .batching.measures import TextMeasure
+from .batching.sampler import StepOrder
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
-from .data.batch_layouts import relabelled
+from .custom_loss import has_own_loss
+from .data.batch_metadata import relabelled
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
 from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
-from .own_loss import has_own_loss
 from .parts import Settings
-from .steps.measures import TextMeasure
-from .steps.sampler import StepOrder
 from .task import Task
 
 

@@ -11,9 +11,9 @@ from datasets import Dataset
 
 from ..core.handle import PaddingRemoval
 from .checks import check_vocabulary, require_columns, require_rows
+from .custom_loss import has_own_loss
 from .data.row_checks import sound_rows
 from .data.turns import check_tool_messages
-from .own_loss import has_own_loss
 
 
 __all__ = ["PairTask", "Task"]

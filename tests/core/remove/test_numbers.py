@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.step import step_layouts
+from trl_padfix.core.call.batch_metadata import step_layouts
 
 
 # -- the same numbers

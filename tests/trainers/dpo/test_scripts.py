@@ -33,7 +33,7 @@ from trl_padfix import DPOTrainer
 def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
     ticks = iter(range(10_000))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr("trl_padfix.trainers.watch.token_counts.time", clock)
+    monkeypatch.setattr("trl_padfix.trainers.metrics.token_counts.time", clock)
     ours = make.train("short", **SIDED_MODES[mode])
     train, evaluation = ours.batches[:5], ours.batches[5:]
     logs = [log for log in ours.logs if "loss" in log]

@@ -37,8 +37,8 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
+from ..parallel.attention import attend_in_slices
 from .segments import attend_by_segment, in_attention_dtype
-from .split import attend_in_slices
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, pack, unpack
-from ..layout.slices import Slices
 from ..model.positions import Numbering, packed_positions
+from ..parallel.layout import Slices
 from .calls import ModelCall
 from .images import visual_mask
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from ..context import context
 from ..layout.layout import Layout
-from ..layout.slices import Slices
+from ..parallel.layout import Slices
+from .prefix_states import Sight
 from .prepared_masks import PreparedMasks
-from .sight import Sight
 
 
 __all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]

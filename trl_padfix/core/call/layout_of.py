@@ -18,10 +18,10 @@ from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
+from .batch_metadata import BatchFacts, Known
 from .calls import LAYOUT, ModelCall
 from .images import content_keys
 from .prepared_masks import PreparedMasks
-from .step import BatchFacts, Known
 
 
 __all__ = ["LayoutKey", "PrefixSharing", "layout_of"]

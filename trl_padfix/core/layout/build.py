@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from .layout import Layout
-from .trie import merge_prefixes, shared_paths
+from .prefix_tree import merge_prefixes, shared_paths
 
 
 __all__ = ["packed_layout", "padding_free_layout", "prefix_sharing_layout"]

@@ -22,7 +22,7 @@ from ..context import outside_calls, within
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
 from ..model.views import view_of
-from .row_blocks import RowBlocks, of_rows
+from .row_buckets import RowBlocks, of_rows
 
 
 __all__ = ["DryRun", "LayerCalls"]

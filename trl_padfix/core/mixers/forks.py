@@ -19,9 +19,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..call.calls import PackedCall
-from ..call.sight import Sight
+from ..call.prefix_states import Sight
 from ..layout.layout import Layout
-from .row_blocks import grouped_by_length
+from .row_buckets import grouped_by_length
 
 
 __all__ = ["Level", "NodeBlock", "NodeTree", "tree_of"]

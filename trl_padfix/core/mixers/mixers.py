@@ -28,7 +28,7 @@ from ..attention.attention import ViewPatch, counts_columns, names_attention, us
 from ..call.layers import LayerPatch, hands_arguments_on
 from ..model.patching import ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
-from .row_blocks import RowsPatch, needs_whole_rows
+from .row_buckets import RowsPatch, needs_whole_rows
 
 
 __all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers"]

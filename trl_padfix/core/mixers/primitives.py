@@ -31,9 +31,9 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
+from ..parallel.mixers import in_slices
 from .forks import tree_of
-from .row_blocks import row_blocks
-from .split import in_slices
+from .row_buckets import row_blocks
 
 
 __all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "hands_states_on", "kernel_parameters", "primitives_of"]

@@ -29,7 +29,7 @@ from ..model.sharded import forget_order_of_calls, gather_anew
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, differing, gradient_tolerance, obstacle_to_gradients, with_gradient
 from .report import ParityReport
-from .slices import short_slices
+from .snippets import short_slices
 
 
 __all__ = ["check_parity"]

@@ -25,8 +25,8 @@ from datasets import Dataset
 from ...core.call.layout_of import LayoutKey
 from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
-from ...trainers.steps.dealing import split
-from ...trainers.steps.grouping import group_rows
+from ...trainers.batching.bin_packing import split
+from ...trainers.batching.prefix_groups import group_rows
 from .building import build, computed_dtype
 from .data import (
     equal_length_pairs,

@@ -11,8 +11,8 @@ import trl
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ...trainers.batching.prefix_groups import group_rows
 from ...trainers.data.turns import expand_turns
-from ...trainers.steps.grouping import group_rows
 from ..data import give_template
 from ..formats import to_dialogues
 from ..reading import load_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...core.call.layout_of import PrefixSharing
-from ...trainers.steps.measures import PairMeasure, RowMeasure, TextMeasure
+from ...trainers.batching.measures import PairMeasure, RowMeasure, TextMeasure
 
 
 __all__ = [

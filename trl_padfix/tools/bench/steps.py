@@ -13,12 +13,12 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from ...core.call.step import step_layouts
+from ...core.call.batch_metadata import step_layouts
 from ...core.heads import skip_first_comparison
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.data.batch_layouts import BATCH_LAYOUT, LayoutCollator
+from ...trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 from .peak import wait
 

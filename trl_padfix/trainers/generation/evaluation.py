@@ -18,7 +18,7 @@ from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
 from ..checks import tokenizer_of
-from ..launches import splitting_parallelism
+from ..distributed import splitting_parallelism
 from ..parts import Evaluation, Part
 from .config import check_generation_settings
 from .prompts import Prompt, prompt_of, require_prompts

@@ -1,0 +1,323 @@
+"""Mistakes of the user: a message, exit code 2, nothing written, and within seconds. Bugs of ours: their traceback."""
+
+import errno
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from kit.bad_inputs import build_bad_data, build_bad_models
+from kit.commands import trl_padfix_command
+
+from trl_padfix.cli import user_errors
+
+
+CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+GPU = str(Path(__file__).parents[2] / "recipes/dpo_qwen2.5_0.5b.yaml")
+TINY = ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--max-length", "64"]
+
+
+def stats(data, *more):
+    return ["stats", data, "--train-tokenizer", "300", "--world-size", "2", *more]
+
+
+def tokenized(name):
+    return ["stats", "good.jsonl", "--tokenizer", name, "--world-size", "2"]
+
+
+def parity(*more):
+    return ["parity", "--rows", "2", *more]
+
+
+def compared(model, data="good.jsonl"):
+    return parity("--model", model, "--data", data)
+
+
+OF_DATA = {
+    "corrupt.jsonl": "cannot be read: JSON parse error",
+    "empty.jsonl": "is empty: it has no row",
+    "blank.jsonl": "cannot be read",
+    "binary.jsonl": "cannot be read",
+    "latin.jsonl": "Text is UTF-8",
+    "null.jsonl": "Row 3 (counted from 0) has None in column `text`",
+    "number.jsonl": "has 3 in column `text`",
+    "mixed.jsonl": "Row 1 (counted from 0) has 4",
+    "columns.jsonl": "['words']",
+    "no_role.jsonl": "without a text `role`",
+    "no_content.jsonl": "whose `content` is no text",
+    "messages_text.jsonl": "has 'alpha' in column `messages`",
+    "no_messages.jsonl": "has [] in column `messages`",
+    "plain.json.gz": "Not a gzipped file",
+    "binary.json.gz": "Not a gzipped file",
+    "cut.json.gz": "ended before the end-of-stream marker",
+    "cut.parquet": "cannot be read",
+    "noise.parquet": "cannot be read",
+    "folder.jsonl": "is a folder with the name of a file",
+    "empty_folder": "doesn't contain any data files",
+    "nowhere.jsonl": "There is no file nowhere.jsonl",
+    "nowhere/at_all": "Couldn't reach 'nowhere/at_all'",
+    "a:b//c": "cannot be read",
+    "broken.yaml": "line 2",
+    "binary.yaml": "cannot be read",
+    "list.yaml": "holds a list",
+    "empty.yaml": "holds a NoneType",
+    "no_data.yaml": "names no data",
+    "bad_length.yaml": "`max_length`",
+    "bad_split.yaml": "nowhere",
+    "bad_mixture.yaml": "data_fils",
+    "no_such_mixture.yaml": "nowhere.jsonl",
+}
+
+OF_TOKENIZERS = {
+    "no_tokenizer": "its files are missing",
+    "tokenizer_empty": "cannot be read",
+    "tokenizer_cut": "cannot be read",
+    "tokenizer_config_cut": "cannot be read",
+    "nowhere/model": "cannot be read",
+    "/nowhere/at/all": "cannot be read",
+    "": "cannot be read",
+}
+
+OF_MODELS = {
+    "no_weights": "model.safetensors",
+    "no_config": "cannot be read",
+    "cut_weights": "incomplete metadata",
+    "empty_weights": "header too small",
+    "pickled_weights": "model.safetensors",
+    "other_shape": "cannot be read",
+    "other_type": "abacus",
+    "heads_in_words": "num_attention_heads",
+    "config_cut": "not a valid JSON file",
+    "config_list": "cannot be read",
+    "config_empty": "model_type",
+    "small_vocabulary": "has embeddings for 0 to 49",
+    **OF_TOKENIZERS,
+}
+
+OUTPUTS = {
+    "": "a folder",
+    "nowhere/out.json": "there is no folder",
+    "good.jsonl/out.json": "is a file, not a folder",
+    "/proc/out.json": "cannot be written",
+    "x" * 300: "too long",
+}
+
+CASES = (
+    [("stats", stats(name), message) for name, message in OF_DATA.items()]
+    + [("stats of pairs", stats("null_pairs.jsonl"), "Row 12 (counted from 0) has None in column `rejected`")]
+    + [("stats, YAML", stats("bad_batch.yaml"), "`per_device_train_batch_size` of the YAML is -1")]
+    + [("tokenizer", tokenized(f"models/{n}" if n.isidentifier() else n), m) for n, m in OF_TOKENIZERS.items()]
+    + [("output", stats("good.jsonl", "--json", name or "."), message) for name, message in OUTPUTS.items()]
+    + [("picture", stats("good.jsonl", "--plot", name or "."), message) for name, message in OUTPUTS.items()]
+    + [
+        ("stats", stats("good.jsonl", "--json", "one", "--plot", "one"), "write the same file"),
+        ("stats", ["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
+        ("stats", stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
+        ("stats", stats("good.jsonl", "--seed", "-1"), "--seed"),
+        ("stats", stats("good.jsonl", "--max-length", "9" * 20), "less than or equal to"),
+        ("stats", ["stats", "good.jsonl", "--train-tokenizer", "9" * 12], "less than or equal to"),
+        ("stats", stats("good_folder", "--split", "nowhere"), "nowhere"),
+        ("stats", stats("good.jsonl", "--truncation-mode", "middle"), "'middle' is not one of"),
+        ("stats", stats("pairs.jsonl", "--max-length", "1"), "leaves no row"),
+        ("stats", stats("good.jsonl", "--batch-size", "100000"), "a step of 800,000 rows"),
+        ("stats", stats("good.jsonl", "--batch-size", "0"), "--batch-size"),
+        ("stats", stats("good.jsonl", "--accumulation", "99999"), "a step of"),
+        *((f"world {w}", stats("good.jsonl", "--world-size", w), "--world-size")
+          for w in ("0", "-2", "two", "", "2,,4", "2,0", "999999")),
+        *((f"parity {name}", compared(f"models/{name}" if name.isidentifier() else name), message)
+          for name, message in OF_MODELS.items() if name),
+        *((f"parity {name}", compared("models/good", name), message)
+          for name, message in OF_DATA.items() if not name.endswith(".yaml") and name != "null.jsonl"),  # of two rows
+        *((f"parity --config {name}", parity("--model", "models/good", "--config", name), message)
+          for name, message in OF_DATA.items() if name.endswith(".yaml")),
+        ("parity", compared("models/good", "no_text.jsonl"), "A row has no token"),
+        ("parity", parity("--data", "good.jsonl"), "give a model"),
+        ("parity", parity("--model", "models/good"), "give the data"),
+        ("parity", parity("--config", "nowhere.yaml"), "no such file"),
+        ("parity", parity("--config", "good_folder"), "it is a folder"),
+        ("parity", parity("--config", "bad_model.yaml"), "give a model"),
+        ("parity", [*compared("models/good"), "--dtype", "float8"], "float8"),
+        ("parity", [*compared("models/good"), "--device", "abacus"], "abacus"),
+        ("parity", [*compared("models/good"), "--rows", "0"], "--rows"),
+        ("parity", [*compared("models/good"), "--max-length", "1"], "--max-length"),
+        *((f"bench {name}", [*TINY, "--data", name], message)
+          for name, message in OF_DATA.items()
+          if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
+          and not name.startswith(("no_", "messages_")) and not name.endswith(".yaml")),
+        *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
+            "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
+            "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
+            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--attn flash_attention_2": "--attn: Flash",
+            "--trainer ppo": "'ppo' is not one of dpo",
+            "--liger --device cpu": "GPUs only", "--device cuda": "finds no GPU here",
+        }.items()),
+        ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
+        ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
+        ("bench", [*TINY, "--data", "lengths:0/0"], "gives no lengths"),
+        ("bench", [*TINY, "--data", "lengths:5/0"], "gives no lengths"),
+        ("bench", [*TINY, "--data", "lengths:5"], "gives no lengths"),
+        ("bench", [*TINY, "--data", "pairs.jsonl", "--pairs", "99"], "99 are needed"),
+        ("bench", [*TINY, "--data", "pairs.jsonl", "--max-length", "2"], "are needed"),
+        ("bench", [*TINY, "--data", "equal", "--json", "nowhere/x"], "there is no folder"),
+        ("bench", [*TINY, "--data", "equal", "--plot", "."], "a folder"),
+        ("bench", [*TINY, "--data", "equal", "--seed", "-1"], "--seed"),
+        ("bench", [*TINY, "--data", "equal", "--variants", "ours"], "`variants` are names among"),
+        ("bench", [*TINY, "--data", "equal", "--peak-tflops", "-1"], "--peak-tflops"),
+        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "not grouped otherwise"),
+        ("doctor", ["doctor", "--dtype", "int3"], "int3"),
+        ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
+        ("dpo", ["dpo", "--nonsense", "1"], "--nonsense: neither a field"),
+        ("dpo", ["dpo", "--config", "nonsense.yaml"], "--nonsense: neither a field"),
+        *((f"dpo --config {name}", ["dpo", *CPU, "--config", name], message)
+          for name, message in {"broken.yaml": "line 2", "binary.yaml": "cannot be read", "list.yaml": "holds a list",
+                                "empty.yaml": "holds a NoneType", "good_folder": "it is a folder",
+                                "nowhere.yaml": "'nowhere.yaml'"}.items()),
+        ("dpo", ["dpo", *CPU, "--config"], "`--config` is the last word"),
+        ("dpo", ["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
+        ("dpo", ["dpo", *CPU, "--output_dir", "/proc/x"], "`output_dir`"),
+        ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no whole checkpoint in"),
+        ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "there is no such folder"),
+        ("dpo", ["dpo", *CPU, "--seed", "one"], "invalid int value"),
+        ("dpo", ["dpo", *CPU, "--prefix_sharing", "maybe"], "expected true, false or auto, got 'maybe'"),
+        ("dpo", ["dpo", *CPU, "--parity_check", "maybe"], "expected true, false or forward, got 'maybe'"),
+        ("dpo", ["dpo", "--output_dir", "x"], "To train without it, add `--bf16 false --use_cpu true`"),
+        ("dpo", ["dpo", "--config", GPU], "set `bf16: false` and `use_cpu: true` in"),
+        ("sft", ["sft", *CPU, "--eval_strategy", "often"], "often"),
+        ("reward", ["reward", *CPU, "--accelerate_config", "nowhere"], "nowhere"),
+        ("no command", ["trainn"], "trainn"),
+    ]
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    build_bad_data(folder)
+    build_bad_models(folder / "models")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_the_folder(material, monkeypatch):
+    monkeypatch.chdir(material)
+    monkeypatch.delenv(user_errors.DEBUG, raising=False)
+
+
+@pytest.fixture
+def in_seconds():
+    """No command takes longer than 20 seconds to say what is wrong."""
+
+    def late(*_):
+        raise TimeoutError("20 seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def said(result) -> str:
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [pytest.param(args, message, id=f"{i}-{name}") for i, (name, args, message) in enumerate(CASES)],
+)
+def test_a_mistake_is_a_message_and_exit_code_2(args, message, material, in_seconds):
+    before = files(material)
+    result = trl_padfix_command(*args)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert message.replace(" ", "") in said(result).replace(" ", "")  # a box breaks long words
+    assert "Traceback" not in result.output
+    assert files(material) == before
+
+
+@pytest.mark.parametrize("args", [["--debug", *stats("corrupt.jsonl")], [*stats("corrupt.jsonl"), "--debug"]])
+def test_debug_shows_the_traceback(args, capfd, monkeypatch):
+    monkeypatch.setenv(user_errors.DEBUG, "")
+    result = trl_padfix_command(*args)
+    assert result.exit_code == 2
+    assert "Traceback" in result.output + capfd.readouterr().err
+    assert "cannot be read" in said(result)
+
+
+def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
+    def broken(*args, **kwargs):
+        return {}["logits"]
+
+    monkeypatch.setattr("trl_padfix.tools.stats.measure", broken)
+    result = trl_padfix_command(*stats("good.jsonl"))
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+    assert "Please report it" in result.output
+
+
+@pytest.mark.parametrize("error", [TypeError("an argument is missing"), AssertionError(), IndexError("out of range")])
+def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
+    with pytest.raises(type(error)) as raised:
+        raise error
+    assert user_errors.describe(raised.value) is None
+
+
+def test_a_reader_that_has_gone_is_not_told_of():
+    with pytest.raises(BrokenPipeError), user_errors.explained("trl-padfix doctor"):  # which click ends without a word
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
+    from trl_padfix.tools.data import check_row
+    from trl_padfix.tools.stats import BatchTokens
+
+    with pytest.raises(ValueError, match="Row 0") as worded:
+        check_row({"text": None}, 0)
+    assert user_errors.describe(worded.value) == str(worded.value)
+    with pytest.raises(TypeError) as accident:
+        BatchTokens()
+    assert user_errors.describe(accident.value) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_figures_are_printed_before_a_file_that_cannot_be_written(option, material, tmp_path):
+    target = tmp_path / ("figures.json" if option == "--json" else "figures.png")
+    target.write_text("as it was")
+    arguments = ["stats", "good.jsonl", "--tokenizer", "models/good"]
+    assert trl_padfix_command(*arguments).exit_code == 0  # what `datasets` and the fonts cache is on the disk already
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # as a disk that fills up while the file is written
+    try:
+        result = trl_padfix_command(*arguments, option, str(target))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2, result.exception
+    assert "12 rows of good.jsonl" in result.output
+    assert "was not written" in said(result)
+    assert "ulimit -f" in said(result)
+    assert ('"lengths"' in result.output) == (option == "--json")  # measured figures are not lost
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert target.read_text() == "as it was"
+
+
+@pytest.mark.slow
+def test_json_to_standard_output(material):
+    result = trl_padfix_command("stats", "good.jsonl", "--tokenizer", "models/good", "--json", "-")
+    assert result.exit_code == 0
+    assert "truncation" in json.loads(result.stdout)
+    assert not Path("-").exists()
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    result = trl_padfix_command(*stats("good.jsonl", "--json", str(tmp_path / "x.json")))
+    assert result.exit_code == 2
+    assert "no permission" in said(result)

@@ -1,0 +1,141 @@
+"""The slices of the parity check: short ones, and for decoders with scans a pair that crosses from chunk to chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kit.cells import MATRIX, once_each
+from kit.families import build
+from kit.models import ROWS, batch
+
+import trl_padfix.core.mixers.mixers
+from trl_padfix import check_parity
+from trl_padfix.core.mixers.forks import NodeTree
+from trl_padfix.core.mixers.mixers import Mixers
+from trl_padfix.core.model.find import find_decoder
+from trl_padfix.core.parity.snippets import SLICE, short_slices
+
+
+def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
+    ids, mask = short_slices(*batch("left"))
+    assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == [
+        ROWS[6],
+        ROWS[0],  # none shares anything with it, so the first
+        ROWS[4],
+        ROWS[0],
+    ]
+    assert mask.tolist() == [[1] * n + [0] * (11 - n) for n in (5, 11, 6, 11)]
+
+
+def test_slices_of_equally_long_rows_are_ragged():
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 20, 21, 22, 23]])
+    _, mask = short_slices(ids, torch.ones_like(ids))
+    assert mask.sum(1).tolist() == [6, 8, 8, 8]
+
+
+def test_slices_of_long_rows_are_cut_around_where_they_part():
+    ids = torch.arange(1, 1001).repeat(2, 1)
+    ids[1, 600:] += 5000
+    sliced, mask = short_slices(ids, torch.ones_like(ids))
+
+    assert sliced.shape == (4, SLICE)
+    assert sliced[1, 0] == 601 - SLICE // 2
+    assert (sliced[1] == sliced[0])[: SLICE // 2].all()
+    assert (sliced[1] != sliced[0])[SLICE // 2 :].all()
+    assert mask.sum() < mask.numel()
+
+
+# Chunks
+
+
+def uneven(*lengths: int, common: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of these lengths, the last two of which have their first tokens in common."""
+    ids = torch.randint(3, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(0))
+    ids[-1, :common] = ids[-2, :common]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize(
+    ("lengths", "common", "expected"),
+    [
+        # The second pair: 320 tokens before the place where they part, as many behind it.
+        ((9, 12, 1000, 900), 500, (9, 12, 640, 640)),
+        ((9, 12, 1000, 900), 100, (9, 12, 640, 640)),
+        ((9, 12, 560, 550), 500, (9, 12, 380, 370)),  # crossed before it
+        ((9, 12, 300, 240), 20, (9, 12, 300, 240)),  # and behind it
+        ((9, 12, 250, 200), 20, (9, 12, 9, 12)),  # no row is longer than a chunk
+    ],
+)
+def test_the_second_pair_crosses_a_chunk_where_rows_are_long_enough(lengths, common, expected):
+    ids, mask = short_slices(*uneven(*lengths, common=common), chunk=256)
+    found = mask.sum(1).tolist()
+    assert found[:2] == list(expected[:2])
+    if expected[2] > SLICE:
+        assert sorted(found[2:]) == sorted(expected[2:])
+        assert (ids[2] == ids[3])[: min(common, 320)].all()
+        assert not (ids[2] == ids[3])[min(common, 320) : 400].all()
+    else:
+        assert max(found) <= SLICE
+
+
+def with_chunks(model: Any, chunk: int) -> Any:
+    """A model whose state-space scans have chunks of the size of real models."""
+    for module in model.modules():
+        if hasattr(module, "chunk_size"):
+            module.chunk_size = chunk
+    return model
+
+
+SCANS = {"qwen3_5_text": 64, "kimi_linear": 64, "mamba2": 256, "nemotron_h": 128}
+LONG = {"input_ids": uneven(20, 31, 700, 640, common=350)[0], "attention_mask": uneven(20, 31, 700, 640)[1]}
+
+
+def build_scan(family: str) -> Any:
+    return with_chunks(build(family), SCANS[family])
+
+
+@pytest.mark.parametrize("family", SCANS)
+def test_chunks_are_read_from_the_model(family):
+    assert Mixers.of(find_decoder(build_scan(family))).chunk == SCANS[family]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "jamba", "bloom"])
+def test_what_has_no_chunks_has_none(family):
+    assert Mixers.of(find_decoder(build(family))).chunk == 0
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+@pytest.mark.parametrize(
+    "family", [*SCANS, *(pytest.param(f, marks=MATRIX) for f in ("bamba", "falcon_h1", "olmo_hybrid", "zamba2"))]
+)
+def test_rows_that_cross_chunks_pass(family, sharing):
+    chunk = SCANS.get(family, 256)
+    model = with_chunks(build(family), chunk)
+    report = check_parity(model, LONG, prefix_sharing=sharing)
+    report.raise_if_failed()
+    assert report.packed_tokens > 3 * chunk
+
+
+@pytest.mark.parametrize(("family", "sharing"), once_each(SCANS, [False, True]))
+def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
+    over_blocks, chunk = NodeTree.over_blocks, SCANS[family]
+
+    def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor], key: Any) -> torch.Tensor:
+        def in_two(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
+            if parts[0].shape[1] <= chunk:
+                return step(parts, initial, with_states)
+            first, _ = step([x[:, :chunk] for x in parts], initial, with_states)
+            rest, final = step([x[:, chunk:] for x in parts], None, with_states)
+            return torch.cat([first, rest], 1), final
+
+        return over_blocks(self, in_two, inputs, key)
+
+    monkeypatch.setattr(NodeTree, "over_blocks", forgetting)
+    model = build_scan(family)
+    assert not check_parity(model, LONG, prefix_sharing=sharing).ok
+    # Rows of the usual length do not see it.
+    monkeypatch.setattr(trl_padfix.core.mixers.mixers, "chunk_of", lambda module: 0)
+    assert check_parity(model, LONG, prefix_sharing=sharing).ok

@@ -1,0 +1,50 @@
+"""The trie: rows in order, and what each has in common with the one before."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_padfix import prefix_sharing_layout
+from trl_padfix.core.layout.prefix_tree import merge_prefixes, shared_paths
+
+
+def common(a: list, b: list) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 2, 300, 2**31 - 1]), min_size=1, max_size=6), min_size=1, max_size=9))
+def test_rows_are_sorted_and_share_what_they_begin_with(rows):
+    for offset in (0, 2**40, -5):  # numbers of 32 bits, of 64 bits, and negative ones
+        ids = torch.tensor([offset + token for row in rows for token in row])
+        order, shared = merge_prefixes([ids], [len(row) for row in rows])
+        in_order = [rows[row] for row in order]
+        assert sorted(order) == list(range(len(rows)))
+        assert shared == [0, *(common(a, b) for a, b in pairwise(in_order))]
+        # No row before it has more in common with a row than the one just before.
+        for i, row in enumerate(in_order[1:], 1):
+            assert shared[i] == max(common(before, row) for before in in_order[:i])
+
+
+def test_several_keys_tell_tokens_apart():
+    ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
+    assert merge_prefixes([ids], [2, 2]).shared == [0, 2]
+    assert merge_prefixes([places, ids], [2, 2]).shared == [0, 1]
+
+
+def test_paths_follow_the_row_before():
+    # In sorted order: the second row (four tokens), the first (shares two), and one that shares three with that.
+    rows = [(4, 0, 4), (0, 2, 4), (8, 3, 4)]
+    assert shared_paths(rows, 12).tolist() == [0, 1, 4, 5, 0, 1, 2, 3, 0, 1, 4, 6]
+
+
+@pytest.mark.parametrize("rows", [64, 256])
+def test_a_large_tree_is_laid_out_as_a_small_one(rows):
+    """Rows of many levels: every prefix once, and every key in its place."""
+    ids = torch.arange(rows)[:, None] // torch.tensor([rows, 32, 16, 8, 8, 4, 2, 1]) + 3
+    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
+    assert layout.packed_tokens == len({tuple(row[: i + 1]) for row in ids.tolist() for i in range(8)})
+    keys = torch.cat([layout.source.view(rows, 8)[row] for row in range(rows)])
+    assert torch.equal(layout.key_index, keys)

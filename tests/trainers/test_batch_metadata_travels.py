@@ -1,0 +1,175 @@
+"""A step of training on a simulated GPU: its kernels, its waits, and the layouts that travel with the batches."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import trl
+from kit.methods import make_trainer
+from kit.simulated_cuda import to_simulated
+from kit.simulated_steps import on_simulated, place_models, step
+from kit.trainer_runs import build_model, build_pairs
+
+import trl_padfix
+from trl_padfix import PaddingRemovalError
+from trl_padfix.core import heads
+from trl_padfix.core.call.layout_of import LayoutKey
+from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, without_layouts
+
+
+def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:
+    model, reference = (build_model(seed=seed, num_hidden_layers=layers) for seed in (0, 1))
+    modes = {"padding_free": True, "prefix_sharing": True} if package is trl_padfix else {}
+    given = {"per_device_train_batch_size": pairs} | modes | given
+    data = build_pairs(pairs, prompt=(3, 9), answer=(2, 9))
+    return make_trainer(package, "DPO", tmp_path, model=model, ref_model=reference, train_dataset=data, **given)
+
+
+def sft(tmp_path, *, package=trl_padfix, **given) -> trl.SFTTrainer:
+    modes = {"padding_free": True} if package is trl_padfix else {}
+    return make_trainer(package, "SFT", tmp_path, **modes | given)
+
+
+# -- waits
+
+
+def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    place_models(trainer)
+    carried = on_simulated(batch)
+    plain, _ = without_layouts(carried)
+    first = step(trainer, carried)  # with the comparison of the first batch
+    waits, losses = [], []
+    for given in (carried, plain):
+        gpu.reset()
+        losses.append(step(trainer, given))
+        waits.append(gpu.ours())
+        assert len(gpu.varlen) == 2 * trainer.model.config.num_hidden_layers
+    assert waits[0] == {}
+    # Without a layout: the host reads ids and mask once, and each forward where its labels are.
+    assert sum(waits[1].values()) == 3
+    assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero"]
+    assert losses[0] == losses[1] == first
+
+
+@pytest.mark.parametrize(("make", "waits"), [(dpo, 18), (sft, 6)])
+def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    step(trainer, batch)  # with the comparison of the first batch
+    trainer.model.zero_grad()
+
+    def count() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        gpu.reset()
+        loss = step(trainer, batch)
+        gradients = [p.grad.held for p in trainer.model.parameters()]
+        trainer.model.zero_grad()
+        return gpu.synchronisations.total(), loss, gradients
+
+    found, loss, gradients = count()
+    monkeypatch.setattr(heads, "_without_selecting", lambda forward: forward)
+    selecting, same_loss, same_gradients = count()
+    forwards = 2 if make is dpo else 1
+    assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
+    assert loss == same_loss
+    assert all(map(torch.equal, gradients, same_gradients))
+
+
+@pytest.mark.parametrize(("make", "waits"), [(dpo, 28), (sft, 12)])
+def test_the_step_of_trl_waits_more_often(make, waits, gpu, tmp_path):
+    trainer = make(tmp_path, package=trl)
+    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    step(trainer, batch)
+    gpu.reset()
+    step(trainer, batch)
+    assert gpu.synchronisations.total() == waits
+
+
+def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    place_models(trainer)
+    carried = on_simulated(batch)
+    step(trainer, carried)
+    labels = carried["completion_mask"].held
+    labels.copy_(labels.roll(1, dims=1))
+    step(trainer, carried)
+    with pytest.raises(PaddingRemovalError, match=r"labels of the batch.* in step 1 of train"):
+        trainer.log({})
+    trainer.log({})  # said once
+
+
+def test_labels_that_are_replaced_are_read_from_the_device(gpu, tmp_path):
+    trainer = dpo(tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    place_models(trainer)
+    carried = on_simulated(batch)
+    before = step(trainer, carried)
+    other = carried | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
+    plain, _ = without_layouts(other)
+    assert step(trainer, other) == step(trainer, plain) != before
+
+
+# -- what travels
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
+def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
+    trainer = dpo(tmp_path, pairs=4, prefix_sharing=sharing, dataloader_num_workers=workers)
+    (batch,) = trainer.get_train_dataloader()
+    plain, laid = without_layouts(batch)
+    layout = laid.layouts[""]
+    want = trainer.padding.handle.layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
+    assert layout.query_lengths == want.query_lengths
+    for name in ("real_index", "packed_index", "positions", "cu_seqlens_q", "cu_seqlens_k"):
+        assert torch.equal(getattr(layout, name), getattr(want, name))
+    assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
+    labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
+    assert torch.equal(laid.facts[""].scored, labels.flatten().nonzero().squeeze(1))
+    assert BATCH_LAYOUT not in plain
+
+
+def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
+    maps = FlatMaps.of(sft_batch_layout())
+    again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
+    assert again.cu_seqlens_q is again.cu_seqlens_k
+    assert again.positions.tolist() == [0, 1, 2, 0, 1]
+    assert again.cu_seqlens_q.dtype == torch.int32
+    gpu.reset()
+    maps.to("cuda:0")
+    assert gpu.kernels["_to_copy"] <= 2  # the block, and the bounds to int32
+    assert not gpu.synchronisations
+
+
+def sft_batch_layout():
+    batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
+        [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
+    )
+    return batch[BATCH_LAYOUT].facts.to("cpu")[""].layout
+
+
+@pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])
+def test_what_is_no_batch_of_tokens_is_left_as_it_is(batch):
+    assert LayoutCollator(lambda rows: batch, prefix_sharing=True)([]) is batch
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"token_type_ids": torch.zeros(2, 3, dtype=torch.int64)}, {"pixel_values": torch.zeros(4, 8)}],
+    ids=["types of tokens", "images"],
+)
+def test_ids_alone_do_not_say_what_rows_of_images_share(more):
+    ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
+    text = {"input_ids": ids, "attention_mask": mask}
+    assert LayoutKey.read(text, prefix_sharing=True).shares
+    assert not LayoutKey.read(text | more, prefix_sharing="auto").shares
+    with pytest.raises(PaddingRemovalError, match="compares token ids and positions, and the call also carries"):
+        LayoutKey.read(text | more, prefix_sharing=True)
+    assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it

@@ -1,0 +1,161 @@
+"""What is refused of a trainer whose packed rows several processes compute; what it computes is in `end_to_end`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import ParallelismConfig, PartialState
+from datasets import Dataset
+from kit.dpo_cases import build_pairs
+from kit.models import build
+from kit.trainer_runs import build_tokenizer
+
+from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
+from trl_padfix.core.parallel.collectives import Group
+from trl_padfix.trainers import context_parallel
+from trl_padfix.trainers.context_parallel import SplitRows
+from trl_padfix.trainers.packing import Padding
+from trl_padfix.trainers.parts import Settings
+
+
+def part(
+    cp_size: int = 2, tp_size: int = 1, layouts: bool = True, generates: bool = False, deepspeed: bool = False,
+    own: dict[str, Any] | None = None, **settings: Any,
+) -> SplitRows:  # fmt: skip
+    padding = Padding(replace(Settings(padding_free=True), **settings))
+    padding.task = SimpleNamespace(takes_layouts=layouts, generates_for_groups=generates)
+    padding.handles = [remove_padding(build("qwen2"))]
+    mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
+    trainer = SimpleNamespace(
+        padding=padding,
+        args=SimpleNamespace(torch_compile=False, generation_batch_size=16, per_device_eval_batch_size=4),
+        is_deepspeed_enabled=deepspeed,
+        train_dataset=Dataset.from_list([{"prompt": "w3"}]),
+        eval_dataset=None,
+        accelerator=SimpleNamespace(
+            parallelism_config=ParallelismConfig(cp_size=cp_size, tp_size=tp_size),
+            torch_device_mesh=mesh,
+            num_processes=2,
+        ),
+    )
+    vars(trainer).update(own or {})
+    return SplitRows(trainer)
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    PartialState(cpu=True)  # for the log
+    monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(group, 0, 2)))
+
+
+@pytest.mark.parametrize("attention", ["heads", "keys"])
+def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
+    split = part(cp_attention=attention)
+    split.attach()
+    assert [(h.split.group.size, h.split.attention) for h in split.trainer.padding.handles] == [(2, attention)]
+
+
+@pytest.mark.parametrize("given", [{"cp_size": 1}, {"padding_free": False}])
+def test_without_context_parallelism_or_packing_nothing_is_split(given, two_processes):
+    split = part(**given)
+    split.attach()
+    assert [handle.split for handle in split.trainer.padding.handles] == [None]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"layouts": False}, "generates rows on every process"),
+        ({"generates": True, "own": {"tools": [print]}}, "Tools, environments and `rollout_func` may answer"),
+        ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is dealt out by processes"),
+        ({"tp_size": 2}, "`tp_size` splits the weights"),
+        ({"deepspeed": True}, "not split with DeepSpeed"),
+    ],
+)
+def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
+    split = part(**given)
+    with pytest.raises(PaddingRemovalError, match=f"{says}.*`cp_size=1`"):
+        split.attach()
+    assert [handle.split for handle in split.trainer.padding.handles] == [None]
+
+
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        ({"num_generations": 3}, "8 completions in all, and `num_generations=3`"),
+        ({"num_generations_eval": 8, "eval_dataset": []}, "4 completions in all, and `num_generations_eval=8`"),
+    ],
+)
+def test_completions_of_a_prompt_have_to_meet(own, says, two_processes):
+    with pytest.raises(ValueError, match=says):
+        part(generates=True, own=own).attach()
+    part(generates=True, own={"num_generations": 4}).attach()
+
+
+class Trainer:
+    """Its class has this module, where a user's has accelerate's functions."""
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    return Accelerator().gather(x)
+
+
+def gather_object(x: list) -> list:
+    return x
+
+
+class Accelerator:
+    num_processes, process_index, device = 4, 3, "cpu"
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if x.dim() else x[None]
+        return torch.cat([x, x, x + 1, x + 1])  # of each process
+
+    def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gather(x)
+
+
+def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
+    monkeypatch.setattr(context_parallel, "gather", gather)
+    monkeypatch.setattr(context_parallel, "gather_object", gather_object)
+    split, accelerator, before = part(), Accelerator(), (gather, gather_object)
+    split.trainer, split.group = Trainer(), Group(None, 1, 2)
+    trainer: Any = split.trainer
+    trainer.accelerator = accelerator
+    with split._groups_as_processes():
+        assert (trainer.accelerator.num_processes, trainer.accelerator.process_index) == (2, 1)
+        rows = torch.tensor([[1.0], [2.0]])
+        for gathering in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, gather):
+            assert gathering(rows).flatten().tolist() == [1, 2, 2, 3]
+            assert gathering(torch.tensor(1.0)).tolist() == [1, 2]
+        assert gather_object(["a"]) == []  # the first process of the group says it
+    assert trainer.accelerator is accelerator
+    assert (gather, gather_object) == before
+
+
+def test_trl_leaves_the_parallelism_of_our_configuration_to_us():
+    """Its own refuses `cp_size` where completions are generated."""
+    given = {"parallelism_config": ParallelismConfig(cp_size=2), "use_cpu": True, "bf16": False}
+    assert GRPOConfig(padding_free=True, **given).parallelism_config.cp_size == 2
+    with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+        GRPOConfig(**given)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
+    """One is launched here; torch would say that the mesh is bigger than the world."""
+    args = DPOConfig(str(tmp_path), padding_free=True, use_cpu=True, bf16=False)
+    args.parallelism_config = ParallelismConfig(cp_size=cp_size)
+    with pytest.raises(
+        ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
+    ):
+        DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())
+
+
+def test_another_way_to_attend_is_an_error():
+    with pytest.raises(ValueError, match="`cp_attention` is 'heads' or 'keys', got 'ring'"):
+        part(cp_attention="ring").check(None, {})

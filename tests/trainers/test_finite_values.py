@@ -1,0 +1,96 @@
+"""Weights that are not finite are refused before the first step; losses and gradients are reported with their rows."""
+
+import logging
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model, trajectory
+
+import trl_padfix
+from trl_padfix.trainers.metrics.finite_values import check_weights
+
+
+ROWS = [{"text": f"w{3 + i} w4 w5"} for i in range(8)]
+
+
+def make(folder, library=trl_padfix, **given):
+    given = {"max_steps": 4, "per_device_train_batch_size": 2, "train_dataset": Dataset.from_list(ROWS)} | given
+    return make_trainer(library, "SFT", folder, **given)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_also_without_the_parity_check(value, tmp_path):
+    model = build_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, :3] = value
+    with pytest.raises(ValueError, match=r"3 of 1536 values of `model.layers.1.mlp.up_proj.weight` of the model"):
+        make(tmp_path, model=model, padding_free=True, parity_check=False)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        make(tmp_path, model=model)
+    check_weights(build_model(), "model")
+
+
+def test_so_are_those_of_the_reference(tmp_path):
+    reference = build_model(seed=1)
+    with torch.no_grad():
+        reference.model.norm.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="of the reference model"):
+        make_trainer(trl_padfix, "DPO", tmp_path, ref_model=reference)
+
+
+def broken_at(trainer, call: int, monkeypatch, where: str) -> None:
+    """The loss, or the gradient of it alone, is NaN in one forward."""
+    owner, calls = type(trainer).__mro__[0], []
+    assert owner.__name__ == "SFTTrainer"
+    compute = trl.SFTTrainer.compute_loss
+
+    def compute_loss(self, *args, **kwargs):
+        loss = compute(self, *args, **kwargs)
+        calls.append(1)
+        if len(calls) != call:
+            return loss
+        if where == "loss":
+            return loss * float("nan")
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", compute_loss)
+
+
+@pytest.mark.parametrize(("where", "what"), [("loss", "loss of training"), ("gradient", "norm of the gradient")])
+def test_the_step_and_the_rows_are_named(where, what, tmp_path, monkeypatch, caplog):
+    trainer = make(tmp_path, max_steps=2, padding_free=True, shuffle_dataset=False)
+    broken_at(trainer, 2, monkeypatch, where)
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer.train()
+    said = next(text for text in caplog.messages if "NaN, which" not in text and what in text)
+    assert f"The {what} in step 2 is nan" in said or f"The {what} in step 2 is inf" in said
+    assert "over the rows that begin with 'w" in said
+    assert "`stop_on_nonfinite=True` stops it" in said
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_the_run_stops_before_the_weights_change_if_asked(where, tmp_path, monkeypatch):
+    trainer = make(tmp_path, stop_on_nonfinite=True, learning_rate=0.1)
+    broken_at(trainer, 1, monkeypatch, where)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(FloatingPointError, match=r"in step 1 is (nan|inf), over the rows that begin with"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_a_finite_run_says_nothing_and_is_trls(tmp_path, caplog):
+    curves = []
+    for library in (trl, trl_padfix):
+        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+            trainer = make(tmp_path, library=library)
+            trainer.train()
+        curves.append(trajectory(trainer).tolist())
+    assert curves[0] == curves[1]
+    assert not any("The loss" in text or "The norm" in text for text in caplog.messages)

@@ -1,0 +1,336 @@
+"""Each distinct token of a step once, whatever its pieces: gradients, token counts, and what is kept for how long."""
+
+import contextlib
+
+import pytest
+import torch
+from kit.cells import slow_but
+from kit.families import build as build_family
+from kit.flash_stand_in import flash_attention_stand_in
+from kit.models import SUPPORTED, batch, build
+from peft import LoraConfig, get_peft_model
+
+from trl_padfix import DPOConfig, remove_padding
+from trl_padfix.core.call.batch_metadata import check_doubts, step_layouts
+from trl_padfix.core.call.prefix_states import States
+from trl_padfix.core.errors import PaddingRemovalError
+from trl_padfix.core.layout import shared_prefixes as planning
+from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.core.model.find import find_decoder
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatches, Walk, reason_to_compute_again
+from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
+
+
+PARTS = {
+    "depth first": [[4], [0], [5, 1], [2], [3, 6]],
+    "nested": [[0, 2], [1, 3], [4, 5], [6]],
+    "scattered": [[0, 6], [3], [5, 4], [2], [1]],
+}
+ENOUGH = 10**6
+STATES = [(name, None) for name in ("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid", "bamba", "lfm2")]
+"""Models with recurrences and short convolutions, whose states are handed on."""
+
+
+@pytest.fixture(autouse=True)
+def every_trunk_pays(monkeypatch):
+    monkeypatch.setattr(planning, "FORWARD", 1)
+
+
+def built(name, implementation):
+    return build_family(name) if implementation is None else build(name, implementation)
+
+
+def score(model, ids, mask, with_experts=False):
+    """
+    Log-probabilities of the real tokens behind a real token, by row, nonlinear in what is in one row; plus the
+    load-balancing loss of experts.
+    """
+    output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+    balancing = output.get("aux_loss") if with_experts else None
+    logps = output.logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return (logps * (mask[:, :-1] * mask[:, 1:])).sum(1).div(5).sin() + (0 if balancing is None else balancing)
+
+
+def gradients(model):
+    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@contextlib.contextmanager
+def counted(model):
+    """The tokens of each forward of the decoder."""
+    entered = []
+    layer = next(m for m in find_decoder(model).children() if isinstance(m, torch.nn.ModuleList))[0]
+    hook = layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
+    yield entered
+    hook.remove()
+
+
+def whole(model, ids, mask):
+    with remove_padding(model, prefix_sharing=True):
+        score(model, ids, mask).sum().backward()
+    return gradients(model)
+
+
+def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
+    """Each part with a backward of its own."""
+    batches = [(ids[part], mask[part]) for part in parts]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
+        once = MicroBatches(len(batches), planning.plan_pieces(batches, budget, gather), batches)
+        with splitting(once):
+            for i, (own_ids, own_mask) in enumerate(batches):
+                once.begin(i)
+                score(model, own_ids, own_mask).sum().backward()
+            once.check()
+    return gradients(model), entered, sum(trunk.tokens for trunk in once.planned.trunks.values() if trunk.again)
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * value.abs().max().item())
+
+
+FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2"), ("qwen3_next", None)]
+
+
+@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
+@pytest.mark.parametrize(("name", "implementation"), slow_but(FAST, SUPPORTED + STATES))
+def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, budget):
+    ids, mask = batch("mixed")
+    flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
+    with flash:
+        model = built(name, implementation).train()
+        expected = whole(model, ids, mask)
+        distinct, twice = prefix_sharing_layout(ids, mask).packed_tokens, []
+        for parts in PARTS.values():
+            found, entered, again = in_micro_batches(model, ids, mask, parts, budget)
+            assert_same(found, expected)
+            assert sum(entered) == distinct + again
+            twice.append(again)
+        assert any(twice) == (budget < ENOUGH)
+
+
+ROWS = [0, 1, 2, 3, 4, 5, 6, 0]
+
+
+def test_trunks_of_another_process_are_run_and_change_nothing():
+    """As under FSDP2, where all processes run like forwards: here with one token each."""
+    ids, mask = batch("right")
+    model = build("qwen2").train()
+    ids, mask = ids[ROWS], mask[ROWS]
+    expected, distinct = whole(model, ids, mask), prefix_sharing_layout(ids, mask).packed_tokens
+    for parts in ([[0, 4], [7], [5, 1, 2], [3, 6]], [[0], [1, 3], [2, 4], [5], [6, 7]]):
+        last = len(parts) - 1
+
+        def gather(own, last=last):
+            return [*own, ((0, last), True), ((0, 2), False), ((1, 2), False), ((2, 3), False)]
+
+        trunks = planning.plan_pieces([(ids[part], mask[part]) for part in parts], ENOUGH, gather).trunks.values()
+        found, entered, again = in_micro_batches(model, ids, mask, parts, ENOUGH, gather)
+        assert_same(found, expected)
+        alike = [trunk for trunk in trunks if trunk.first < trunk.last]
+        assert len(entered) == len(parts) + sum(len(trunk.layouts) for trunk in alike)
+        assert sum(entered) == distinct + again + sum(len(trunk.layouts) for trunk in trunks if not trunk.tokens)
+        assert any(not trunk.tokens for trunk in alike)
+    assert len(alike) < len(trunks)  # the row that is there twice computes nothing of its own
+
+
+def in_one_forward(model, ids, mask, budget, once=True):
+    """A loss that compares rows, whose forward is computed in pieces."""
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
+        with splitting(Splits(budget, True, once=once)):
+            of_row = score(model, ids, mask, with_experts=True)
+        (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
+    return of_row.detach(), gradients(model), sum(entered)
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    slow_but([("mistral", "sdpa"), ("qwen3_moe", "sdpa"), ("lfm2", None)], SUPPORTED + STATES),
+)
+def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
+    ids, mask = batch("both")
+    flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
+    with flash:
+        model = built(name, implementation).train()
+        rows, expected, _ = in_one_forward(model, ids, mask, ENOUGH)
+        distinct = prefix_sharing_layout(ids, mask).packed_tokens
+        for budget in (14, 20):
+            found, grads, tokens = in_one_forward(model, ids, mask, budget)
+            torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
+            assert_same(grads, expected)
+            assert distinct < tokens < 2 * distinct  # all but the last piece twice
+
+
+KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": int}
+
+
+@pytest.mark.parametrize("left_out", KINDS)
+def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkeypatch):
+    ids, mask = batch("right")
+    model = build_family("qwen3_next").train()
+    expected = whole(model, ids, mask)
+    closes = Walk._closes
+
+    def but_one_kind(walk, trunks):
+        for n in trunks:
+            walk.made[n] = States({k: x for k, x in walk.made[n].items() if not isinstance(k, KINDS[left_out])})
+        return closes(walk, trunks)
+
+    monkeypatch.setattr(Walk, "_closes", but_one_kind)
+    found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("budget", slow_but([12], [ENOUGH, 12]))
+def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budget):
+    ids, mask = batch("left")
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], init_lora_weights=False)
+    adapted = get_peft_model(build("qwen2"), adapters).get_base_model()
+    for inner in (build("qwen2").train(), adapted.train(), build_family("qwen3_next").train()):
+        inner.enable_input_require_grads()
+        expected = whole(inner, ids, mask)
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+        for parts in PARTS.values():
+            assert_same(in_micro_batches(inner, ids, mask, parts, budget)[0], expected)
+        assert_same(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
+
+
+def test_sums_over_many_micro_batches_are_in_float32():
+    """Rows of one prompt, each a micro-batch: under autocast as near to float32 as one forward is."""
+    ids = torch.randint(2, 39, (48, 24), generator=torch.Generator().manual_seed(0))
+    ids[:, :20] = ids[0, :20]
+    mask, model = torch.ones_like(ids), build("qwen2").train()
+    exact = whole(model, ids, mask)
+    off = []
+    for parts in ([list(range(48))], [[row] for row in range(48)]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = in_micro_batches(model, ids, mask, parts)[0] if len(parts) > 1 else whole(model, ids, mask)
+        off.append(sum(float((found[n] - exact[n]).norm()) ** 2 for n in exact) ** 0.5)
+    assert off[1] < 1.2 * off[0]
+
+
+def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_needed():
+    ids, mask = batch("right")
+    model = build("qwen2")
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
+        expected = score(model, ids, mask)
+        batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+        once = MicroBatches(len(batches), planning.plan_pieces(batches, 8), batches)
+        with splitting(once):
+            for i, part in enumerate(PARTS["depth first"]):
+                once.begin(i)
+                torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
+                (walk,) = once.walks.values()
+                alive = {n for n, t in once.planned.trunks.items() if t.first <= i <= t.last}
+                assert walk.leaves.keys() == alive
+                assert not any(x.requires_grad for n in alive for xs in walk.leaves[n].values() for x in xs)
+
+
+def test_a_micro_batch_without_its_forward_is_an_error():
+    ids, mask = batch("right")
+    model = build("qwen2")
+    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+        once = MicroBatches(len(batches), planning.plan_pieces(batches, ENOUGH), batches)
+        with splitting(once):
+            once.begin(0)
+            score(model, *batches[0]).sum().backward()
+            once.begin(2)
+            with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
+                score(model, *batches[2])
+        with pytest.raises(PaddingRemovalError, match="gradients are missing"):
+            once.check()
+
+
+WRITTEN_AT = [(which, at, budget) for which in ("ids", "mask") for at in (0, 1, 2) for budget in (ENOUGH, 12)]
+
+
+@pytest.mark.parametrize(("which", "at", "budget"), slow_but([("ids", 2, ENOUGH), ("mask", 1, 12)], WRITTEN_AT))
+def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budget, monkeypatch):
+    """What was seen of trunks before has its gradient, and all from there on is computed anew."""
+    ids, mask = batch("right")
+    model, parts = build("qwen2").train(), PARTS["nested"]
+
+    def step(planned):
+        batches = [(ids[part], mask[part]) for part in parts]
+        with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+            once = MicroBatches(len(batches), planning.plan_pieces(batches, budget), batches) if planned else None
+            with splitting(once):
+                for i, given in enumerate(batches):
+                    if once is not None:
+                        once.begin(i)
+                    if i == at:
+                        given[which == "mask"][:, 1] = 0 if which == "mask" else 30
+                    score(model, *given).sum().backward()
+                if once is not None:
+                    once.check()
+                    assert any(trunk.first < at <= trunk.last for trunk in once.planned.trunks.values()) == (at > 0)
+        return gradients(model)
+
+    expected = step(planned=False)
+    assert_same(step(planned=True), expected)
+    monkeypatch.setattr(Walk, "abandon", lambda walk, run: setattr(walk, "is_over", True))
+    if at > 0:
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(step(planned=True), expected)
+
+
+@pytest.mark.parametrize("which", ["ids", "mask"])
+def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
+    ids, mask = batch("right")
+    model = build("qwen2")
+    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
+    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+        once = MicroBatches(len(batches), planning.plan_pieces(batches, ENOUGH), batches)
+        # Alike in all rows of this micro-batch.
+        batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
+        doubts = []
+        with splitting(once), step_layouts(doubts=doubts):
+            for i in range(2):
+                once.begin(i)
+                score(model, *batches[i]).sum().backward()
+        with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
+            check_doubts(doubts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
+    """Every token of a piece is one of its own or of a trunk that it sees, and the pieces own each token once."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 2, (9, 6), generator=draw)
+    mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
+    parts = torch.randperm(9, generator=draw).split([2, 3, 1, 2, 1])
+    found = planning.plan_pieces([(ids[part], mask[part]) for part in parts], 5)
+    layouts = [*found.layouts.values(), *(trunk.layouts[trunk.first] for trunk in found.trunks.values())]
+    assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
+    for n, trunk in found.trunks.items():
+        assert all(m < n for m in trunk.layouts[trunk.first].outer)
+        assert {layout.computed_tokens for layout in trunk.layouts.values()} == {trunk.tokens}
+    for part, layout in zip(parts, found.layouts.values(), strict=True):
+        outer = sum(found.trunks[n].tokens for n in layout.outer)
+        assert layout.packed_tokens == outer + layout.computed_tokens
+        # Each real token of the piece is computed where its packed token has its id and its position.
+        assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
+        place = torch.arange(6).expand(len(part), 6)[mask[part].bool()]
+        assert torch.equal(layout.positions[layout.source], place)
+
+
+def reason(name="qwen2", is_sharded=False, **config):
+    model = build(name)
+    settings = {"gradient_checkpointing": False, "use_cpu": True, "bf16": False}
+    with remove_padding(model, prefix_sharing=True) as handle:
+        return reason_to_compute_again(handle, DPOConfig(**settings | config), is_sharded)
+
+
+def test_what_cannot_see_the_states_of_others_is_named():
+    checkpoints = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert reason() is None
+    assert reason(**checkpoints | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}) is None
+    assert "reentrant gradient checkpointing" in reason(**checkpoints)
+    assert "equally many forwards" in reason(is_sharded=True)
+    with remove_padding(build_family("mamba"), prefix_sharing=True) as handle:
+        assert "hands no state on" in reason_to_compute_again(handle, None, False)

@@ -1,0 +1,521 @@
+"""
+Batches by token budget give the trajectory of fixed batches, whatever the split.
+
+TRL's own trainer with all rows of an optimizer step in one forward is what every split is compared with: loss,
+gradient norm and every metric of every step.
+"""
+
+import logging
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import budget_runs
+from kit.budget_runs import (
+    ALL_TRAINERS,
+    BUDGET,
+    GLOBAL_BATCH,
+    LAUNCHED,
+    TRAINERS,
+    assert_same,
+    build_data,
+    make,
+    watched,
+)
+from kit.cells import every_pair, slow_but
+from kit.processes import logged
+from kit.trainer_runs import build_model, build_tokenizer, entered, figures, trained, trajectory
+
+import trl_padfix
+from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
+from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching.measures import PairMeasure
+
+
+SHARING = {"prefix_sharing": True}
+
+
+def lists(config):
+    """A configuration whose lists were given as tuples, which can be told apart by a cache."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory):
+    """What TRL logs with one forward per step, computed once for each trainer."""
+
+    @cache
+    def run(name, **config):
+        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | lists(config))
+        trainer.train()
+        return trainer.state.log_history
+
+    return run
+
+
+CASES = {
+    "dpo": ("dpo", {}),
+    "dpo, left": ("dpo", SHARING | {"padding_side": "left"}),
+    "dpo, accumulation": ("dpo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    "dpo, precomputed": ("dpo", SHARING | {"precompute_ref_log_probs": True}),
+    "dpo, workers": ("dpo", {"dataloader_num_workers": 1}),
+    "sft": ("sft", {}),
+    "reward": ("reward", {}),
+    "sft, accumulation": ("sft", {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(["dpo", "dpo, left", "dpo, precomputed", "reward", "sft", "sft, accumulation"], CASES)
+)
+def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
+    name, config = CASES[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+    # It was split, unevenly, and within the budget; the decoder computed no more than that.
+    rows = 1 if name == "sft" else 2
+    assert all(sum(map(len, step)) == rows * GLOBAL_BATCH for step in steps)
+    assert all(len(step) > 1 for step in steps)
+    assert any(len({len(batch) for batch in step}) > 1 for step in steps)
+    if not config.get("prefix_sharing"):
+        assert max(sum(batch) for step in steps for batch in step) <= BUDGET[name]
+        assert trainer.padding.stats.packed_tokens == sum(sum(batch) for step in steps for batch in step)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_one_row_and_three_weigh_as_four(name, tmp_path):
+    words = {"dpo": {"prompt": "w3 ", "chosen": "w4 ", "rejected": "w5 "}, "sft": {"text": "w3 "}}[name]
+    data = Dataset.from_list([{part: word * (i + 2) for part, word in words.items()} for i in (0, 5, 1, 0)])
+    tokens = {"dpo": 34, "sft": 10}[name]
+    runs = {}
+    for ours in (True, False):
+        config = {"max_tokens_per_batch": tokens} if ours else {}
+        config |= {"per_device_train_batch_size": 4, "max_steps": 4, "max_length": tokens}
+        trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config)
+        runs[ours] = watched(trainer), figures(trainer.state.log_history)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in runs[True][0]] == [[3 * rows, rows]] * 4
+    assert [[len(batch) for batch in step] for step in runs[False][0]] == [[4 * rows]] * 4
+    assert_same(runs[True][1], runs[False][1])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
+    trainer = make(name, tmp_path, ours=True, max_steps=9)
+    rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
+    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
+    monkeypatch.setattr(trainer.padding.task, "metric_items", lambda batch: {})
+    monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
+    trainer.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+COMPARING = {
+    "kto": ("kto", {}),
+    "dpo, aot and sft": ("dpo", {"loss_type": ("aot", "sft")}),
+}
+
+
+@pytest.mark.parametrize("case", COMPARING)
+def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path):
+    name, config = COMPARING[case]
+    loss = {key: value for key, value in config.items() if key == "loss_type"}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
+    computed = entered(trainer.model)
+    steps = watched(trainer)
+    assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
+    assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
+    assert max(computed) <= BUDGET[name]
+    assert len(computed) > 9 * 2 * 2
+
+
+@pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
+def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
+    name, config = COMPARING[case]
+    trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
+    task = trainer.padding.task
+    monkeypatch.setattr(task, "compares_rows", lambda: False)
+    monkeypatch.setattr(task, "loss_items", lambda batch: len(batch["input_ids"]))
+    monkeypatch.setattr(task, "metric_items", lambda batch: {})
+    trainer.train()
+    ours, theirs = (
+        torch.tensor([log["loss"] for log in history if "loss" in log][:3])
+        for history in (trainer.state.log_history, fixed(name, **config))
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(ours, theirs)
+
+
+def token_mean(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def with_loss(trainer_class, adds):
+    """A user's subclass with a mean over the tokens of a forward as its loss; `adds` it to TRL's."""
+
+    class Own(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+            outputs = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})
+            theirs = super().compute_loss(model, inputs, **kwargs) if adds else 0.0
+            loss = theirs + token_mean(outputs, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    return Own
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["instead of TRL's", "beside TRL's"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_loss_of_a_subclass_sees_all_rows(name, adds, tmp_path, monkeypatch):
+    runs, computed = {}, {}
+    for ours, library in ((True, trl_padfix), (False, trl)):  # which ours was made of
+        trainer_class = f"{TRAINERS[name]}Trainer"
+        monkeypatch.setattr(library, trainer_class, with_loss(getattr(library, trainer_class), adds))
+        trainer = make(name, tmp_path, ours=ours, max_steps=4, **({"parity_check": False} | SHARING if ours else {}))
+        computed[ours] = entered(trainer.model)
+        runs[ours] = trained(trainer)
+    assert_same(runs[True], runs[False])
+    assert max(computed[True]) <= BUDGET[name] < max(computed[False])
+
+
+def test_so_does_a_function_for_the_loss(tmp_path):
+    runs = []
+    for library in (trl, trl_padfix):
+        trainer = make("sft", tmp_path, ours=library is trl_padfix, max_steps=4, compute_loss_func=token_mean)
+        trainer.train()
+        runs.append(figures(trainer.state.log_history))
+    assert_same(*runs)
+
+
+def test_a_step_of_a_subclass_is_told_what_its_batch_is(tmp_path, monkeypatch):
+    trainer = make("sft", tmp_path, ours=True)
+    own = type(
+        "Own", (type(trainer),), {"training_step": lambda self, *args, **kwargs: self.compute_loss(*args, **kwargs)}
+    )
+    monkeypatch.setattr(trainer, "__class__", own)
+    with pytest.raises(ValueError, match="a `training_step` of yours took it for one"):
+        trainer.train()
+
+
+def test_losses_of_a_subclass_that_trl_would_add_up_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trl_padfix, "SFTTrainer", with_loss(trl_padfix.SFTTrainer, adds=False))
+    with pytest.raises(ValueError, match="The loss is your own, and TRL adds several of them up"):
+        make("sft", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("name", ALL_TRAINERS)
+def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
+    data = build_data(name).select(range(12))
+    logs = {}
+    for ours in (True, False):
+        given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
+        trainer = make(name, tmp_path, ours=ours, **given)
+        computed = entered(trainer.model)
+        trained = trainer._prepare_dataset
+        arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
+        logs[ours] = trainer.evaluate(trained(data, *arguments))
+        if ours:
+            assert len(computed) > 2
+            assert max(computed) <= BUDGET[name]
+    names = [n for n in logs[False] if not n.endswith(("runtime", "_time", "_per_second", "num_tokens"))]
+    assert len(names) > 3
+    assert_same(*(torch.tensor([log[n] for n in names]) for log in (logs[True], logs[False])))
+
+
+def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
+    # Two prompts of ten tokens in each step, in turns; a prompt and its four pairs are 26 tokens.
+    prompts = [f"w{3 + 2 * (i // 8) + i % 2} " * 10 for i in range(24)]
+    data = Dataset.from_list([{"prompt": p, "chosen": f"w{10 + i}", "rejected": "w9"} for i, p in enumerate(prompts)])
+    given = {
+        "train_dataset": data,
+        "max_tokens_per_batch": 30,
+        "max_steps": 3,
+        "train_sampling_strategy": "sequential",
+    }
+    trainer = make("dpo", tmp_path, ours=True, **given, **SHARING)
+    found = []
+    compute_loss = trainer.compute_loss
+
+    def loss(model, inputs, *args, **kwargs):
+        prompts = inputs["input_ids"].masked_fill(inputs["completion_mask"].bool(), 39)
+        found.append({tuple(p for p in row if p != 39) for row in prompts.tolist()})
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = loss
+    trainer.train()
+    assert len(found) == 6  # three steps of two prompts with four pairs each
+    assert [len(prompts) for prompts in found] == [1] * 6
+
+
+# The rows of a step, and what they weigh
+
+
+RAGGED = {
+    "a last micro-batch of one row": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 13},
+    "a last step of one micro-batch": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "rows": 11},
+    "a last step without accumulation": {"per_device_train_batch_size": 4, "rows": 14},
+    "the last rows dropped": {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "rows": 13, "dataloader_drop_last": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "case", "mode"), every_pair(TRAINERS, RAGGED, [{}, SHARING]))
+def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(name, case, mode, tmp_path):
+    """Two epochs, shuffled; every prompt comes up several times."""
+    config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5}
+    rows = config.pop("rows")
+    data = build_data(name).select(range(rows))
+    if name == "dpo":
+        prompts = data["prompt"]
+        data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    runs = {}
+    for ours in (True, False):
+        trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config, **mode if ours else {})
+        steps = watched(trainer)
+        runs[ours] = steps, trainer.state.log_history
+    theirs = [log for log in runs[False][1] if "loss" in log]
+    ours = [log for log in runs[True][1] if "loss" in log]
+    wanted = [
+        "loss",
+        "grad_norm",
+        *(n for n in theirs[0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))),
+    ]
+    assert_same(*(torch.tensor([[log[n] for n in wanted] for log in logs]) for logs in (ours, theirs)))
+    # The budget split steps (TRL's batches may be split already), and what is logged is not that of any other order.
+    assert max(len(batch) for step in runs[True][0] for batch in step) < max(
+        map(sum, [map(len, s) for s in runs[True][0]])
+    )
+    assert len({round(log["loss"], 4) for log in theirs}) > len(theirs) // 2
+
+
+def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
+    """What an epoch was before rows kept to their step."""
+    data = build_data("dpo").select(range(16))
+    prompts = data["prompt"]
+    data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
+    config = {"per_device_train_batch_size": 4, "max_steps": 4, "train_dataset": data}
+    theirs = make("dpo", tmp_path, ours=False, **config)
+    theirs.train()
+    shares = micro_batches.StepPlan.shares
+
+    def sorted_shares(plan, order, costs, **how):
+        return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
+
+    monkeypatch.setattr(micro_batches.StepPlan, "shares", sorted_shares)
+    ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
+    ours.train()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(ours.state.log_history), figures(theirs.state.log_history))
+
+
+@pytest.mark.parametrize(("name", "more"), [("dpo", {}), ("sft", {})])
+def test_noise_that_depends_on_the_length_of_a_batch_is_refused(name, more, tmp_path):
+    with pytest.raises(ValueError, match="`neftune_noise_alpha=5` adds noise whose size depends on the length"):
+        make(name, tmp_path, ours=True, neftune_noise_alpha=5, **more)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
+)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path):
+    rope = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+    kind = "rope_parameters" if "rope_parameters" in build_model().config.to_dict() else "rope_scaling"
+    limits = {"max_position_embeddings": 16, kind: rope}
+    with pytest.raises(
+        ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
+    ):
+        make(name, tmp_path, ours=True, model=build_model(**limits))
+    make(name, tmp_path, ours=True, max_length=16, model=build_model(**limits))  # no row is long enough for it
+
+
+COUNTED = ["num_tokens"]
+"""What TRL counts from zero in a resumed run."""
+
+
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
+    make("dpo", tmp_path, ours=True, **LAUNCHED).train()
+    trainer = make("dpo", tmp_path, ours=True, **LAUNCHED)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
+
+
+@pytest.mark.parametrize("strategy", slow_but([], ["multi_gpu", "fsdp2"]))
+def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed, tmp_path):
+    found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
+    for name in ALL_TRAINERS:
+        whole, *resumed = found[name]
+        expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
+        assert_same(figures(whole), figures(expected))
+        for history in resumed:
+            assert_same(figures(history, COUNTED), figures(expected, COUNTED))
+    for name in ("dpo", "sft"):
+        one = budget_runs.make_grouped(name, tmp_path, max_tokens_per_batch=None)
+        one.train()
+        histories = one.state.log_history, *found[f"grouped {name}"]
+        steps = [[log for log in history if "loss" in log] for history in histories]
+        losses = torch.tensor([[[log["loss"], log["grad_norm"]] for log in history] for history in steps])
+        assert_same(losses[1:], losses[:1].expand_as(losses[1:]))
+    if strategy == "multi_gpu":
+        one = budget_runs.make_recorded(tmp_path / "one", 6, ours=False)
+        one.train()
+        names = ["loss", "grad_norm", "entropy", *(f"clip_ratio/{n}" for n in ("region_mean", "low_min", "high_max"))]
+        ours, theirs = (
+            torch.tensor([[log[n] for n in names] for log in history if "loss" in log])
+            for history in (found["recorded"], one.state.log_history)
+        )
+        assert theirs[:, 3].any()
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
+    halved = micro_batches.halved
+    monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
+    trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
+    steps = watched(trainer)
+    rows = 2 if name == "dpo" else 1
+    assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
+    assert_same(figures(trainer.state.log_history), figures(fixed(name)))
+
+
+def test_a_process_with_too_few_rows_computes_one_without_a_weight():
+    batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
+    pieces = micro_batches.halved([(batch, 0.75)], 4, rows_per_item=2)
+    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
+        ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
+    ]  # fmt: skip
+    assert [weight for _, weight in pieces] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+
+
+# Input
+
+
+def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
+        steps = watched(trainer)
+    dataset = trainer.train_dataset
+    tokens = PairMeasure(max_length=26).dataset(dataset).each
+    message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
+    assert sum(message in text for text in caplog.messages) == 1
+    assert any(sum(batch) > 26 for step in steps for batch in step)
+    assert all(sum(batch) <= 26 or len(batch) == 2 for step in steps for batch in step)
+
+
+def test_no_budget_leaves_batches_alone(tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=None, max_steps=1)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert {"input_ids", "attention_mask", "completion_mask", "padfix_layout"} == set(batch)
+    assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH
+
+
+def test_the_batch_of_a_step_is_the_product_with_the_accumulation():
+    config = DPOConfig(
+        use_cpu=True, bf16=False, padding_free=True, max_tokens_per_batch=2048,
+        per_device_train_batch_size=4, gradient_accumulation_steps=8,
+    )  # fmt: skip
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (32, 1)
+
+
+@pytest.mark.parametrize("config_class", [DPOConfig, SFTConfig])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
+        ({"max_tokens_per_batch": 2048, "padding_free": False}, "needs `padding_free=True`"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_an_error(config_class, config, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**{"use_cpu": True, "bf16": False, "padding_free": True} | config)
+
+
+def test_packed_rows_are_not_split():
+    with pytest.raises(ValueError, match="Set one of `packing` and `max_tokens_per_batch`"):
+        SFTConfig(use_cpu=True, bf16=False, padding_free=True, packing=True, max_tokens_per_batch=2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"),
+    ],
+)
+def test_settings_that_deal_out_rows_otherwise_are_refused(config, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make("dpo", tmp_path, ours=True, **config)
+
+
+@pytest.mark.parametrize("max_length", [None, 1024])
+@pytest.mark.parametrize("name", ["sft", "kto"])
+def test_the_longest_row_that_the_data_has_is_compared_with_the_budget(name, max_length, tmp_path):
+    config = {"ours": True, "max_length": max_length, "max_steps": 1}
+    trainer = make(name, tmp_path, **config, max_tokens_per_batch=20)
+    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .* 2\d \(") as error:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    longest = int(re.search(r"Raise the budget to (\d+) at least", str(error.value))[1])
+    trainer = make(name, tmp_path, **config, max_tokens_per_batch=longest)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
+    trainer = make("kto", tmp_path, ours=True)
+    trainer.is_deepspeed_enabled = True
+    with pytest.raises(ValueError, match=r"The loss compares rows .*, and DeepSpeed does not compute"):
+        trainer.padding.part(token_budget.Budget).attach()
+
+
+def test_a_stream_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
+        make("dpo", tmp_path, ours=True, train_dataset=build_data("dpo").to_iterable_dataset())
+
+
+def test_another_sampling_strategy_is_refused(tmp_path):
+    trainer = make("sft", tmp_path, ours=True, train_sampling_strategy="group_by_length")
+    with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which does the same in another way"):
+        trainer.get_train_dataloader()
+
+
+def test_an_accumulation_that_was_set_later_is_refused(tmp_path):
+    config = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, padding_free=True, gradient_accumulation_steps=2)
+    config.max_tokens_per_batch = 2048
+    model, tokenizer = build_model(), build_tokenizer()
+    with pytest.raises(ValueError, match="was set after the configuration was made, with `gradient_acc"):
+        DPOTrainer(model=model, args=config, train_dataset=build_data("dpo"), processing_class=tokenizer)
+
+
+def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, monkeypatch):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=2)
+    metrics, gather = trainer._metrics["train"], trainer.accelerator.gather
+    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert trainer._metrics["train"] is metrics
+    assert trainer.accelerator.gather == gather
+    assert "gather" not in vars(trainer.accelerator)
+    assert trainer.accelerator.sync_gradients
+    assert trainer.padding.part(token_budget.Budget).weight is None
+
+
+def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):
+    logs = []
+    for ours in (True, False):
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3)
+        torch.manual_seed(7)
+        trainer.train()
+        logs.append(trajectory(trainer))
+    torch.testing.assert_close(logs[0], logs[1], rtol=1e-4, atol=1e-5)

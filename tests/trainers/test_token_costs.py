@@ -1,0 +1,284 @@
+"""Micro-batches under a token budget and processes with even work: every row once, whatever the lengths."""
+
+import numpy as np
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler
+
+from trl_padfix.core.layout.shared_prefixes import STATES
+from trl_padfix.trainers.batching.bin_packing import StepPlan, assign, balance, split, split_depth_first
+from trl_padfix.trainers.batching.measures import PairMeasure
+from trl_padfix.trainers.batching.prefix_groups import prefix_order
+from trl_padfix.trainers.batching.token_costs import prefix_costs, text_costs
+
+
+@st.composite
+def drawn_rows(draw, most=24):
+    """Rows of few tokens, so that many begin alike."""
+    rows = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=7), min_size=1, max_size=most))
+    return [np.array(row) for row in rows]
+
+
+def costs_of(rows):
+    each = np.array([len(row) for row in rows])
+    return prefix_costs(each, each, *prefix_order(rows))
+
+
+def pairs_of(prompts, chosen, rejected):
+    """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
+    parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
+    return PairMeasure(sharing=True).examples([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
+
+
+def drawn_costs(most=24):
+    """Costs of such rows, or of rows that share nothing."""
+    apart = st.lists(st.integers(2, 12), min_size=1, max_size=most).map(text_costs)
+    return st.one_of(drawn_rows(most).map(costs_of), apart)
+
+
+def counted(rows, part):
+    """Tokens of a batch, common prefixes once, row by row."""
+    return len({tuple(rows[r][: i + 1]) for r in part for i in range(len(rows[r]))})
+
+
+@given(drawn_rows(), st.data())
+def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
+    costs = costs_of(rows)
+    distinct = st.lists(st.integers(0, len(rows) - 1), min_size=1, unique=True)
+    part = data.draw(distinct)
+    assert costs.total(part) == counted(rows, part)
+    within = data.draw(st.lists(st.integers(0, len(part) - 1), min_size=1, unique=True))
+    assert costs[part].total(within) == counted(rows, [part[i] for i in within])
+    everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
+    while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
+        everywhere -= 1
+    assert costs.common_to_all == everywhere
+
+
+@given(drawn_costs(), st.integers(1, 60))
+def test_a_split_has_every_row_once_within_the_budget(costs, budget):
+    parts = split(costs, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    for part in parts:
+        assert costs.total(part) <= budget or len(part) == 1
+    sizes = [costs.total(part) for part in parts]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
+def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
+    costs = pairs_of(prompts, 3, 4)
+    parts = split(costs, budget)
+    for prompt in set(prompts):
+        rows = np.flatnonzero(np.array(prompts) == prompt)
+        holding = [part for part in parts if set(part) & set(rows.tolist())]
+        assert len(holding) == 1 or len(set(prompts)) == 1 or costs.total(rows) > budget
+
+
+@given(drawn_costs(), st.integers(1, 60))
+def test_no_two_micro_batches_fit_into_one(costs, budget):
+    sizes = sorted(costs.total(part) for part in split(costs, budget))
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.common.any()
+
+
+def test_a_split_is_even_where_the_budget_allows_it():
+    lengths = [30, 28, 26, 24, 6, 5, 4, 3, 2]
+    sizes = [sum(lengths[i] for i in part) for part in split(text_costs(lengths), budget=70)]
+    assert sizes == [65, 63]
+
+
+def test_a_row_beyond_the_budget_is_alone():
+    assert split(text_costs([50, 3, 4]), budget=10) == [[0], [1, 2]]
+
+
+@given(drawn_costs(), st.integers(1, 4))
+def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
+    costs = costs[: len(costs) // processes * processes]
+    parts = assign(costs, processes)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert {len(part) for part in parts} == {len(costs) // processes}
+
+
+def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
+    with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly to 2 processes"):
+        assign(text_costs([1, 2, 3, 4, 5]), 2)
+
+
+@pytest.mark.parametrize("processes", [2, 8, 64])
+def test_processes_have_even_work(processes):
+    lengths = np.random.default_rng(0).lognormal(5, 0.8, 8 * processes).astype(int).clip(1, 1024)
+    costs = text_costs(lengths)
+    dealt = [costs.total(part) for part in assign(costs, processes)]
+    in_order = [costs.total(part) for part in np.arange(len(costs)).reshape(processes, 8)]
+    waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (dealt, in_order))
+    assert waiting < 0.5 * waiting_in_order
+    assert max(dealt) <= max(1.02 * np.mean(dealt), max(lengths) + 7 * np.median(lengths))
+
+
+def test_rows_of_one_prompt_go_to_one_process():
+    prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
+    parts = assign(pairs_of(prompts, 2, 3), 2)
+    assert sum(len(set(prompts[part])) for part in parts) == 4
+
+
+@given(drawn_costs(), st.integers(1, 4))
+def test_balanced_processes_have_each_row_once(costs, processes):
+    processes = min(processes, len(costs))
+    parts = balance(costs, processes)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert len(parts) == processes
+    assert all(parts)
+
+
+def test_rows_that_are_all_alike_are_given_to_all_processes():
+    assert balance(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("processes", [8, 64])
+def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
+    draw = np.random.default_rng(0)
+    rows = []
+    while len(rows) < 32 * processes:  # rollouts of tasks whose turns grow
+        task = draw.integers(0, 9999, 100 + int(draw.lognormal(4, 0.6)))
+        for _ in range(4):
+            row = task
+            for _ in range(draw.integers(4, 12)):
+                row = np.concatenate([row, draw.integers(0, 9999, 1 + int(draw.lognormal(4, 0.6)))])
+                rows.append(row)
+    costs = costs_of(rows[: 32 * processes])
+    waiting = {}
+    for deal in (balance, assign):
+        tokens = [costs.total(part) for part in deal(costs, processes)]
+        waiting[deal] = 1 - np.mean(tokens) / max(tokens)
+    assert waiting[balance] < 0.05 < waiting[assign]
+
+
+@given(drawn_costs(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulated, processes, draw):
+    order = draw.sample(range(len(costs)), len(costs))
+    plan = StepPlan(len(costs), micro_batch, accumulated, processes)
+    dealt = list(plan.in_micro_batches(order, costs))
+    assert dealt == list(plan.in_micro_batches(order, costs))
+    size = plan.per_process * processes
+    for begin in range(0, len(order), size):
+        assert sorted(dealt[begin : begin + size]) == sorted(order[begin : begin + size])
+    assert len(dealt) == len(order)
+
+
+def steps_of_trl(plan, order):
+    """Rows of each optimizer step, from accelerate's own sharding of TRL's micro-batches."""
+    batches = BatchSampler(order, plan.micro_batch, plan.drop_last)
+    shards = [batches]  # accelerate leaves those of a single process alone
+    if plan.processes > 1:
+        shards = [BatchSamplerShard(batches, plan.processes, i, even_batches=True) for i in range(plan.processes)]
+    shards = [list(shard) for shard in shards]
+    count = len(shards[0])
+    assert all(len(shard) == count for shard in shards)
+    steps = [range(begin, min(begin + plan.accumulated, count)) for begin in range(0, count, plan.accumulated)]
+    return [[[shard[i] for i in step] for shard in shards] for step in steps]
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulated, processes, drop_last, draw):
+    plan = StepPlan(rows, micro_batch, accumulated, processes, drop_last)
+    order = list(range(rows))
+    draw.shuffle(order)
+    costs = text_costs([draw.randint(1, 9) for _ in order])
+    expected = steps_of_trl(plan, order)
+    for equal in (False, True):
+        dealt = list(plan.shares(order, costs, equal=equal))
+        assert len(dealt) == len(plan) == len(expected) * processes
+        check_steps(plan, [dealt[i : i + processes] for i in range(0, len(dealt), processes)], expected, equal)
+
+
+def check_steps(plan, steps, expected, equal):
+    processes, micro_batch = plan.processes, plan.micro_batch
+    for dealt, step in zip(steps, expected, strict=True):
+        shares = [share for _, share in dealt]
+        assert {of_step for of_step, _ in dealt} == {sum(map(len, shares))}
+        assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
+        assert all(shares)
+        if equal:
+            assert len({len(share) for share in shares}) == 1
+        # The mean over micro-batches of means over rows, which all processes with several have alike.
+        weights = [plan.weights(len(share), dealt[0][0]) for share in shares]
+        assert sum(w.sum() for w in weights) == pytest.approx(processes)
+        assert len({round(w, 9) for each in weights for w in each}) == 1 or processes == 1
+        if processes == 1:
+            expected_weights = {r: 1 / len(b) / len(step[0]) for b in step[0] for r in b}
+            assert dict(zip(shares[0], weights[0].tolist(), strict=True)) == pytest.approx(expected_weights)
+        else:
+            assert all(len(b) == micro_batch for own in step for b in own)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pairs_cost_at_least_what_is_computed(data):
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    from trl_padfix import padding_free_layout, prefix_sharing_layout
+
+    # Completions begin with ids of their own, so that pairs have nothing but prompts in common.
+    prompts = data.draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=6), min_size=1, max_size=4))
+    lengths = st.tuples(st.integers(1, 6), st.integers(1, 6))
+    pairs = [
+        {"prompt_ids": p, "chosen_ids": [10 + 2 * i] * c, "rejected_ids": [11 + 2 * i] * r}
+        for i, p in enumerate(prompts)
+        for c, r in [data.draw(lengths)]
+    ]
+    settings = {
+        "max_length": data.draw(st.sampled_from([None, 7])),
+        "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
+    }
+    batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
+    assert (
+        PairMeasure(**settings).examples(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    )
+    shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
+    costs = PairMeasure(sharing=True, **settings).examples(pairs)
+    assert costs.total() >= shared
+    for i, pair in enumerate(pairs):
+        alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
+        tokens = prefix_sharing_layout(alone["input_ids"], alone["attention_mask"]).packed_tokens
+        assert costs.each[i] >= tokens
+        assert costs.each[i] == tokens or settings["truncation_mode"] == "keep_end"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
+    """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
+    draw = np.random.default_rng(seed)
+    rows = [np.arange(int(draw.integers(1, 300)))]
+    for _ in range(60):
+        begin = rows[draw.integers(len(rows))]
+        begin = begin[: draw.integers(1, len(begin) + 1)]
+        rows.append(np.concatenate([begin, draw.integers(1000, 2000, draw.integers(1, 60))]))
+    each = np.array([len(row) for row in rows])
+    costs = prefix_costs(each, each, *prefix_order(rows))
+    budget = int(each.max() + draw.integers(0, 200))
+    parts = split_depth_first(costs, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+    for i, part in enumerate(parts):
+        later = [row for other in parts[i + 1 :] for row in other]
+        needed_later = costs.total(part) + costs.total(later) - costs.total(part + later) if later else 0
+        assert len(part) == 1 or costs.total(part) - (1 - STATES) * needed_later <= budget
+    assert len(parts) <= len(split(costs, budget)) + 2
+
+
+def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
+    each = np.full(32, 1152)
+    costs = prefix_costs(each, each, np.arange(32), np.array([0] + [1024] * 31))
+    assert [len(part) for part in split(costs, 1280)] == [2] * 16
+    parts = split_depth_first(costs, 1280)
+    assert len(parts) == 5
+    assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it
+    assert [len(part) for part in split_depth_first(costs, 5120)] == [32]
