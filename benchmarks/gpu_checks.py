@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl_padfix.core.attention import attention
 from trl_padfix.core.attention.segments import sum_by_token
 from trl_padfix.core.attention.varlen import torch_varlen_is_complete
-from trl_padfix.core.call.batch_metadata import BatchFacts, Known, step_layouts
+from trl_padfix.core.call.batch_metadata import BatchFacts, Known, share_layouts
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.remove import remove_padding
@@ -122,7 +122,7 @@ class _Figures:
             if mode == "leaking":
                 whole = padding_free_layout(mask.reshape(1, -1))  # all rows as one: each sees those before it
                 wrong = BatchFacts(replace(whole, batch_shape=tuple(mask.shape)))
-                stack.enter_context(step_layouts([Known.of(LayoutKey(ids, mask), wrong)], doubts=[]))
+                stack.enter_context(share_layouts([Known.of(LayoutKey(ids, mask), wrong)], deferred_checks=[]))
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "autocast"):
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
             logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)

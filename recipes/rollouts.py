@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, set_seed
 
 import trl_padfix
 from trl_padfix.cli.recipe_run import ReportCallback, build_tiny
-from trl_padfix.cli.user_errors import explained
+from trl_padfix.cli.user_errors import explain_errors
 
 
 @dataclass
@@ -83,5 +83,5 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in DEFAULTS:
         sys.exit(f"rollouts.py: name a method first, one of {', '.join(DEFAULTS)}")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` is what TRL warns about
-    with explained("rollouts.py"):
+    with explain_errors("rollouts.py"):
         main(sys.argv[1], sys.argv[2:])

@@ -27,7 +27,7 @@ from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.recipe_run import ReportCallback
-from trl_padfix.cli.user_errors import explained
+from trl_padfix.cli.user_errors import explain_errors
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
 from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume, saying_what_is_safe
@@ -134,5 +134,5 @@ def run(model: str, dataset: DatasetDict, script_args, training_args, model_args
 
 if __name__ == "__main__":
     parser = trl.TrlParser((RecipeArguments, SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    with explained("recipes/sft_vlm.py"):
+    with explain_errors("recipes/sft_vlm.py"):
         main(*parser.parse_args_and_config(fail_with_unknown_args=True))

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
-from trl_padfix.core.layout.shared_prefixes import plan_pieces
-from trl_padfix.trainers.batching.bin_packing import split, split_depth_first
-from trl_padfix.trainers.batching.prefix_groups import prefix_order
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
+from trl_padfix.core.layout.shared_prefixes import plan_shared_prefixes
+from trl_padfix.trainers.batching.bin_packing import pack_depth_first, split
+from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.batching.sub_batches import attach_splitting, splitting
 from trl_padfix.trainers.batching.token_costs import prefix_costs
 
@@ -117,8 +117,8 @@ def step(model, data, parts, budget, once):
         ids = pad_sequence([rows[r] for r in part], batch_first=True)
         lengths = torch.tensor([len(rows[r]) for r in part])
         batches.append((ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()))
-    planned = plan_pieces(batches, budget) if once else None
-    run = MicroBatches(planned, batches) if planned is not None else None
+    planned = plan_shared_prefixes(batches, budget) if once else None
+    run = MicroBatchRunner(planned, batches) if planned is not None else None
     with splitting(run):
         for i, (part, (ids, mask)) in enumerate(zip(parts, batches, strict=True)):
             if run is not None:
@@ -141,13 +141,13 @@ def main(repeat: int) -> None:
     with remove_padding(model, prefix_sharing=True) as handle, attach_splitting(model):
         for name, data, shares in (("1,024 + 32 x 128", group(), (2, 4, 8)), ("8 x 4 x 4 turns", turns(), (10,))):
             each = np.array([len(row) for row in data[0]])
-            costs = prefix_costs(each, each, *prefix_order([row.numpy() for row in data[0]]))
+            costs = prefix_costs(each, each, *sort_by_prefix([row.numpy() for row in data[0]]))
             distinct = costs.total()
             ways = {("one forward", 1): ([list(range(len(each)))], distinct, False)}
             for share in shares:
                 budget = distinct // share
                 ways["anew", share] = split(costs, budget), budget, False
-                ways["once", share] = split_depth_first(costs, budget), budget, True
+                ways["once", share] = pack_depth_first(costs, budget), budget, True
             seconds, kept, computed, off, expected = {way: [] for way in ways}, {}, {}, {}, None
             for way, given in ways.items():
                 meter, before = Kept(model), handle.stats.packed_tokens

@@ -22,7 +22,7 @@ from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 from trl_padfix.trainers.batching.bin_packing import StepPlan, split
-from trl_padfix.trainers.batching.prefix_groups import group_rows, prefix_order
+from trl_padfix.trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, truncated_tokens
 
 
@@ -83,7 +83,7 @@ def rollouts(tasks: int, draw: np.random.Generator) -> RowCosts:
                 row = np.concatenate([row, tokens()])
                 rows.append(row)
     each = np.array([len(row) for row in rows])
-    return prefix_costs(each, each, *prefix_order(rows))
+    return prefix_costs(each, each, *sort_by_prefix(rows))
 
 
 def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:

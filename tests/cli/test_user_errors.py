@@ -269,7 +269,10 @@ def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
 
 
 def test_a_reader_that_has_gone_is_not_told_of():
-    with pytest.raises(BrokenPipeError), user_errors.explained("trl-padfix doctor"):  # which click ends without a word
+    with (
+        pytest.raises(BrokenPipeError),
+        user_errors.explain_errors("trl-padfix doctor"),
+    ):  # which click ends without a word
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 

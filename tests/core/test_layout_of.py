@@ -8,7 +8,7 @@ from kit.models import batch, build
 
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.call import layout_of as batches
-from trl_padfix.core.call.batch_metadata import check_doubts, step_layouts
+from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
 
 
 TOLERANCE = 1e-5
@@ -63,14 +63,14 @@ def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, write):
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.usefixtures("group")
 def test_within_a_step_such_a_write_is_noticed(write):
-    model, doubts = build("qwen2"), []
+    model, deferred_checks = build("qwen2"), []
     ids, mask = batch("right")
-    with remove_padding(model), torch.no_grad(), step_layouts(doubts=doubts):
+    with remove_padding(model), torch.no_grad(), share_layouts(deferred_checks=deferred_checks):
         model(ids, attention_mask=mask)
         write(mask, mask.flip(0).contiguous())
         model(ids, attention_mask=mask)
     with pytest.raises(PaddingRemovalError, match=r"Rows: \[0, "):
-        check_doubts(doubts)
+        run_deferred_checks(deferred_checks)
 
 
 def test_layouts_that_are_remembered_by_identity_are_wrong_then():
@@ -80,7 +80,7 @@ def test_layouts_that_are_remembered_by_identity_are_wrong_then():
     other_ids, other_mask = (x.flip(0).contiguous() for x in (ids, mask))
     with torch.no_grad():
         expected = model(other_ids, attention_mask=other_mask, use_cache=False).logits
-        with remove_padding(model), step_layouts(doubts=[]):
+        with remove_padding(model), share_layouts(deferred_checks=[]):
             model(ids, attention_mask=mask)
             through_data(ids, other_ids)
             through_data(mask, other_mask)
@@ -91,7 +91,7 @@ def test_layouts_that_are_remembered_by_identity_are_wrong_then():
 def test_positions_in_one_row_are_read_by_mode():
     ids, positions = torch.tensor([[5, 6, 7, 5, 6]]), torch.tensor([[0, 1, 2, 0, 1]])
     model, counts = build("qwen2"), []
-    with step_layouts(), torch.no_grad():
+    with share_layouts(), torch.no_grad():
         for sharing in (False, True):
             with remove_padding(model, prefix_sharing=sharing) as handle:
                 model(ids, position_ids=positions)
@@ -105,9 +105,9 @@ def test_a_step_ends_with_its_block(monkeypatch):
     model = build("qwen2")
     ids, mask = batch("left")
     with remove_padding(model), torch.no_grad():
-        with step_layouts():
+        with share_layouts():
             model(ids, attention_mask=mask)
-            with pytest.raises(ValueError, match="inner"), step_layouts():
+            with pytest.raises(ValueError, match="inner"), share_layouts():
                 raise ValueError("inner")
             model(ids, attention_mask=mask)
         assert len(built) == 1

@@ -47,7 +47,7 @@ from trl_padfix import (
 from trl_padfix.core.attention.attention import counts_columns
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.primitives import primitives_of
-from trl_padfix.core.mixers.row_buckets import BEYOND, RowBlocks, grouped_by_length
+from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
@@ -111,16 +111,16 @@ def assert_exact(logps, gradients, expected) -> None:
 
 
 def test_rows_of_like_length_are_one_block():
-    assert grouped_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
-    for group in grouped_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
+    assert bucket_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
+    for group in bucket_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
         members = [lengths[i] for i in group]
-        assert max(members) * len(members) <= BEYOND * sum(members)
+        assert max(members) * len(members) <= MAX_BUCKET_PADDING * sum(members)
 
 
 def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
     layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
-    blocks = RowBlocks.of(layout, one_block=True)
+    blocks = RowBuckets.of(layout, one_block=True)
     assert [b.tolist() for b in blocks.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
     assert [b.tolist() for b in blocks.beyond] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
     assert blocks.take.tolist() == [0, 1, 2, 3, 6]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.core.layout.prefix_tree import merge_prefixes, shared_paths
+from trl_padfix.core.layout.prefix_tree import sort_by_keys, source_of_real_tokens
 
 
 def common(a: list, b: list) -> int:
@@ -19,7 +19,7 @@ def common(a: list, b: list) -> int:
 def test_rows_are_sorted_and_share_what_they_begin_with(rows):
     for offset in (0, 2**40, -5):  # numbers of 32 bits, of 64 bits, and negative ones
         ids = torch.tensor([offset + token for row in rows for token in row])
-        order, shared = merge_prefixes([ids], [len(row) for row in rows])
+        order, shared = sort_by_keys([ids], [len(row) for row in rows])
         in_order = [rows[row] for row in order]
         assert sorted(order) == list(range(len(rows)))
         assert shared == [0, *(common(a, b) for a, b in pairwise(in_order))]
@@ -30,14 +30,14 @@ def test_rows_are_sorted_and_share_what_they_begin_with(rows):
 
 def test_several_keys_tell_tokens_apart():
     ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
-    assert merge_prefixes([ids], [2, 2]).shared == [0, 2]
-    assert merge_prefixes([places, ids], [2, 2]).shared == [0, 1]
+    assert sort_by_keys([ids], [2, 2]).shared == [0, 2]
+    assert sort_by_keys([places, ids], [2, 2]).shared == [0, 1]
 
 
 def test_paths_follow_the_row_before():
     # In sorted order: the second row (four tokens), the first (shares two), and one that shares three with that.
     rows = [(4, 0, 4), (0, 2, 4), (8, 3, 4)]
-    assert shared_paths(rows, 12).tolist() == [0, 1, 4, 5, 0, 1, 2, 3, 0, 1, 4, 6]
+    assert source_of_real_tokens(rows, 12).tolist() == [0, 1, 4, 5, 0, 1, 2, 3, 0, 1, 4, 6]
 
 
 @pytest.mark.parametrize("rows", [64, 256])

@@ -8,7 +8,7 @@ from kit.trainer_runs import build_model
 
 import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
-from trl_padfix.core.call.batch_metadata import step_layouts
+from trl_padfix.core.call.batch_metadata import share_layouts
 
 
 def kept(sharing: bool, shared: int = 1, **config) -> int:
@@ -48,7 +48,7 @@ def test_masks_live_as_long_as_a_graph_keeps_them():
     model = build_model()
     ids = torch.randint(2, 38, (4, 12), generator=torch.Generator().manual_seed(0))
     ids[:, :8] = ids[0, :8]
-    with step_layouts(), remove_padding(model, prefix_sharing=True):
+    with share_layouts(), remove_padding(model, prefix_sharing=True):
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.sum()
         assert len(masks()) == before + 3  # one for each row that is no whole row, for both layers
         loss.backward()

@@ -20,8 +20,8 @@ from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_paddin
 from trl_padfix.core.attention.segments import attend_by_segment
 from trl_padfix.core.heads import OwnLabels
 from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.core.parallel.layout import Slices
-from trl_padfix.core.parallel.mixers import in_slices
+from trl_padfix.core.parallel.layout import ContextParallelLayout
+from trl_padfix.core.parallel.mixers import with_context_parallel
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
@@ -67,7 +67,7 @@ def test_every_process_gets_what_the_padded_computation_gives(processes, models)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "slices"]))
+@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "cp_layout"]))
 def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     found = launched(2, ["qwen2"], broken)
     cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])
@@ -84,28 +84,30 @@ def layout_of(*rows: list[int]) -> Any:
 LAYOUT = layout_of(list(range(1, 15)), [*range(1, 10), 20, 21], [1, 2, 3, 30, 31, 32, 33], [40, 41, 42])
 
 
-def slices_of(layout: Any, processes: int, how: str) -> list[Slices]:
-    return [Slices(layout, Group(None, rank, processes), how) for rank in range(processes)]
+def cp_layout_of(layout: Any, processes: int, how: str) -> list[ContextParallelLayout]:
+    return [ContextParallelLayout(layout, Group(None, rank, processes), how) for rank in range(processes)]
 
 
 @pytest.mark.parametrize("how", ATTENTION)
 @pytest.mark.parametrize("processes", [2, 3, 5])
 def test_every_token_is_computed_by_one_process(processes, how):
     tokens = torch.arange(LAYOUT.packed_tokens)
-    parts = [slices.cut(tokens) for slices in slices_of(LAYOUT, processes, how)]
+    parts = [cp_layout.cut(tokens) for cp_layout in cp_layout_of(LAYOUT, processes, how)]
     assert torch.cat(parts).sort().values.equal(tokens)
-    assert [len(part) for part in parts] == slices_of(LAYOUT, processes, how)[0].tokens
-    for rank, slices in enumerate(slices_of(LAYOUT, processes, how)):
-        assert (slices.owners(parts[rank]) == rank).all()
-        assert slices.among_own(parts[rank]).equal(torch.arange(len(parts[rank])))
+    assert [len(part) for part in parts] == cp_layout_of(LAYOUT, processes, how)[0].tokens
+    for rank, cp_layout in enumerate(cp_layout_of(LAYOUT, processes, how)):
+        assert (cp_layout.owners(parts[rank]) == rank).all()
+        assert cp_layout.among_own(parts[rank]).equal(torch.arange(len(parts[rank])))
 
 
 @pytest.mark.parametrize("how", ATTENTION)
 def test_a_label_is_scored_where_its_token_is_computed(how):
     """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
     layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
-    for slices in slices_of(layout, 2, how):
-        assert set(OwnLabels(places, places, slices).places.tolist()) == set(slices.cut(layout.packed_index).tolist())
+    for cp_layout in cp_layout_of(layout, 2, how):
+        assert set(OwnLabels(places, places, cp_layout).places.tolist()) == set(
+            cp_layout.cut(layout.packed_index).tolist()
+        )
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])
@@ -122,12 +124,12 @@ def test_own_queries_see_the_keys_that_they_see_in_the_whole_row(processes, wind
     kwargs = {"sliding_window": window}
     module: Any = SimpleNamespace()
     whole = attend_by_segment(attend, module, query, key, value, LAYOUT, kwargs, is_eager=False)
-    for slices in (all_slices := slices_of(LAYOUT, processes, "keys")):
+    for cp_layout in (all_slices := cp_layout_of(LAYOUT, processes, "keys")):
         gathered = [torch.cat([s.cut(x, 2) for s in all_slices], dim=2) for x in (key, value)]
         own = attend_by_segment(
-            attend, module, slices.cut(query, 2), *gathered, slices.queries, kwargs, is_eager=False
+            attend, module, cp_layout.cut(query, 2), *gathered, cp_layout.queries, kwargs, is_eager=False
         )
-        torch.testing.assert_close(own, slices.cut(whole, 1))
+        torch.testing.assert_close(own, cp_layout.cut(whole, 1))
 
 
 def test_gathered_keys_cost_every_process_the_same_attention():
@@ -135,7 +137,7 @@ def test_gathered_keys_cost_every_process_the_same_attention():
     layout = layout_of([1 + n % 50 for n in range(4096)])
 
     def largest_share(how: str) -> float:
-        positions = [slices.cut(layout.positions + 1).sum().item() for slices in slices_of(layout, 8, how)]
+        positions = [cp_layout.cut(layout.positions + 1).sum().item() for cp_layout in cp_layout_of(layout, 8, how)]
         return max(positions) / (sum(positions) / 8)
 
     assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)  # tokens; what they are exchanged for is even
@@ -143,8 +145,8 @@ def test_gathered_keys_cost_every_process_the_same_attention():
 
 
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
-    for slices in slices_of(LAYOUT, 5, "heads"):
-        convolution = in_slices("causal_conv1d_fn", torch.nn.functional.conv1d, slices)
+    for cp_layout in cp_layout_of(LAYOUT, 5, "heads"):
+        convolution = with_context_parallel("causal_conv1d_fn", torch.nn.functional.conv1d, cp_layout)
         with pytest.raises(PaddingRemovalError, match=r"4 heads .or channels. cannot be shared by 5 processes"):
             convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 

@@ -11,7 +11,7 @@ from kit.simulated_cuda import to_simulated
 from torch import nn
 
 from trl_padfix import PaddingRemovalError, padding_free_layout
-from trl_padfix.core.call.batch_metadata import BatchFacts, Known, Seen, step_layouts
+from trl_padfix.core.call.batch_metadata import BatchFacts, Known, Seen, share_layouts
 from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.call.layout_of import LayoutKey
 from trl_padfix.core.context import within
@@ -41,11 +41,11 @@ class Model:
         self.patch = TowerPatch(self.tower, PaddingRemoval(decoder, None, prefix_sharing=False))
         self.call = ModelCall(decoder)
 
-    def step(self, batch: torch.Tensor, *given: torch.Tensor, doubts: Any = None) -> list[torch.Tensor]:
+    def step(self, batch: torch.Tensor, *given: torch.Tensor, deferred_checks: Any = None) -> list[torch.Tensor]:
         mask = torch.ones(2, 2, dtype=torch.int64)
-        facts = BatchFacts(padding_free_layout(mask), images_repeat=True)
+        facts = BatchFacts(padding_free_layout(mask), halves_equal=True)
         known = replace(Known.of(LayoutKey(None, mask), facts), images=(Seen.of(batch),))
-        with torch.no_grad(), step_layouts([known], doubts), within(model=self.call):
+        with torch.no_grad(), share_layouts([known], deferred_checks), within(model=self.call):
             return [self.patch.packed(x) for x in given or (batch,)]
 
 
@@ -60,8 +60,8 @@ def test_word_is_relied_on_where_it_once_held(gpu):
     images = pairs()
     carried = to_simulated(images)
     gpu.reset()
-    (found,) = model.step(carried, doubts=[])
-    (cast,) = model.step(carried, carried.to(torch.float64).to(torch.float32), doubts=[])
+    (found,) = model.step(carried, deferred_checks=[])
+    (cast,) = model.step(carried, carried.to(torch.float64).to(torch.float32), deferred_checks=[])
     assert not gpu.synchronisations
     assert model.tower.images == [2, 4, 2, 2]
     expected = nn.functional.linear(images, model.tower.project.weight.held, model.tower.project.bias.held)
@@ -107,7 +107,7 @@ def test_word_holds_for_what_a_tower_made_of_the_images(gpu):
     to_simulated(model.tower), to_simulated(model.projector)
     carried = to_simulated(pairs())
     gpu.reset()
-    model.step(carried, doubts=[])
+    model.step(carried, deferred_checks=[])
     assert not gpu.synchronisations
     assert model.projector.images == [2, 4, 2]
     model.written = 1.0

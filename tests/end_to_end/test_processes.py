@@ -202,7 +202,7 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
     ours = together("dpo", strategy, *PACKED, *budget, env={"TRUNKS": str(tmp_path)})
     assert_same(ours, alone("dpo"), *METRICS["dpo"])
     counts = [json.loads((tmp_path / f"trunks-{rank}.json").read_text()) for rank in range(2)]
-    assert all((count["trunks"] > 0) == once for count in counts)
+    assert all((count["prefixes"] > 0) == once for count in counts)
 
 
 SET_UPS = {

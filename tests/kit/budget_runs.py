@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 
 import trl_padfix
 from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
 
 ROWS, GLOBAL_BATCH = 32, 8
@@ -190,8 +190,11 @@ def train_on_rows(folder: Path) -> dict[str, Any]:
     checkpoints = [None, "checkpoint-6"]
     if on_gpus():  # as FSDP shards
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
-    logged, trunks, check = {}, [], MicroBatches.check
-    MicroBatches.check = lambda once: (trunks.append(len(once.planned.trunks) if once.planned else 0), check(once))[1]
+    logged, prefixes, check = {}, [], MicroBatchRunner.check
+    MicroBatchRunner.check = lambda once: (
+        prefixes.append(len(once.planned.prefixes) if once.planned else 0),
+        check(once),
+    )[1]
     for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
             trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))
@@ -200,9 +203,9 @@ def train_on_rows(folder: Path) -> dict[str, Any]:
     for name, budget in (("dpo", None), ("dpo", BUDGET["dpo"]), ("sft", 44)):
         given = config | {"max_steps": 4, "save_strategy": "no", "max_tokens_per_batch": budget}
         trainer = make_grouped(name, folder / "grouped", **given)
-        trunks.clear()
+        prefixes.clear()
         trainer.train()
-        assert any(trunks) == (budget is not None)
+        assert any(prefixes) == (budget is not None)
         logged.setdefault(f"grouped {name}", []).append(trainer.state.log_history)
     if not on_gpus():
         recorded = make_recorded(folder / "recorded", 3)

@@ -168,8 +168,8 @@ def trees_without_parents() -> Iterator[None]:
     """Trees whose every node begins with no state: what a test of forked states must not let pass."""
     build_tree = NodeTree.__init__
 
-    def without_parents(self: NodeTree, layout: Layout, sight: Any) -> None:
-        build_tree(self, layout, sight)
+    def without_parents(self: NodeTree, layout: Layout, prefix_states: Any) -> None:
+        build_tree(self, layout, prefix_states)
         self.levels = [
             replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
             for level in self.levels

@@ -38,22 +38,22 @@ def graphs() -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def trunks() -> Iterator[dict[str, int]]:
+def prefixes() -> Iterator[dict[str, int]]:
     """How many prefixes were computed once, summed over steps of micro-batches."""
     from trl_padfix.core.layout import shared_prefixes
-    from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
+    from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
-    shared_prefixes.FORWARD, found, check = 1, {"trunks": 0}, MicroBatches.check
+    shared_prefixes.FORWARD, found, check = 1, {"prefixes": 0}, MicroBatchRunner.check
 
     def checked(once):
-        found["trunks"] += len(once.planned.trunks) if once.planned else 0
+        found["prefixes"] += len(once.planned.prefixes) if once.planned else 0
         check(once)
 
-    MicroBatches.check = checked
+    MicroBatchRunner.check = checked
     yield found
 
 
-WATCHED = {"GRAPHS": graphs, "TRUNKS": trunks, "TOKENS": counted}
+WATCHED = {"GRAPHS": graphs, "TRUNKS": prefixes, "TOKENS": counted}
 
 
 def count_from_another_id() -> None:

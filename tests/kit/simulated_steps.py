@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from kit.simulated_cuda import CUDA, Counts, to_simulated
 
-from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT
 
 
@@ -21,10 +21,14 @@ def on_simulated(value: Any) -> Any:
     """What accelerate does with a batch, or with a part of one."""
     if isinstance(value, Mapping):
         placed = {k: on_simulated(v) for k, v in value.items()}
-        laid = value.get(BATCH_LAYOUT)
-        if laid is not None:  # perhaps placed already, on the CPU that the trainer took for its device
-            flat = laid.facts if isinstance(laid.facts, FlatMaps) else FlatMaps.of(laid.facts)
-            placed[BATCH_LAYOUT] = replace(laid, facts=flat).beside(placed, "cuda:0")
+        batch_metadata = value.get(BATCH_LAYOUT)
+        if batch_metadata is not None:  # perhaps placed already, on the CPU that the trainer took for its device
+            flat = (
+                batch_metadata.facts
+                if isinstance(batch_metadata.facts, FlatIndexMaps)
+                else FlatIndexMaps.of(batch_metadata.facts)
+            )
+            placed[BATCH_LAYOUT] = replace(batch_metadata, facts=flat).beside(placed, "cuda:0")
         return placed
     if isinstance(value, list):
         return [on_simulated(v) for v in value]

@@ -4,7 +4,7 @@ A forward and backward of several processes that share every row, against the pa
 [`main`] prints a line of JSON for each case: the largest difference of the loss, of log-probabilities or logits, and
 of a gradient (the mean over processes, relative to the parameter's or to 1 % of the largest one of the model), with
 the tokens that a layer of each process was given.
-`BROKEN` is `exit` or `slices`: the negative controls.
+`BROKEN` is `exit` or `cp_layout`: the negative controls.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def break_it(how: str) -> None:
         collectives._Told.backward = staticmethod(  # type: ignore[method-assign]
             lambda ctx, grad: (backward(ctx, grad)[0] / ctx.group.size, None, None)
         )
-    if how == "slices":
-        cut = cp_layout.Slices.cut
-        cp_layout.Slices.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+    if how == "cp_layout":
+        cut = cp_layout.ContextParallelLayout.cut
+        cp_layout.ContextParallelLayout.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
 
 
 @contextmanager

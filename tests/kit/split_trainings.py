@@ -117,7 +117,7 @@ def main(path: str, *names: str) -> None:
     folder, rank = Path(path), int(os.environ["RANK"])
     for name in names:
         print(f"{name} begins", file=sys.stderr, flush=True)
-        whole = mock.patch.object(PaddingRemoval, "slices_of", return_value=None)
+        whole = mock.patch.object(PaddingRemoval, "cp_layout_of", return_value=None)
         found: dict[str, Any] = {}
         with counted() as counts, whole if name.endswith("whole rows") else mock.MagicMock():
             try:

@@ -24,11 +24,11 @@ from kit.vision_runs import build_pairs as build_image_pairs
 import trl_padfix
 import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError
-from trl_padfix.core.layout.flat_maps import FlatMaps
+from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES, halved
-from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, without_layouts
-from trl_padfix.trainers.data.precomputed_layouts import Layouts
+from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
+from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
 from trl_padfix.trainers.metrics.exact_eval_means import without_repeated_rows
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
 from trl_padfix.trainers.online import OnlineLayouts
@@ -46,7 +46,7 @@ def assert_no_waits(gpu, trainer, batch, *, training: bool = True, without: int)
     """A step waits for no layout; without its layouts it waits `without` times. Losses are equal."""
     place_models(trainer)
     carried = on_simulated(batch)
-    plain, layouts = without_layouts(carried)
+    plain, layouts = pop_metadata(carried)
     assert layouts
     first = step(trainer, carried, training)  # with the comparison of the first batch
     waits, losses = waits_and_losses(gpu, trainer, carried, plain, training=training)
@@ -106,7 +106,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
     trainer.current_gradient_accumulation_steps = 2  # `train` sets it
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    batches = [without_layouts(batch)[0] for batch in trainer._buffered_inputs]
+    batches = [pop_metadata(batch)[0] for batch in trainer._buffered_inputs]
     assert all(BATCH_LAYOUT in batch for batch in trainer._buffered_inputs)
     place_models(trainer)
     plain = [on_simulated(batch) for batch in batches]
@@ -170,7 +170,7 @@ def test_what_only_the_model_knows_of_images_is_seen_on_the_device_once_a_forwar
     batch = on_simulated(next(iter(trainer.get_train_dataloader())))
     place_models(trainer)
     step(trainer, batch)
-    waits, losses = waits_and_losses(gpu, trainer, batch, without_layouts(batch)[0])
+    waits, losses = waits_and_losses(gpu, trainer, batch, pop_metadata(batch)[0])
     assert sum(waits[0].values()) == carried < sum(waits[1].values())
     assert losses[0] == losses[1]
 
@@ -181,7 +181,7 @@ def test_images_repeat_only_if_their_grids_do():
 
     def repeat(**more: torch.Tensor) -> bool:
         collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
-        return collated.to("cpu")[BATCH_LAYOUT].facts[""].images_repeat
+        return collated.to("cpu")[BATCH_LAYOUT].facts[""].halves_equal
 
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     assert repeat()
@@ -224,7 +224,9 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     loading, stream, rows = trainer.accelerator.dataloader_config, trainer.train_dataset, trainer.eval_dataset
 
     def bring_layouts() -> list[bool]:
-        return [trainer.padding.part(Layouts).brings(data, is_training=True) for data in (stream, rows)]
+        return [
+            trainer.padding.part(PrecomputedLayouts).can_precompute(data, is_training=True) for data in (stream, rows)
+        ]
 
     assert bring_layouts() == [True, True]
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -280,9 +282,9 @@ def test_a_layout_of_another_shape_is_not_taken(tmp_path):
         with torch.no_grad():
             return trainer.compute_loss(trainer.model, dict(batch)).item()
 
-    want = loss(without_layouts(batch)[0])
+    want = loss(pop_metadata(batch)[0])
     half = {k: v if k == BATCH_LAYOUT else v[:4] for k, v in batch.items()}
-    assert loss(half) == loss(without_layouts(half)[0]) != want
+    assert loss(half) == loss(pop_metadata(half)[0]) != want
 
 
 # -- counts over processes
@@ -313,7 +315,7 @@ def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch[BATCH_LAYOUT].facts, FlatMaps)
+    assert isinstance(batch[BATCH_LAYOUT].facts, FlatIndexMaps)
     assert batch.to("cpu")[BATCH_LAYOUT].layouts.keys() == {"", "KL_"}
 
 

@@ -16,8 +16,8 @@ import trl_padfix
 from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutKey
-from trl_padfix.core.layout.flat_maps import FlatMaps
-from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, without_layouts
+from trl_padfix.core.layout.flat_maps import FlatIndexMaps
+from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
 
 
 def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:
@@ -41,7 +41,7 @@ def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
     (batch,) = trainer.get_train_dataloader()
     place_models(trainer)
     carried = on_simulated(batch)
-    plain, _ = without_layouts(carried)
+    plain, _ = pop_metadata(carried)
     first = step(trainer, carried)  # with the comparison of the first batch
     waits, losses = [], []
     for given in (carried, plain):
@@ -112,7 +112,7 @@ def test_labels_that_are_replaced_are_read_from_the_device(gpu, tmp_path):
     carried = on_simulated(batch)
     before = step(trainer, carried)
     other = carried | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
-    plain, _ = without_layouts(other)
+    plain, _ = pop_metadata(other)
     assert step(trainer, other) == step(trainer, plain) != before
 
 
@@ -124,20 +124,20 @@ def test_labels_that_are_replaced_are_read_from_the_device(gpu, tmp_path):
 def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     trainer = dpo(tmp_path, pairs=4, prefix_sharing=sharing, dataloader_num_workers=workers)
     (batch,) = trainer.get_train_dataloader()
-    plain, laid = without_layouts(batch)
-    layout = laid.layouts[""]
+    plain, batch_metadata = pop_metadata(batch)
+    layout = batch_metadata.layouts[""]
     want = trainer.padding.handle.layout_of({k: plain[k] for k in ("input_ids", "attention_mask")})
     assert layout.query_lengths == want.query_lengths
     for name in ("real_index", "packed_index", "positions", "cu_seqlens_q", "cu_seqlens_k"):
         assert torch.equal(getattr(layout, name), getattr(want, name))
     assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
     labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
-    assert torch.equal(laid.facts[""].scored, labels.flatten().nonzero().squeeze(1))
+    assert torch.equal(batch_metadata.facts[""].scored, labels.flatten().nonzero().squeeze(1))
     assert BATCH_LAYOUT not in plain
 
 
 def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
-    maps = FlatMaps.of(sft_batch_layout())
+    maps = FlatIndexMaps.of(sft_batch_layout())
     again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
     assert again.cu_seqlens_q is again.cu_seqlens_k
     assert again.positions.tolist() == [0, 1, 2, 0, 1]

@@ -17,7 +17,7 @@ from kit.trainer_runs import build_tokenizer
 from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.trainers import context_parallel
-from trl_padfix.trainers.context_parallel import SplitRows
+from trl_padfix.trainers.context_parallel import ContextParallel
 from trl_padfix.trainers.packing import Padding
 from trl_padfix.trainers.parts import Settings
 
@@ -25,9 +25,9 @@ from trl_padfix.trainers.parts import Settings
 def part(
     cp_size: int = 2, tp_size: int = 1, layouts: bool = True, generates: bool = False, deepspeed: bool = False,
     own: dict[str, Any] | None = None, **settings: Any,
-) -> SplitRows:  # fmt: skip
+) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(takes_layouts=layouts, generates_for_groups=generates)
+    padding.task = SimpleNamespace(layout_policy=layouts, generates_for_groups=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
@@ -43,7 +43,7 @@ def part(
         ),
     )
     vars(trainer).update(own or {})
-    return SplitRows(trainer)
+    return ContextParallel(trainer)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
     split.trainer, split.group = Trainer(), Group(None, 1, 2)
     trainer: Any = split.trainer
     trainer.accelerator = accelerator
-    with split._groups_as_processes():
+    with split._count_groups_as_processes():
         assert (trainer.accelerator.num_processes, trainer.accelerator.process_index) == (2, 1)
         rows = torch.tensor([[1.0], [2.0]])
         for gathering in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, gather):

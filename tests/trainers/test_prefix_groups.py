@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_padfix.trainers.batching.prefix_groups import common_prefixes, group_rows, prefix_order
+from trl_padfix.trainers.batching.prefix_groups import group_rows, shared_prefix_lengths, sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import prefix_costs
 
 
 def costs_of(rows):
     each = np.array([len(row) for row in rows])
-    return prefix_costs(each, each, *prefix_order(rows))
+    return prefix_costs(each, each, *sort_by_prefix(rows))
 
 
 def drawn_rows(most):
@@ -25,7 +25,7 @@ def drawn_rows(most):
 @settings(max_examples=50)
 @given(drawn_rows(40))
 def test_rows_are_sorted_as_lists_are(rows):
-    order, common = prefix_order(rows)
+    order, common = sort_by_prefix(rows)
     lists = [rows[row].tolist() for row in order]
     assert lists == sorted(row.tolist() for row in rows)
     pairs = [
@@ -33,7 +33,7 @@ def test_rows_are_sorted_as_lists_are(rows):
         for two in pairwise(lists)
     ]
     assert common.tolist() == [0, *pairs]
-    assert common_prefixes(rows[:-1], rows[1:]).shape == (len(rows) - 1,)
+    assert shared_prefix_lengths(rows[:-1], rows[1:]).shape == (len(rows) - 1,)
 
 
 @settings(max_examples=50)

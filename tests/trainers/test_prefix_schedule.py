@@ -11,13 +11,13 @@ from kit.models import SUPPORTED, batch, build
 from peft import LoraConfig, get_peft_model
 
 from trl_padfix import DPOConfig, remove_padding
-from trl_padfix.core.call.batch_metadata import check_doubts, step_layouts
-from trl_padfix.core.call.prefix_states import States
+from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
+from trl_padfix.core.call.prefix_states import ForwardStates
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatches, Walk, reason_to_compute_again
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, reason_to_compute_again
 from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
 
 
@@ -77,13 +77,13 @@ def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
-        once = MicroBatches(len(batches), planning.plan_pieces(batches, budget, gather), batches)
+        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
         with splitting(once):
             for i, (own_ids, own_mask) in enumerate(batches):
                 once.begin(i)
                 score(model, own_ids, own_mask).sum().backward()
             once.check()
-    return gradients(model), entered, sum(trunk.tokens for trunk in once.planned.trunks.values() if trunk.again)
+    return gradients(model), entered, sum(prefix.tokens for prefix in once.planned.prefixes.values() if prefix.again)
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
@@ -127,14 +127,16 @@ def test_trunks_of_another_process_are_run_and_change_nothing():
         def gather(own, last=last):
             return [*own, ((0, last), True), ((0, 2), False), ((1, 2), False), ((2, 3), False)]
 
-        trunks = planning.plan_pieces([(ids[part], mask[part]) for part in parts], ENOUGH, gather).trunks.values()
+        prefixes = planning.plan_shared_prefixes(
+            [(ids[part], mask[part]) for part in parts], ENOUGH, gather
+        ).prefixes.values()
         found, entered, again = in_micro_batches(model, ids, mask, parts, ENOUGH, gather)
         assert_same(found, expected)
-        alike = [trunk for trunk in trunks if trunk.first < trunk.last]
-        assert len(entered) == len(parts) + sum(len(trunk.layouts) for trunk in alike)
-        assert sum(entered) == distinct + again + sum(len(trunk.layouts) for trunk in trunks if not trunk.tokens)
-        assert any(not trunk.tokens for trunk in alike)
-    assert len(alike) < len(trunks)  # the row that is there twice computes nothing of its own
+        alike = [prefix for prefix in prefixes if prefix.first < prefix.last]
+        assert len(entered) == len(parts) + sum(len(prefix.layouts) for prefix in alike)
+        assert sum(entered) == distinct + again + sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
+        assert any(not prefix.tokens for prefix in alike)
+    assert len(alike) < len(prefixes)  # the row that is there twice computes nothing of its own
 
 
 def in_one_forward(model, ids, mask, budget, once=True):
@@ -172,14 +174,16 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
     ids, mask = batch("right")
     model = build_family("qwen3_next").train()
     expected = whole(model, ids, mask)
-    closes = Walk._closes
+    closes = PrefixSchedule._closes
 
-    def but_one_kind(walk, trunks):
-        for n in trunks:
-            walk.made[n] = States({k: x for k, x in walk.made[n].items() if not isinstance(k, KINDS[left_out])})
-        return closes(walk, trunks)
+    def but_one_kind(schedule, prefixes):
+        for n in prefixes:
+            schedule.made[n] = ForwardStates(
+                {k: x for k, x in schedule.made[n].items() if not isinstance(k, KINDS[left_out])}
+            )
+        return closes(schedule, prefixes)
 
-    monkeypatch.setattr(Walk, "_closes", but_one_kind)
+    monkeypatch.setattr(PrefixSchedule, "_closes", but_one_kind)
     found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
     with pytest.raises(AssertionError, match="not close"):
         assert_same(found, expected)
@@ -219,15 +223,15 @@ def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_neede
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
         expected = score(model, ids, mask)
         batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-        once = MicroBatches(len(batches), planning.plan_pieces(batches, 8), batches)
+        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, 8), batches)
         with splitting(once):
             for i, part in enumerate(PARTS["depth first"]):
                 once.begin(i)
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
-                (walk,) = once.walks.values()
-                alive = {n for n, t in once.planned.trunks.items() if t.first <= i <= t.last}
-                assert walk.leaves.keys() == alive
-                assert not any(x.requires_grad for n in alive for xs in walk.leaves[n].values() for x in xs)
+                (schedule,) = once.schedules.values()
+                alive = {n for n, t in once.planned.prefixes.items() if t.first <= i <= t.last}
+                assert schedule.leaves.keys() == alive
+                assert not any(x.requires_grad for n in alive for xs in schedule.leaves[n].values() for x in xs)
 
 
 def test_a_micro_batch_without_its_forward_is_an_error():
@@ -235,7 +239,7 @@ def test_a_micro_batch_without_its_forward_is_an_error():
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model):
-        once = MicroBatches(len(batches), planning.plan_pieces(batches, ENOUGH), batches)
+        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
         with splitting(once):
             once.begin(0)
             score(model, *batches[0]).sum().backward()
@@ -258,7 +262,11 @@ def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budg
     def step(planned):
         batches = [(ids[part], mask[part]) for part in parts]
         with remove_padding(model, prefix_sharing=True), attach_splitting(model):
-            once = MicroBatches(len(batches), planning.plan_pieces(batches, budget), batches) if planned else None
+            once = (
+                MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget), batches)
+                if planned
+                else None
+            )
             with splitting(once):
                 for i, given in enumerate(batches):
                     if once is not None:
@@ -268,12 +276,14 @@ def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budg
                     score(model, *given).sum().backward()
                 if once is not None:
                     once.check()
-                    assert any(trunk.first < at <= trunk.last for trunk in once.planned.trunks.values()) == (at > 0)
+                    assert any(prefix.first < at <= prefix.last for prefix in once.planned.prefixes.values()) == (
+                        at > 0
+                    )
         return gradients(model)
 
     expected = step(planned=False)
     assert_same(step(planned=True), expected)
-    monkeypatch.setattr(Walk, "abandon", lambda walk, run: setattr(walk, "is_over", True))
+    monkeypatch.setattr(PrefixSchedule, "abandon", lambda schedule, run: setattr(schedule, "is_over", True))
     if at > 0:
         with pytest.raises(AssertionError, match="not close"):
             assert_same(step(planned=True), expected)
@@ -285,16 +295,16 @@ def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_splitting(model):
-        once = MicroBatches(len(batches), planning.plan_pieces(batches, ENOUGH), batches)
+        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
         # Alike in all rows of this micro-batch.
         batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
-        doubts = []
-        with splitting(once), step_layouts(doubts=doubts):
+        deferred_checks = []
+        with splitting(once), share_layouts(deferred_checks=deferred_checks):
             for i in range(2):
                 once.begin(i)
                 score(model, *batches[i]).sum().backward()
         with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
-            check_doubts(doubts)
+            run_deferred_checks(deferred_checks)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -304,14 +314,14 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     ids = torch.randint(0, 2, (9, 6), generator=draw)
     mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
     parts = torch.randperm(9, generator=draw).split([2, 3, 1, 2, 1])
-    found = planning.plan_pieces([(ids[part], mask[part]) for part in parts], 5)
-    layouts = [*found.layouts.values(), *(trunk.layouts[trunk.first] for trunk in found.trunks.values())]
+    found = planning.plan_shared_prefixes([(ids[part], mask[part]) for part in parts], 5)
+    layouts = [*found.layouts.values(), *(prefix.layouts[prefix.first] for prefix in found.prefixes.values())]
     assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
-    for n, trunk in found.trunks.items():
-        assert all(m < n for m in trunk.layouts[trunk.first].outer)
-        assert {layout.computed_tokens for layout in trunk.layouts.values()} == {trunk.tokens}
+    for n, prefix in found.prefixes.items():
+        assert all(m < n for m in prefix.layouts[prefix.first].outer)
+        assert {layout.computed_tokens for layout in prefix.layouts.values()} == {prefix.tokens}
     for part, layout in zip(parts, found.layouts.values(), strict=True):
-        outer = sum(found.trunks[n].tokens for n in layout.outer)
+        outer = sum(found.prefixes[n].tokens for n in layout.outer)
         assert layout.packed_tokens == outer + layout.computed_tokens
         # Each real token of the piece is computed where its packed token has its id and its position.
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])

@@ -15,7 +15,7 @@ from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.batching import micro_batches, token_budget
 from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatches
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.task import Task
 
 
@@ -34,10 +34,12 @@ def watched(trainer):
     Those of prefixes that are computed again by intention are not counted.
     """
     computed, steps, training_step, again = entered(trainer.model), [], trainer.training_step, []
-    check = MicroBatches.check
+    check = MicroBatchRunner.check
 
     def checked(once):
-        again.append(sum(trunk.tokens for trunk in once.planned.trunks.values() if trunk.again) if once.planned else 0)
+        again.append(
+            sum(prefix.tokens for prefix in once.planned.prefixes.values() if prefix.again) if once.planned else 0
+        )
         check(once)
 
     def step(model, inputs, *args, **kwargs):
@@ -54,7 +56,7 @@ def watched(trainer):
         return loss
 
     trainer.training_step = step
-    with patch.object(MicroBatches, "check", checked):
+    with patch.object(MicroBatchRunner, "check", checked):
         trainer.train()
     return steps
 

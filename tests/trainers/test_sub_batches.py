@@ -11,7 +11,7 @@ from kit.trainer_runs import assert_same, build_model, run
 
 import trl_padfix
 from trl_padfix import GRPOConfig, RLOOTrainer, remove_padding
-from trl_padfix.core.call.batch_metadata import check_doubts, step_layouts
+from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
@@ -73,9 +73,9 @@ def test_pieces_have_the_outputs_and_gradients_of_the_whole_forward(checkpointin
 @pytest.mark.parametrize("once", [False, True])
 def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
     (ids, mask), model = batch(), build_model()
-    doubts = []
+    deferred_checks = []
     with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
-        with step_layouts(doubts=doubts), splitting(Splits(24, True, once=once)):
+        with share_layouts(deferred_checks=deferred_checks), splitting(Splits(24, True, once=once)):
             model(input_ids=ids, attention_mask=mask, use_cache=False)
             ids[:, 5] = 3
             found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -85,7 +85,7 @@ def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
         expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(PaddingRemovalError, match="leaves no trace"):
-        check_doubts(doubts)
+        run_deferred_checks(deferred_checks)
 
 
 def test_pieces_in_a_wrong_order_are_another_gradient(monkeypatch):

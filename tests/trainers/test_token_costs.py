@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
 from trl_padfix.core.layout.shared_prefixes import STATES
-from trl_padfix.trainers.batching.bin_packing import StepPlan, assign, balance, split, split_depth_first
+from trl_padfix.trainers.batching.bin_packing import StepPlan, assign, balance, pack_depth_first, split
 from trl_padfix.trainers.batching.measures import PairMeasure
-from trl_padfix.trainers.batching.prefix_groups import prefix_order
+from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import prefix_costs, text_costs
 
 
@@ -23,7 +23,7 @@ def drawn_rows(draw, most=24):
 
 def costs_of(rows):
     each = np.array([len(row) for row in rows])
-    return prefix_costs(each, each, *prefix_order(rows))
+    return prefix_costs(each, each, *sort_by_prefix(rows))
 
 
 def pairs_of(prompts, chosen, rejected):
@@ -263,9 +263,9 @@ def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
         begin = begin[: draw.integers(1, len(begin) + 1)]
         rows.append(np.concatenate([begin, draw.integers(1000, 2000, draw.integers(1, 60))]))
     each = np.array([len(row) for row in rows])
-    costs = prefix_costs(each, each, *prefix_order(rows))
+    costs = prefix_costs(each, each, *sort_by_prefix(rows))
     budget = int(each.max() + draw.integers(0, 200))
-    parts = split_depth_first(costs, budget)
+    parts = pack_depth_first(costs, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
     for i, part in enumerate(parts):
         later = [row for other in parts[i + 1 :] for row in other]
@@ -278,7 +278,7 @@ def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
     each = np.full(32, 1152)
     costs = prefix_costs(each, each, np.arange(32), np.array([0] + [1024] * 31))
     assert [len(part) for part in split(costs, 1280)] == [2] * 16
-    parts = split_depth_first(costs, 1280)
+    parts = pack_depth_first(costs, 1280)
     assert len(parts) == 5
     assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it
-    assert [len(part) for part in split_depth_first(costs, 5120)] == [32]
+    assert [len(part) for part in pack_depth_first(costs, 5120)] == [32]

@@ -11,11 +11,11 @@ from typer import Option
 from ..core.version import __version__
 from . import bench, count_nothing, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
-from .user_errors import DEBUG, MistakesExplained
+from .user_errors import DEBUG, UserErrorGroup
 
 
 app = typer.Typer(
-    cls=MistakesExplained,
+    cls=UserErrorGroup,
     no_args_is_help=True,
     help="TRL's trainers without padding.",
     pretty_exceptions_show_locals=False,

@@ -28,7 +28,7 @@ from .console import (
     write_output,
 )
 from .progress import progress
-from .user_errors import mistakes_of
+from .user_errors import user_errors_of
 
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def bench(
         data, split = "Anthropic/hh-rlhf", "test"
     if reason := refuse_implementation(attn):
         raise typer.BadParameter(reason, param_hint="--attn")
-    with mistakes_of("--data"):
+    with user_errors_of("--data"):
         tree = b.parse_tree(data or "")
     if expand_turns and (trainer != "sft" or tree is not None):
         raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
@@ -173,9 +173,9 @@ def bench(
         raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
     outputs(json=json, plot=plot)
     if tokenizer is not None:
-        with mistakes_of("--tokenizer"):
+        with user_errors_of("--tokenizer"):
             load_tokenizer(tokenizer)
-    with mistakes_of("--data"):
+    with user_errors_of("--data"):
         dataset, name = _dataset(data, settings, spread, split, columns)
         try:
             step = b.prepare(dataset, settings)
@@ -250,7 +250,7 @@ def _dataset(
     if data is None:
         return None, "random"
     count = settings.pairs * (settings.steps + settings.warmup)
-    if (rows := b.made_up(data, settings.trainer, count, spread, settings.seed)) is not None:
+    if (rows := b.synthetic_rows(data, settings.trainer, count, spread, settings.seed)) is not None:
         if settings.trainer == "grpo":
             raise ValueError(f"{data} is for dpo and sft: of grpo give --prompt-length and --completion-length.")
         return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data

@@ -157,11 +157,11 @@ def main(method: str, args: Sequence[str]) -> None:
 def run(method: str, args: Sequence[str]) -> None:
     """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
     require_extra()
-    from .user_errors import explained
+    from .user_errors import explain_errors
 
     count_nothing()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
-    with explained(f"trl-padfix {method}{rank}"):
+    with explain_errors(f"trl-padfix {method}{rank}"):
         main(method, args)
 
 

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from typer import Option
 
 from .console import LONGEST, JsonOption, console, device_of, one_of, outputs, write_json
-from .user_errors import mistakes_of
+from .user_errors import user_errors_of
 
 
 __all__ = ["parity"]
@@ -56,7 +56,7 @@ def parity(
     one_of("--dtype", dtype, DTYPES)
     outputs(json=json)
     device = device_of(device)
-    with mistakes_of("--config"):
+    with user_errors_of("--config"):
         recipe = load_recipe(str(config)) if config is not None else {}
         max_length = max_length or whole_number(recipe, "max_length", 512, at_least=2) or 512
     model = model or recipe.get("model_name_or_path")
@@ -71,15 +71,15 @@ def parity(
     if data is None and config is None:
         raise typer.BadParameter("give the data, here or in the YAML of `--config`.", param_hint="--data")
     source = "--data" if data else "--config"
-    with mistakes_of(source):
+    with user_errors_of(source):
         dataset = load_rows(data or str(config))
         if tiny is not None:  # as the training builds it
             tokenizer = train_tokenizer(texts_of(dataset), SHAPES[tiny]["vocab_size"])
     if tiny is None:
-        with mistakes_of("--model"):
+        with user_errors_of("--model"):
             tokenizer = load_tokenizer(model)
     plain = give_template(tokenizer) and is_conversational(dataset[0])
-    with mistakes_of(source):
+    with user_errors_of(source):
         batch = tokenize_rows(dataset, tokenizer, rows, max_length)
     batch = {name: value.to(device) for name, value in batch.items()}
 
@@ -96,7 +96,7 @@ def parity(
     table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=box.MARKDOWN)  # as an issue shows it
     failed, found = [], []
     padded = batch["attention_mask"].numel()
-    with console.status("comparing"), mistakes_of("--model"):
+    with console.status("comparing"), user_errors_of("--model"):
         for c in compare(load, batch, backends, getattr(torch, dtype), gradients):
             packed = c.parity and c.parity.maximum
             found.append({**vars(c), "parity": packed})

@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
 from .recipe import folder
-from .user_errors import mistakes_of
+from .user_errors import user_errors_of
 
 
 __all__ = ["plan"]
@@ -51,13 +51,13 @@ def plan(
     outputs(accelerate=accelerate, json=json)
     tokens, per_row, data = max_length or 1024, None, "DATA"
     if stats is not None:
-        with mistakes_of("--stats"):
+        with user_errors_of("--stats"):
             tokens, per_row, data = _lengths(stats, max_length)
     is_online = method in ("grpo", "rloo")
     sequences = 2 if method in ("dpo", "reward") else 1  # of a row, which no forward parts
-    with mistakes_of("MODEL"), console.status("Counting"):
+    with user_errors_of("MODEL"), console.status("Counting"):
         sizes = p.load_sizes(model)
-    with mistakes_of("--memory"), console.status("Counting"):
+    with user_errors_of("--memory"), console.status("Counting"):
         try:
             found = p.smallest_fit(
                 sizes, gpus=gpus, available=int(memory * 1e9), longest=sequences * tokens, lora=lora,

@@ -11,7 +11,7 @@ import typer
 from typer import Argument, Option
 
 from .console import LONGEST, JsonOption, console, figure_table, one_of, outputs, print_as_is, write_json, write_output
-from .user_errors import mistakes_of
+from .user_errors import user_errors_of
 
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def stats(
 
     if data == "equal" or data.startswith(("tree:", "lengths:")):
         outputs(json=json)
-        return _made_up(data, trainer or "dpo", batch_size, max_tokens_per_batch, shape, seed, json)
+        return _synthetic_rows(data, trainer or "dpo", batch_size, max_tokens_per_batch, shape, seed, json)
     from ..tools import formats, tiny
     from ..tools import stats as s
     from ..tools import verdict as v
@@ -80,7 +80,7 @@ def stats(
     if min(sizes) < 1:
         raise typer.BadParameter(f"{world_size!r} is no list of numbers of 1 or more.", param_hint="--world-size")
     outputs(plot=plot, json=json)
-    with mistakes_of("DATA"):
+    with user_errors_of("DATA"):
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
         max_length = whole_number(recipe, "max_length", 1024, at_least=0) if max_length is None else max_length
         batch_size = batch_size or whole_number(recipe, "per_device_train_batch_size", 8)
@@ -91,7 +91,7 @@ def stats(
     one_of("--shape", shape, tiny.BENCH_SHAPES)
     if trainer is not None:
         one_of("--trainer", trainer, formats.TAKES)
-    with mistakes_of("--world-size"):
+    with user_errors_of("--world-size"):
         s.check_size(max(sizes), batch_size, accumulation)
     if tokenizer is None and train_tokenizer is None:
         tokenizer = recipe.get("model_name_or_path")
@@ -99,7 +99,7 @@ def stats(
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
-    with mistakes_of("DATA"):
+    with user_errors_of("DATA"):
         rows = formats.as_trl_takes_them(rename_columns(load_rows(data, split), columns))
         expand_turns = expand_turns or bool(recipe.get("expand_turns"))
         trainer = trainer or ("sft" if expand_turns else formats.trainer_of(rows))
@@ -114,12 +114,12 @@ def stats(
     max_length = None if is_online else max_length or None
 
     if train_tokenizer is not None:
-        with console.status("Training a tokenizer"), mistakes_of("DATA"):
+        with console.status("Training a tokenizer"), user_errors_of("DATA"):
             loaded, name = tiny.train_tokenizer(texts, train_tokenizer), f"a BPE of {train_tokenizer}"
     else:
-        with mistakes_of("--tokenizer"):
+        with user_errors_of("--tokenizer"):
             loaded, name = load_tokenizer(str(tokenizer)), tokenizer
-    with mistakes_of("DATA"):
+    with user_errors_of("DATA"):
         lengths = s.measure(rows, loaded, trainer=trainer, progress=console.is_terminal)
         if is_online:
             lengths = s.with_completions(lengths, generations, completion_length, seed)
@@ -190,7 +190,7 @@ def stats(
         write_output("--plot", plot, draw)
 
 
-def _made_up(
+def _synthetic_rows(
     data: str, trainer: str, batch_size: int | None, budget: int | None, shape: str, seed: int, json: Path | None
 ) -> None:
     """The verdict on data that `bench` makes up."""
@@ -203,11 +203,11 @@ def _made_up(
 
     one_of("--trainer", trainer, v.FITTED)
     one_of("--shape", shape, BENCH_SHAPES)
-    with mistakes_of("DATA"):
+    with user_errors_of("DATA"):
         tree = b.parse_tree(data)
         batch_size = batch_size or (8 if tree is None else tree.rows)
         count = 400 if tree is None else 12 * max(batch_size, tree.rows)
-        rows = v.tokenized(b.made_up(data, trainer, count, seed=seed))
+        rows = v.tokenized(b.synthetic_rows(data, trainer, count, seed=seed))
     hidden_size = BENCH_SHAPES[shape]["hidden_size"]
     found = v.advise(rows, batch_size=batch_size, budget=budget or 0, seed=seed, hidden_size=hidden_size)
     found = replace(found, budget=budget or round(found.tokens))

@@ -1,7 +1,7 @@
 """
 Errors that a user can mend, as messages with exit code 2; all others are bugs of this package, with their traceback.
 
-[`MistakesExplained`] is the group that all commands belong to, and [`explained`] does the same for a process of a
+[`UserErrorGroup`] is the group that all commands belong to, and [`explain_errors`] does the same for a process of a
 training. `--debug` (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 """
 
@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from .methods import METHODS
 
 
-__all__ = ["DEBUG", "MISTAKE", "MistakesExplained", "WholeSummaries", "describe", "explained", "mistakes_of"]
+__all__ = ["DEBUG", "MISTAKE", "UserErrorGroup", "WholeSummaries", "describe", "explain_errors", "user_errors_of"]
 
 DEBUG = "TRL_PADFIX_DEBUG"
 """Environment variable that `--debug` sets, so that the processes of a training see it."""
@@ -56,7 +56,7 @@ class WholeSummaries(TyperGroup):
             )
 
 
-class MistakesExplained(WholeSummaries):
+class UserErrorGroup(WholeSummaries):
     """The commands, with the errors that they do not explain themselves explained in one place."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -67,7 +67,7 @@ class MistakesExplained(WholeSummaries):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with explained(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()):
+            with explain_errors(lambda: f"{ctx.command_path} {ctx.invoked_subcommand or ''}".rstrip()):
                 return super().invoke(ctx)
         except typer.BadParameter as error:
             if os.environ.get(DEBUG) and error.__cause__ is not None:
@@ -76,7 +76,7 @@ class MistakesExplained(WholeSummaries):
 
 
 @contextmanager
-def explained(command: str | Callable[[], str]) -> Iterator[None]:
+def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
     """
     End the process with a message and exit code 2 for a mistake of the user. An error that is none goes on, after a
     line that asks to report it. `command` is what the message begins with, or says it.
@@ -104,7 +104,7 @@ def explained(command: str | Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def mistakes_of(option: str) -> Iterator[None]:
+def user_errors_of(option: str) -> Iterator[None]:
     """Mistakes in the block, by [`describe`], as usage errors of an option."""
     try:
         yield

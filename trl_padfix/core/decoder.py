@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 from .attention.attention import refuse_implementation
-from .call.arguments import bind, pack_arguments, slice_arguments, unpack_output
+from .call.arguments import bind, local_arguments, pack_arguments, unpack_output
 from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
-from .call.prefix_states import Sight
+from .call.prefix_states import PrefixStates
 from .call.prepared_masks import PreparedMasks, with_added_masks
 from .context import context, outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .layout.layout import Layout, pack
-from .layout.shared_prefixes import PieceLayout
+from .layout.shared_prefixes import PrefixedLayout
 from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
 from .mixers.row_buckets import calls_of_layers, needs_whole_rows, over_whole_rows
@@ -34,7 +34,7 @@ from .model.older import older_attributes
 from .model.patching import ForwardPatch
 from .model.positions import Numbering, length_dependent_ropes
 from .model.sharded import gathers_in_parts
-from .parallel.layout import Slices
+from .parallel.layout import ContextParallelLayout
 from .refusals import refuse_batch
 
 
@@ -89,24 +89,24 @@ class DecoderPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             self.attachment.stats.add(layout)
             call["use_cache"] = False
-            slices = self.attachment.slices_of(layout)
-            if layout.is_trivial and slices is None:
+            cp_layout = self.attachment.cp_layout_of(layout)
+            if layout.is_trivial and cp_layout is None:
                 if prepared is not None:
                     call["attention_mask"] = prepared.given
                 self._match_other_processes(call)
                 return unpack_output(self.wrapped(**self._accepted(call)), layout, asked)
             self._check(call, layout, prepared)
-            if isinstance(layout, PieceLayout):
+            if isinstance(layout, PrefixedLayout):
                 output = self._over_piece(call, layout)
-                if layout.is_trunk:
+                if layout.is_prefix:
                     return output
             elif self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
-                output = self._over_packed_row(call, layout, prepared, slices)
+                output = self._over_packed_row(call, layout, prepared, cp_layout)
             if not self.takes_whole_rows and asked is not None and not asked.pools_last and asked.scored is None:
                 set_until_reset(model=replace(asked, layout=layout))
-            return unpack_output(output, layout, asked, slices)
+            return unpack_output(output, layout, asked, cp_layout)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
@@ -126,27 +126,27 @@ class DecoderPatch(ForwardPatch):
         if reason := refuse_batch(layout, prepared is not None, self.attachment.mixers):
             raise PaddingRemovalError(reason)
 
-    def _over_piece(self, call: dict[str, Any], layout: PieceLayout) -> Any:
+    def _over_piece(self, call: dict[str, Any], layout: PrefixedLayout) -> Any:
         """The output of the decoder for the tokens that a piece of a step computes, and for those that it sees."""
         if layout.own is None:
-            return layout.sight.without_own()
-        output = self._over_packed_row(call, layout.own, None, sight=layout.sight)
-        return layout.sight.join(output, layout.own.packed_tokens)
+            return layout.prefix_states.without_own()
+        output = self._over_packed_row(call, layout.own, None, prefix_states=layout.prefix_states)
+        return layout.prefix_states.join(output, layout.own.packed_tokens)
 
     def _over_packed_row(
         self,
         call: dict[str, Any],
         layout: Layout,
         prepared: PreparedMasks | None,
-        slices: Slices | None = None,
-        sight: Sight | None = None,
+        cp_layout: ContextParallelLayout | None = None,
+        prefix_states: PrefixStates | None = None,
     ) -> Any:
-        """The output of the decoder for the packed tokens; with `slices`, for those of this process."""
+        """The output of the decoder for the packed tokens; with `cp_layout`, for those of this process."""
         packed = pack_arguments(call, layout, self.numbering) | _noisy_embeddings(self.module, call, layout)
         if prepared is not None:
             packed["attention_mask"] = prepared.for_decoder()
-        if slices is not None:
-            packed = slice_arguments(packed, slices)
+        if cp_layout is not None:
+            packed = local_arguments(packed, cp_layout)
         positions, given, last = packed["position_ids"], call.get("position_ids"), layout.batch_shape[1] - 1
         if self.depends_on_length and given is not None:
             last = given.max()
@@ -160,8 +160,8 @@ class DecoderPatch(ForwardPatch):
             dry_run=DryRun(self, self.attachment.mixers.layers, packed, last),
             prepared=prepared,
             one_block=self._needs_equal_calls(),
-            sight=sight,
-            slices=slices,
+            prefix_states=prefix_states,
+            cp_layout=cp_layout,
         )
         if current.one_block:
             calls_of_layers(current, one_block=True)

@@ -16,11 +16,11 @@ from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .layout.layout import Layout
-from .layout.shared_prefixes import PieceLayout
+from .layout.shared_prefixes import PrefixedLayout
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
-from .parallel.layout import Slices, Split
+from .parallel.layout import ContextParallelConfig, ContextParallelLayout
 
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class PaddingStats:
         computed = layout.computed_tokens
         with _counting:
             self.packed_tokens += computed
-            if isinstance(layout, PieceLayout) and layout.is_trunk:
+            if isinstance(layout, PrefixedLayout) and layout.is_prefix:
                 return  # its batch is that of a piece, which counts
             self.padded_tokens += layout.padded_tokens
             self.real_tokens += layout.real_tokens
@@ -104,7 +104,7 @@ class PaddingRemoval(Attachment):
             Whether a sequence classifier scores the last token of the mask, instead of the one that it looks for.
         packs_padded (`bool`):
             Whether padded calls are packed; rows that arrive packed are kept apart either way.
-        split ([`Split`], *optional*):
+        split ([`ContextParallelConfig`], *optional*):
             Between which processes packed rows are split; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
@@ -149,7 +149,7 @@ class PaddingRemoval(Attachment):
         self.packs_padded = True
         # Mamba's decoder is given the positions of a call, and does not look at them.
         self.takes_positions = takes_positions(decoder) or takes_any_argument(decoder)
-        self.split: Split | None = None
+        self.split: ContextParallelConfig | None = None
         self.stats = PaddingStats()
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
@@ -186,11 +186,11 @@ class PaddingRemoval(Attachment):
         """The layout of a decoder call, or `None` if the call is to go through as it is; see [`layout_of`]."""
         return layout_of(call, self, model_call, prepared)
 
-    def slices_of(self, layout: Layout | None) -> Slices | None:
+    def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """How a packed row is cut; `None` where every process computes all of it, one with fewer tokens than these."""
         if self.split is None or layout is None or layout.packed_tokens < self.split.group.size:
             return None
-        return Slices(layout, self.split.group, self.split.attention)
+        return ContextParallelLayout(layout, self.split.group, self.split.attention)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

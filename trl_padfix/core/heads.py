@@ -14,14 +14,14 @@ import torch
 from transformers.utils import logging
 
 from .call.arguments import bind
-from .call.batch_metadata import Pooled, Word, facts_of, pooled_tokens, rely_on, within_call
+from .call.batch_metadata import Pooled, VerifiedMetadata, defer_check, facts_of, pooled_tokens, share_layouts_in_call
 from .call.calls import ModelCall, model_call
 from .context import within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
 from .model.sharded import gathered_head
-from .parallel.layout import Slices
+from .parallel.layout import ContextParallelLayout
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "skip_first_comparison"]
@@ -41,7 +41,7 @@ class LMHeadPatch(ForwardPatch):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.word = Word()
+        self.word = VerifiedMetadata()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         with gathered_head(self.module, self.attachment.decoder):
@@ -57,7 +57,7 @@ class LMHeadPatch(ForwardPatch):
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
-        with within_call():  # the decoder finds the layout that is made here
+        with share_layouts_in_call():  # the decoder finds the layout that is made here
             layout = self.attachment.layout_of(call) if self.attachment.multimodal is None else None
             if not self._returns_states_at_places(call, labels, layout):
                 return self.wrapped(*args, **kwargs)
@@ -66,7 +66,9 @@ class LMHeadPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             columns = labels.shape[1] - 1
             row, column = index // columns, index % columns
-            own = OwnLabels(row * labels.shape[1] + column, labels[row, column + 1], self.attachment.slices_of(layout))
+            own = OwnLabels(
+                row * labels.shape[1] + column, labels[row, column + 1], self.attachment.cp_layout_of(layout)
+            )
             more = {**kwargs, "labels": None, "shift_labels": own.labels.unsqueeze(0)}
             with within(model=ModelCall(decoder, scored=own.places, given=_row_arguments(call))):
                 output = _without_selecting(self.wrapped)(*args, **more)
@@ -75,7 +77,7 @@ class LMHeadPatch(ForwardPatch):
                 values = own.told(value[0])
                 spread = values.new_zeros(len(labels) * columns).index_copy(0, index, values)
                 output[name] = spread.view(len(labels), columns)
-        if own.slices is not None and output.get("loss") is not None:
+        if own.cp_layout is not None and output.get("loss") is not None:
             output["loss"] = self._loss(output, kwargs.get("num_items_in_batch"), index.numel())
         return output
 
@@ -96,7 +98,7 @@ class LMHeadPatch(ForwardPatch):
         facts = facts_of(ids, mask)
         if facts is not None and facts.scored is not None:
             known = target.new_zeros(target.numel()).index_fill(0, facts.scored, True).view_as(target)
-            if self.word.is_kept("The labels of the batch are where its collator saw them", (known != target).any(1)):
+            if self.word.verify("The labels of the batch are where its collator saw them", (known != target).any(1)):
                 return facts.scored
         return target.flatten().nonzero().squeeze(1)
 
@@ -151,27 +153,27 @@ class OwnLabels:
     """
     The labels that this process scores, `(n,)`, and the places in the flattened batch from which they are predicted.
 
-    All labels, or with `slices` those of own tokens; a process without any scores one token, for nothing.
+    All labels, or with `cp_layout` those of own tokens; a process without any scores one token, for nothing.
     """
 
-    def __init__(self, places: torch.Tensor, labels: torch.Tensor, slices: Slices | None):
-        self.places, self.labels, self.slices = places, labels, slices
-        if slices is None:
+    def __init__(self, places: torch.Tensor, labels: torch.Tensor, cp_layout: ContextParallelLayout | None):
+        self.places, self.labels, self.cp_layout = places, labels, cp_layout
+        if cp_layout is None:
             return
-        layout, rank = slices.layout, slices.group.rank
-        owner = slices.owners(layout.packed_positions_of(places))
+        layout, rank = cp_layout.layout, cp_layout.group.rank
+        owner = cp_layout.owners(layout.packed_positions_of(places))
         self._order = owner.argsort(stable=True).argsort()
-        self._counts = owner.bincount(minlength=slices.group.size).tolist()
+        self._counts = owner.bincount(minlength=cp_layout.group.size).tolist()
         self.places, self.labels = places[owner == rank], labels[owner == rank]
         if not self._counts[rank]:  # every process has its part in each exchange of backward
-            self.places = slices.cut(layout.packed_index)[:1]
+            self.places = cp_layout.cut(layout.packed_index)[:1]
             self.labels = labels.new_full((1,), -100)
 
     def told(self, values: torch.Tensor) -> torch.Tensor:
         """What all processes say of their labels, one number for each, in the order of all labels."""
-        if self.slices is None:
+        if self.cp_layout is None:
             return values
-        group = self.slices.group
+        group = self.cp_layout.group
         own = values[: self._counts[group.rank]]
         told = group.told(own.byte() if own.dtype == torch.bool else own, self._counts).index_select(0, self._order)
         return told.to(values.dtype)
@@ -226,7 +228,7 @@ class PoolingPatch(ForwardPatch):
         if pooled is None or pooled.pad_token_id != pad:
             pooled = Pooled.of(ids, mask, pad)
         elif not any(pooled.padding):
-            rely_on("No padding of the batch is scored", pooled_tokens(ids, mask, pad)[1])
+            defer_check("No padding of the batch is scored", pooled_tokens(ids, mask, pad)[1])
         remedy = (
             "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
             "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "

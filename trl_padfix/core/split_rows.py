@@ -11,8 +11,8 @@ from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 from .mixers.primitives import LEFT_OUT, primitives_of
 from .model.positions import position_embeddings
 from .parallel.collectives import Group
-from .parallel.layout import HEADS, KEYS, Split
-from .parallel.mixers import SPLIT
+from .parallel.layout import HEADS, KEYS, ContextParallelConfig
+from .parallel.mixers import CONTEXT_PARALLEL
 
 
 __all__ = ["split_rows"]
@@ -60,7 +60,7 @@ def split_rows(handle: PaddingRemoval, group: Any = None, *, attention: str = HE
             f"The rows of {type(handle.decoder).__name__} cannot be split over processes: {reason}. Train it without "
             "context parallelism: each process then computes whole rows of its own."
         )
-    split = Split(Group.of(group), attention)
+    split = ContextParallelConfig(Group.of(group), attention)
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
     if attention == HEADS and handle.mixers.counts()[PACKED] and heads is not None and heads < split.group.size:
         raise ValueError(
@@ -78,7 +78,7 @@ def _obstacle(handle: PaddingRemoval) -> str | None:
             f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
         )
     for mixer in handle.mixers.that_are(FORKED):
-        if left := primitives_of(mixer.module) - SPLIT.keys() - LEFT_OUT:
+        if left := primitives_of(mixer.module) - CONTEXT_PARALLEL.keys() - LEFT_OUT:
             return f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(left)}, which need all channels"
     if any(isinstance(patch, CompiledLayerPatch) for patch in handle._patches):
         return "its layers are compiled for whole packed rows"

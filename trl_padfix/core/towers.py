@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .call.arguments import bind
-from .call.batch_metadata import Word, facts_of
+from .call.batch_metadata import VerifiedMetadata, facts_of
 from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
@@ -73,26 +73,26 @@ class TowerPatch(ForwardPatch):
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
         self.separates_halves: bool | None = None
-        self.word = Word()
+        self.word = VerifiedMetadata()
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        doubled, given = (call.doubled, call.arguments) if call is not None else ([], {})
+        doubled_features, given = (call.doubled_features, call.arguments) if call is not None else ([], {})
         known = facts_of(given.get("input_ids"), given.get("attention_mask")) if given else None
         # Where the batch came with word that its images do not repeat, nobody looks on the device.
-        may = self.separates_halves is not False and (known is None or known.images_repeat is not False)
+        may = self.separates_halves is not False and (known is None or known.halves_equal is not False)
         may = may and not _draws(self.module) and not _is_sharded(self.module)
-        if not may or not self._repeats([*args, *kwargs.values()], doubled):
+        if not may or not self._repeats([*args, *kwargs.values()], doubled_features):
             return self.wrapped(*args, **kwargs)
         half = [_first_half(v) for v in args], {k: _first_half(v) for k, v in kwargs.items()}
         output = _twice(self.wrapped(*half[0], **half[1]))
-        doubled += map(weakref.ref, tensors_in(output))
+        doubled_features += map(weakref.ref, tensors_in(output))
         if self.separates_halves is None:
             with torch.no_grad():
                 self.separates_halves = _agree(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
 
-    def _repeats(self, given: list[Any], doubled: list[weakref.ref[torch.Tensor]]) -> bool:
+    def _repeats(self, given: list[Any], doubled_features: list[weakref.ref[torch.Tensor]]) -> bool:
         """Whether every tensor among the arguments is the same twice, one half after the other."""
         if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in given):
             return False
@@ -100,9 +100,9 @@ class TowerPatch(ForwardPatch):
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
         step = context().step
-        if step is not None and all(step.says_halves_repeat(v, doubled) for v in tensors):
+        if step is not None and all(step.images_are_doubled(v, doubled_features) for v in tensors):
             differ = torch.stack([(first != second).any() for first, second in (v.detach().chunk(2) for v in tensors)])
-            if self.word.is_kept("The images of the batch are those that its collator saw", differ.any()):
+            if self.word.verify("The images of the batch are those that its collator saw", differ.any()):
                 return True
         return all(torch.equal(*v.chunk(2)) for v in tensors)
 

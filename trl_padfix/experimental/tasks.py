@@ -17,7 +17,7 @@ __all__ = ["MessagesTask", "PairTask", "PairTrainer", "PromptTask"]
 class _OwnData(Task):
     """Of a trainer that prepares its data within `__init__`, or in its steps; the columns are looked at before."""
 
-    takes_layouts = False  # a step joins, generates or shuffles what comes from the data loader
+    layout_policy = False  # a step joins, generates or shuffles what comes from the data loader
 
     def check(self, config: Any, given: dict[str, Any]) -> None:
         names = SimpleNamespace(**{name: given.get(name) for name in ("train_dataset", "eval_dataset")})

@@ -34,7 +34,7 @@ class TPOTask(Task):
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
     texts = ("prompt", "chosen", "rejected", "reference")
     takes_images = False
-    takes_layouts = True
+    layout_policy = True
     rows_per_item = 3
     collators = {TRLs: DataCollatorForTriplePreference}
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
 from ..trainers.batching.bin_packing import balance, split
-from ..trainers.batching.prefix_groups import group_rows, prefix_order
+from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from ..trainers.batching.token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 from ..trainers.data.row_checks import TRAINED
 from ..trainers.data.turns import renderer
@@ -135,7 +135,7 @@ def measure(
             for name, part in ids.items():
                 lengths.setdefault(name, []).append(len(part))
             begins.append(np.array(next(iter(ids.values())), dtype=np.uint32))
-    return Lengths({name: np.array(part, dtype=np.int64) for name, part in lengths.items()}, prefix_order(begins))
+    return Lengths({name: np.array(part, dtype=np.int64) for name, part in lengths.items()}, sort_by_prefix(begins))
 
 
 def with_completions(prompts: Lengths, generations: int, mean: int, seed: int = 0) -> Lengths:

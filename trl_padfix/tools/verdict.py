@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.layout.layout import KEYS_PER_TOKEN
 from ..trainers.batching.measures import PairMeasure, TextMeasure, UnpairedMeasure
-from ..trainers.batching.prefix_groups import group_rows, prefix_order
+from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from .data import checked_rows
 from .stats import SIDES, sequences_of, token_rows
 
@@ -56,7 +56,7 @@ class Verdict:
     batch_size: int
     trainer: str
     padded: float  # what TRL computes
-    grouped_by_length: float  # the same, with rows of like length together
+    bucket_by_length: float  # the same, with rows of like length together
     real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
     auto: float  # with padding removed and `prefix_sharing="auto"`
     grouped: float  # the same, with rows that begin alike together
@@ -211,7 +211,7 @@ def advise(
         """Real tokens of a batch, those that are computed with `prefix_sharing="auto"`, and the pairs of both."""
         found = []
         for batch in of:
-            order, common = prefix_order([sequence for i in batch for sequence in sequences[i]])
+            order, common = sort_by_prefix([sequence for i in batch for sequence in sequences[i]])
             tokens = lengths[batch].ravel()[order]
             real, saved, keys = tokens.sum(), common.sum(), tokens[tokens > common].sum()
             pairs, repeated = ((n * (n + 1)).sum() / 2 for n in (tokens, common))
@@ -226,7 +226,7 @@ def advise(
         batch_size=size,
         trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
         padded=padded(random),
-        grouped_by_length=padded(batches(by_length)),
+        bucket_by_length=padded(batches(by_length)),
         real=real,
         auto=auto,
         grouped=in_groups,
@@ -245,7 +245,7 @@ def advise(
 def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
     """The sequences of a sample in sorted order."""
     sequences = [s for row in rows for s in sequences_of(row) if len(s)]
-    order, common = prefix_order(sequences)
+    order, common = sort_by_prefix(sequences)
     return PrefixTree(np.array([len(s) for s in sequences])[order], common)
 
 
@@ -270,7 +270,7 @@ def verdict_lines(found: Verdict, data: str) -> list[str]:
         f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
     ]
     if not is_online:
-        lines.append(f"TRL's group_by_length: {found.padded / found.grouped_by_length:.1f}x by tokens.")
+        lines.append(f"TRL's group_by_length: {found.padded / found.bucket_by_length:.1f}x by tokens.")
     if found.trainer == "sft":
         lines.append(
             f"TRL's padding_free (with FlashAttention) and packing: {found.padded / found.real:.1f}x by tokens, with "

@@ -36,18 +36,18 @@ from datasets import Dataset
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.batch_metadata import knowing
+from ..core.call.batch_metadata import with_known_batch
 from .attention_choice import AttentionChoice
 from .batching.micro_batches import MICRO_BATCHES, pieces_of
-from .batching.sampler import StepOrder, StepRows
+from .batching.sampler import StepDataset, StepOrder
 from .batching.token_budget import Budget, Splitting
 from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
-from .context_parallel import SplitRows
+from .context_parallel import ContextParallel
 from .custom_loss import observed
-from .data.batch_metadata import without_layouts
-from .data.precomputed_layouts import Layouts
+from .data.batch_metadata import pop_metadata
+from .data.precomputed_layouts import PrecomputedLayouts
 from .field_types import temporarily_set
 from .generation.evaluation import Generation
 from .metrics.exact_eval_means import ExactMeans
@@ -66,10 +66,10 @@ __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 PARTS: tuple[type[Part], ...] = (
     AttentionChoice,  # models are switched before anything is attached to them
     Packing,
-    SplitRows,  # of what is packed
+    ContextParallel,  # of what is packed
     ExactMeans,  # takes rows out of a batch, so before all that look at it
     Parity,  # not counted, and with layouts of its own
-    Layouts,
+    PrecomputedLayouts,
     StepOrder,
     Budget,  # around the collator that adds layouts
     Generation,  # after the counted part of an evaluation
@@ -195,7 +195,7 @@ class PaddingFreeMixin:
         if order is None or not order.is_on:
             return super()._get_train_sampler(*args, **kwargs)
         dataset = next((given for given in (*args, *kwargs.values()) if given is not None), self.train_dataset)
-        dataset = dataset.rows if isinstance(dataset, StepRows) else dataset
+        dataset = dataset.rows if isinstance(dataset, StepDataset) else dataset
         return order.sampler(super()._get_train_sampler(dataset), dataset)
 
     # -- steps
@@ -226,13 +226,13 @@ class PaddingFreeMixin:
             )
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        plain, laid = without_layouts(padding.task.scored(inputs))
+        plain, batch_metadata = pop_metadata(padding.task.scored(inputs))
         if running is not None:  # whose batch may have been edited since
-            laid = running.laid
-            padding.part(SplitRows).check_batch(plain)
-        known = laid.known(plain if running is None else inputs) if laid is not None else []
-        step = Step(model, plain, mode, number, padding.task.padded_batches, laid, known, returns_outputs)
-        blocks = (part.step(step) for part in padding.parts) if running is None else map(knowing, known)
+            batch_metadata = running.batch_metadata
+            padding.part(ContextParallel).check_batch(plain)
+        known = batch_metadata.known(plain if running is None else inputs) if batch_metadata is not None else []
+        step = Step(model, plain, mode, number, padding.task.padded_batches, batch_metadata, known, returns_outputs)
+        blocks = (part.step(step) for part in padding.parts) if running is None else map(with_known_batch, known)
         with temporarily_set(padding, "running", step), entered(blocks):
             yield step
 
@@ -293,7 +293,7 @@ class PaddingFreeMixin:
             return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        self.padding.part(Layouts).read_doubts()  # of weights that may be wrong nothing is kept
+        self.padding.part(PrecomputedLayouts).run_deferred_checks()  # of weights that may be wrong nothing is kept
         with self.padding.part(WholeCheckpoints).saving(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 

@@ -81,7 +81,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_packing(self)
-        # TRL refuses context parallelism where it generates; `SplitRows` says what is refused of ours.
+        # TRL refuses context parallelism where it generates; `ContextParallel` says what is refused of ours.
         with temporarily_set(self, "parallelism_config", None) if self.padding_free else nullcontext():
             super().__post_init__()  # type: ignore[misc]
 

@@ -29,12 +29,12 @@ from .field_types import temporarily_set
 from .parts import Evaluation, Part, Step
 
 
-__all__ = ["SplitRows"]
+__all__ = ["ContextParallel"]
 
 logger = get_logger(__name__)
 
 
-class SplitRows(Part):
+class ContextParallel(Part):
     """Splits packed rows over the processes of accelerate's context-parallel groups."""
 
     group: Group | None = None
@@ -58,7 +58,7 @@ class SplitRows(Part):
                 _check_sizes(config)
             made()
             if self.size > 1:
-                self._take_over()
+                self._replace_ring_attention()
 
         own = vars(self.trainer)
         own["create_accelerator_and_postprocess"] = create_accelerator_and_postprocess
@@ -67,7 +67,7 @@ class SplitRows(Part):
         finally:
             del own["create_accelerator_and_postprocess"]
 
-    def _take_over(self) -> None:
+    def _replace_ring_attention(self) -> None:
         """Leave accelerate's ring out, and count the processes of a group as one, as under tensor parallelism."""
         trainer, size = self.trainer, self.size
         trainer.accelerator._prepare_cp = lambda *args: args  # hooks that drop masks, and the ring
@@ -98,7 +98,7 @@ class SplitRows(Part):
 
     def _obstacle(self) -> str | None:
         args, task = self.trainer.args, self.trainer.padding.task
-        if not (task.takes_layouts or task.generates_for_groups):
+        if not (task.layout_policy or task.generates_for_groups):
             return (
                 f"{type(self.trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
             )
@@ -145,7 +145,7 @@ class SplitRows(Part):
             yield
             return
         generates = self.trainer.padding.task.generates_for_groups
-        with self._groups_as_processes() if generates else contextlib.nullcontext():
+        with self._count_groups_as_processes() if generates else contextlib.nullcontext():
             yield
 
     def check_batch(self, batch: dict[str, Any]) -> None:
@@ -187,12 +187,12 @@ class SplitRows(Part):
             yield
             return
         self._require_agreement([zlib.crc32(repr([row.get("prompt") for row in rows]).encode())])
-        self._draw_alike()
-        with self._groups_as_processes():
+        self._sync_rng()
+        with self._count_groups_as_processes():
             yield
-        self._draw_alike()
+        self._sync_rng()
 
-    def of_first(self, completed: Any) -> Any:
+    def broadcast_from_first(self, completed: Any) -> Any:
         """What the first process of the group has generated: sampled elsewhere, rounding may have changed a token."""
         if self.group is None:
             return completed
@@ -201,17 +201,17 @@ class SplitRows(Part):
         distributed.broadcast_object_list(held, first, group=self.group.group)
         return held[0]
 
-    def _draw_alike(self) -> None:
+    def _sync_rng(self) -> None:
         """Give all processes of the group the random numbers of its first one."""
         device = self.trainer.accelerator.device
         accelerators = getattr(torch, device.type) if device.type != "cpu" else None
-        state = self.of_first((torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)))
+        state = self.broadcast_from_first((torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)))
         torch.set_rng_state(state[0])
         if accelerators:
             accelerators.set_rng_state(state[1], device)
 
     @contextlib.contextmanager
-    def _groups_as_processes(self) -> Iterator[None]:
+    def _count_groups_as_processes(self) -> Iterator[None]:
         """
         To TRL a group is one process: standard deviations, quantiles and sums count no row twice.
 
@@ -228,7 +228,7 @@ class SplitRows(Part):
                 return recursively_apply(one_of_each, accelerator.gather(tensor))
 
         def one_of_each(x: torch.Tensor) -> torch.Tensor:
-            return _one_of_each(x, accelerator.num_processes, group.size)
+            return _first_of_each_group(x, accelerator.num_processes, group.size)
 
         grouped = object.__new__(Grouped)
         grouped.__dict__ = vars(accelerator)  # one state, two ways to see it
@@ -246,16 +246,16 @@ class SplitRows(Part):
 
     @contextlib.contextmanager
     def precomputing(self) -> Iterator[None]:
-        with self._gathering_once():
+        with self._gather_without_duplicates():
             yield
 
     @contextlib.contextmanager
     def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
-        with self._gathering_once():
+        with self._gather_without_duplicates():
             yield
 
     @contextlib.contextmanager
-    def _gathering_once(self) -> Iterator[None]:
+    def _gather_without_duplicates(self) -> Iterator[None]:
         """What is gathered is gathered from one process of each group: repeated rows are none of the data."""
         if self.group is None:
             yield
@@ -263,7 +263,7 @@ class SplitRows(Part):
         accelerator, size, of_all = self.trainer.accelerator, self.group.size, self.trainer.accelerator.gather
 
         def one_of_each(x: torch.Tensor) -> torch.Tensor:
-            return _one_of_each(x, accelerator.num_processes, size)
+            return _first_of_each_group(x, accelerator.num_processes, size)
 
         with temporarily_set(accelerator, "gather", lambda x: recursively_apply(one_of_each, of_all(x))):
             yield
@@ -286,6 +286,6 @@ def _check_sizes(config: Any) -> None:
         )
 
 
-def _one_of_each(x: torch.Tensor, processes: int, size: int) -> torch.Tensor:
+def _first_of_each_group(x: torch.Tensor, processes: int, size: int) -> torch.Tensor:
     """Of what all have given, `(processes * n, ...)`, that of the first process of each group of `size`."""
     return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)

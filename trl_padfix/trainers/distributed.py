@@ -13,12 +13,12 @@ from ..core.mixers.mixers import WHOLE
 
 __all__ = [
     "check_launch",
+    "data_replicas",
     "datasets_of",
     "is_zero_3",
     "models_of",
     "named_models_of",
     "refuse_whole_rows",
-    "replicas",
     "splitting_parallelism",
 ]
 
@@ -65,7 +65,7 @@ def splitting_parallelism(accelerator: Any, *sizes: str) -> str | None:
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
 
 
-def replicas(trainer: Any) -> int:
+def data_replicas(trainer: Any) -> int:
     """How many processes have the same rows, under tensor parallelism and where they share packed rows."""
     return getattr(trainer, "get_tp_size", lambda: 1)()
 

@@ -29,7 +29,7 @@ class DPOTask(PairTask):
 
     columns = [{"chosen", "rejected"}]
     needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    takes_layouts = True
+    layout_policy = True
     collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,

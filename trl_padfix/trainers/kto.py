@@ -91,7 +91,7 @@ class KTOTask(Task):
     columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = ("prompt", "completion", "chosen", "rejected")
-    takes_layouts = True
+    layout_policy = True
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,

@@ -16,17 +16,17 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.batch_metadata import Known, knowing
+from ..core.call.batch_metadata import Known, with_known_batch
 from ..core.call.layout_of import LayoutKey
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import Splitting
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_vocabulary, column_names, require_columns
-from .context_parallel import SplitRows
-from .data.batch_metadata import with_layout_of_rows
+from .context_parallel import ContextParallel
+from .data.batch_metadata import attach_metadata
 from .data.columns import blank_texts
-from .data.precomputed_layouts import Layouts
+from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import sound_rows
 from .distributed import datasets_of
 from .metrics.finite_values import FiniteValues
@@ -51,7 +51,7 @@ def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
 class OnlineTask(Task):
     """Rows are prompts with a completion each, in groups with one prompt."""
 
-    takes_layouts = False  # the data loader has prompts; see `OnlineLayouts`
+    layout_policy = False  # the data loader has prompts; see `OnlineLayouts`
     generates_for_groups = True
 
     scores = "_get_per_token_logps_and_entropies"
@@ -134,7 +134,7 @@ class OnlineTask(Task):
         return bool(sharing and whole and self.sums_over_rows() and not balanced)
 
 
-class OnlineLayouts(Layouts):
+class OnlineLayouts(PrecomputedLayouts):
     """Layouts of rows that are generated: the host looks once for all micro-batches of a generation."""
 
     def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -142,10 +142,14 @@ class OnlineLayouts(Layouts):
         step = self.trainer.padding.running
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        if step is not None and step.laid is not None and step.laid.are_unwritten(step.inputs, *names):
-            facts = step.laid.facts[""]
+        if (
+            step is not None
+            and step.batch_metadata is not None
+            and step.batch_metadata.are_unwritten(step.inputs, *names)
+        ):
+            facts = step.batch_metadata.facts[""]
             if key is not None and tuple(ids.shape) == facts.layout.batch_shape:
-                return knowing(Known.of(key, facts))
+                return with_known_batch(Known.of(key, facts))
         return contextlib.nullcontext()
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,7 +158,7 @@ class OnlineLayouts(Layouts):
         if not padding.handles or self.settings.max_tokens_per_batch is not None:
             return batches  # the budget computes them in pieces
         rows = [(*padding.task.padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
-        return with_layout_of_rows(batches, rows, self.shares_by_ids())
+        return attach_metadata(batches, rows, self.shares_by_ids())
 
 
 class OnlineTrainer(PaddingFreeMixin):
@@ -162,7 +166,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        AttentionChoice, Packing, SplitRows, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
+        AttentionChoice, Packing, ContextParallel, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
         WholeCheckpoints,
     )  # fmt: skip
 
@@ -179,15 +183,15 @@ class OnlineTrainer(PaddingFreeMixin):
         # Cached calls would pass through; this leaves generation without a cache and paged generation alone too.
         with entered(handle.disabled() for handle in self.padding.handles):
             completed = super()._generate_single_turn(*args, **kwargs)
-        return self.padding.part(SplitRows).of_first(completed)
+        return self.padding.part(ContextParallel).broadcast_from_first(completed)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.padding.part(SplitRows).generating(inputs):
+        with self.padding.part(ContextParallel).generating(inputs):
             return super()._generate_and_score_completions(inputs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
-        if (size := self.padding.part(SplitRows).size) > 1:
+        if (size := self.padding.part(ContextParallel).size) > 1:
             sampler.batch_size //= size  # TRL counts the prompts of all processes
         return sampler
 

@@ -73,7 +73,7 @@ class Step:
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step, from 1 in training.
         padded_batches (`Callable`): Ids and mask of each forward of the policy, of a batch.
-        laid (`Laid`, *optional*): What came with the batch.
+        laid (`BatchMetadata`, *optional*): What came with the batch.
         known (`list` of [`Known`]): What of it holds for the batch as it is.
         returns_outputs (`bool`): Whether the result is loss and outputs.
         result (`Any`): What TRL's `compute_loss` returned; a part may replace it.
@@ -84,7 +84,7 @@ class Step:
     mode: str
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
-    laid: Any = None
+    batch_metadata: Any = None
     known: list[Known] = field(default_factory=list)
     returns_outputs: bool = False
     result: Any = None

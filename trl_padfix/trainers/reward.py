@@ -28,7 +28,7 @@ class RewardTask(PairTask):
     columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     takes_images = False
-    takes_layouts = True
+    layout_policy = True
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     measure = RewardMeasure
     extremes = {"min_reward": torch.min, "max_reward": torch.max}

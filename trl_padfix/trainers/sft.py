@@ -18,7 +18,7 @@ from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
 from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
 from .custom_loss import has_own_loss
-from .data.batch_metadata import relabelled
+from .data.batch_metadata import with_labels
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import untrained_rows
 from .data.row_checks import sound_rows
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 class SFTTask(Task):
     """Texts, or prompts and completions."""
 
-    takes_layouts = True
+    layout_policy = True
     collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
@@ -124,7 +124,7 @@ class SFTTask(Task):
     def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
             return inputs
-        return relabelled(inputs, drop_first_labels(inputs)["labels"])
+        return with_labels(inputs, drop_first_labels(inputs)["labels"])
 
     def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.

@@ -41,7 +41,7 @@ class Task:
     collators: ClassVar[dict[type, type]] = {}
     """TRL's collators, and those of this package that replace them, so that the padding side is honoured."""
 
-    takes_layouts: bool | None = None
+    layout_policy: bool | None = None
     """
     Whether batches come from their collator with the layouts of their forwards: `True` if every forward of a step, and
     of an evaluation, is within `compute_loss`; `None` for those of training only, and where `padded_batches` is the
@@ -86,10 +86,10 @@ class Task:
     def attached(self) -> None:
         """Errors that need both the data as TRL has prepared them and the models with padding removed."""
 
-    def brings_layouts(self, is_training: bool) -> bool:
-        """What `takes_layouts` says of batches of training, or of evaluation."""
+    def precomputes_layouts(self, is_training: bool) -> bool:
+        """What `layout_policy` says of batches of training, or of evaluation."""
         plain = is_training and type(self).padded_batches is Task.padded_batches
-        return plain if self.takes_layouts is None else self.takes_layouts
+        return plain if self.layout_policy is None else self.layout_policy
 
     def packs_rows(self) -> bool:
         """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""

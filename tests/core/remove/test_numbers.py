@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.batch_metadata import step_layouts
+from trl_padfix.core.call.batch_metadata import share_layouts
 
 
 # -- the same numbers
@@ -245,7 +245,7 @@ def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing):
     model = build(name)
     with remove_padding(model, prefix_sharing=sharing), torch.no_grad(), contextlib.ExitStack() as stack:
         decoder = model.get_decoder()
-        stack.enter_context(step_layouts())
+        stack.enter_context(share_layouts())
         decoder(ids, attention_mask=mask)
         with Waits() as waits:
             decoder(ids, attention_mask=mask)
@@ -292,7 +292,7 @@ def test_policy_and_reference_use_one_layout(sharing, built):
     ids, mask = batch("mixed")
     policy, reference = build("qwen2"), build("qwen2", seed=1)
     with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
-        with step_layouts():
+        with share_layouts():
             for model in (policy, reference, policy):
                 logits_of(model, ids, mask)
         assert len(built) == 1
@@ -304,7 +304,7 @@ def test_policy_and_reference_use_one_layout(sharing, built):
 def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
     ids, mask = batch("right")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing) as handle, step_layouts():
+    with remove_padding(model, prefix_sharing=sharing) as handle, share_layouts():
         logits_of(model, ids, mask)
         mask[0, 10] = 0
         expected = logits_of(build("qwen2"), ids, mask)
@@ -324,7 +324,7 @@ def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
 def test_both_modes_keep_their_own_layout(built):
     ids, mask = batch("right")
     one, other = build("qwen2"), build("qwen2")
-    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, step_layouts():
+    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, share_layouts():
         for model in (one, other, one, other):
             logits_of(model, ids, mask)
 

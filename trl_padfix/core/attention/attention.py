@@ -37,7 +37,7 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
-from ..parallel.attention import attend_in_slices
+from ..parallel.attention import attend_context_parallel
 from .segments import attend_by_segment, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
@@ -144,8 +144,8 @@ def packed_attention(
             f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has {tokens} "
             "tokens: they are not one for each token"
         )
-    if call.sight is not None:
-        key, value = call.sight.extend(module, key, value)
+    if call.prefix_states is not None:
+        key, value = call.prefix_states.extend(module, key, value)
     if attention_mask is not None or query.shape[2] == 1:
         kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
     masks = _prepared_masks(name, attention_mask, call)
@@ -158,8 +158,8 @@ def packed_attention(
         kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
 
     attend = partial(_attend, call.implementation, masks)
-    if call.slices is not None:
-        return attend_in_slices(attend, module, query, key, value, call.slices, kwargs), None
+    if call.cp_layout is not None:
+        return attend_context_parallel(attend, module, query, key, value, call.cp_layout, kwargs), None
     return attend(module, query, key, value, call.layout, kwargs), None
 
 

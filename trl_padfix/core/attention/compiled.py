@@ -178,7 +178,7 @@ def _segments(call: PackedCall, mask: Any) -> Segments | None:
     asked = PackedMask() if mask is None else mask
     if not isinstance(asked, PackedMask) or asked.custom or not asked.causal or call.prepared is not None:
         return None
-    if call.sight is not None:
+    if call.prefix_states is not None:
         return None  # keys and values from outside, or for others
     span = max(layout.spans)
     window = asked.window if asked.window is not None and asked.window < span else None

@@ -13,12 +13,12 @@ from transformers.modeling_outputs import ModelOutput
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, pack, unpack
 from ..model.positions import Numbering, packed_positions
-from ..parallel.layout import Slices
+from ..parallel.layout import ContextParallelLayout
 from .calls import ModelCall
 from .images import visual_mask
 
 
-__all__ = ["bind", "pack_arguments", "slice_arguments", "unpack_output"]
+__all__ = ["bind", "local_arguments", "pack_arguments", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -36,15 +36,15 @@ def bind(forward: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(bound)
 
 
-def slice_arguments(packed: dict[str, Any], slices: Slices) -> dict[str, Any]:
+def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:
     """The packed arguments of a decoder, `(1, T, ...)` or positions `(P, 1, T)`, for the tokens of this process."""
-    T = slices.layout.packed_tokens
+    T = cp_layout.layout.packed_tokens
 
     def own(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.dim() < 2:
             return x
         along = 1 if tuple(x.shape[:2]) == (1, T) else 2 if tuple(x.shape[1:]) == (1, T) else None
-        return x if along is None else slices.cut(x, along)
+        return x if along is None else cp_layout.cut(x, along)
 
     return {name: own(value) for name, value in packed.items()}
 
@@ -89,11 +89,13 @@ def _pack_value(name: str, layout: Layout, visual: tuple[int, torch.Tensor] | No
     )
 
 
-def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None, slices: Slices | None = None) -> Any:
+def unpack_output(
+    output: Any, layout: Layout, call: ModelCall | None = None, cp_layout: ContextParallelLayout | None = None
+) -> Any:
     """
     Lay the output of a decoder out over the batch; the `call` of its model may ask for other states.
 
-    With `slices` it is the output for the tokens of this process, and what the others have computed is told; but the
+    With `cp_layout` it is the output for the tokens of this process, and what the others have computed is told; but the
     states that a head scores, which are this process's own.
     """
     if not isinstance(output, ModelOutput | tuple):
@@ -101,38 +103,40 @@ def unpack_output(output: Any, layout: Layout, call: ModelCall | None = None, sl
             f"The decoder returned a `{type(output).__name__}`, which is not a transformers output."
         )
     (hidden, *others), spec = tree_flatten(output)
-    states = _states(hidden, layout, call, slices)
-    return tree_unflatten([states, *(_unpack_value(value, layout, slices) for value in others)], spec)
+    states = _states(hidden, layout, call, cp_layout)
+    return tree_unflatten([states, *(_unpack_value(value, layout, cp_layout) for value in others)], spec)
 
 
-def _states(hidden: torch.Tensor, layout: Layout, call: ModelCall | None, slices: Slices | None) -> torch.Tensor:
+def _states(
+    hidden: torch.Tensor, layout: Layout, call: ModelCall | None, cp_layout: ContextParallelLayout | None
+) -> torch.Tensor:
     """`(B, L, H)`; the last real token of a row in all its columns, or `(1, n, H)`, if the call asks for that."""
     if call is not None and call.pools_last:
         index = layout.last_index
     elif call is not None and call.scored is not None:
         index = call.scored
     else:
-        return _unpack_value(hidden, layout, slices)
+        return _unpack_value(hidden, layout, cp_layout)
     # A batch without padding runs as it is, unless it is cut: a layout that looks for prefixes has its rows sorted.
-    index = index if layout.is_trivial and slices is None else layout.packed_positions_of(index)
-    if slices is None:
+    index = index if layout.is_trivial and cp_layout is None else layout.packed_positions_of(index)
+    if cp_layout is None:
         chosen = hidden.flatten(0, 1).index_select(0, index)
     elif call.pools_last:
-        chosen = slices.told_of(hidden[0], index)
+        chosen = cp_layout.told_of(hidden[0], index)
     else:
-        chosen = hidden[0].index_select(0, slices.among_own(index))
+        chosen = hidden[0].index_select(0, cp_layout.among_own(index))
     chosen = chosen.unsqueeze(0)
     return chosen.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else chosen
 
 
-def _unpack_value(value: Any, layout: Layout, slices: Slices | None = None) -> Any:
-    if not isinstance(value, torch.Tensor) or (layout.is_trivial and slices is None):
+def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None = None) -> Any:
+    if not isinstance(value, torch.Tensor) or (layout.is_trivial and cp_layout is None):
         return value
     # Hidden states `(1, T, H)`. Router logits: one row per token, `(T, experts)`; losses expect `(B * L, experts)`.
-    tokens = layout.packed_tokens if slices is None else slices.tokens[slices.group.rank]
+    tokens = layout.packed_tokens if cp_layout is None else cp_layout.tokens[cp_layout.group.rank]
     is_row = tuple(value.shape[:2]) == (1, tokens)
     if not is_row and (value.dim() != 2 or value.shape[0] != tokens):
         return value
     row = value[0] if is_row else value
-    padded = unpack((row if slices is None else slices.told(row)).unsqueeze(0), layout)
+    padded = unpack((row if cp_layout is None else cp_layout.told(row)).unsqueeze(0), layout)
     return padded if is_row else padded.flatten(0, 1)

@@ -2,7 +2,7 @@
 What a step of training or evaluation knows of its batch before its forwards, so that they wait for no device.
 
 A layout serves the very tensors that it was made of, unwritten: they are known by identity and version. Writes that
-leave no trace (`.data`, numpy, another process) are looked for on the device, beside the forward; a [`Doubt`] is read
+leave no trace (`.data`, numpy, another process) are looked for on the device, beside the forward; a [`DeferredCheck`] is read
 where the host waits anyway.
 """
 
@@ -23,19 +23,19 @@ from ..layout.layout import Layout
 
 __all__ = [
     "BatchFacts",
-    "Doubt",
+    "DeferredCheck",
     "Known",
     "Pooled",
     "Seen",
     "Step",
-    "Word",
-    "check_doubts",
+    "VerifiedMetadata",
+    "defer_check",
     "facts_of",
-    "knowing",
     "pooled_tokens",
-    "rely_on",
-    "step_layouts",
-    "within_call",
+    "run_deferred_checks",
+    "share_layouts",
+    "share_layouts_in_call",
+    "with_known_batch",
 ]
 
 
@@ -69,7 +69,7 @@ class BatchFacts:
 
     layout: Layout
     scored: torch.Tensor | None = None  # `(n,)`: places of `(B, L - 1)` from which a label is predicted
-    images_repeat: bool | None = None  # whether the halves of the batch have the same images
+    halves_equal: bool | None = None  # whether the halves of the batch have the same images
     pooled: Pooled | None = None  # the tokens that a sequence classifier scores
 
 
@@ -102,7 +102,7 @@ class Known:
     key: Any
     facts: BatchFacts
     seen: tuple[Seen, ...]  # the tensors of the key as they were then
-    images: tuple[Seen, ...] = ()  # those of which `facts.images_repeat` says something
+    images: tuple[Seen, ...] = ()  # those of which `facts.halves_equal` says something
 
     @classmethod
     def of(cls, key: Any, facts: BatchFacts) -> Known:
@@ -117,7 +117,7 @@ class Known:
 
 
 @dataclass(frozen=True, eq=False)
-class Doubt:
+class DeferredCheck:
     """What was relied on, as a sentence without its full stop, and where it is wrong: `(B,)` if known by row."""
 
     what: str
@@ -129,15 +129,15 @@ class Step:
     """What a step knows of batches, those that its forwards met included, and what it relied on, to be read later."""
 
     known: list[Known] = field(default_factory=list)
-    doubts: list[Doubt] | None = None  # without, nobody can have written to the batches
+    deferred_checks: list[DeferredCheck] | None = None  # without, nobody can have written to the batches
 
     def layout(self, key: Any) -> Layout | None:
         """The layout of `key`, if it is known."""
         for known in self.known:
             if known.serves(key):
                 layout = known.facts.layout
-                if self.doubts is not None:
-                    rely_on("The rows of the batch are those that its layout was made of", key.misfits(layout))
+                if self.deferred_checks is not None:
+                    defer_check("The rows of the batch are those that its layout was made of", key.misfits(layout))
                 return layout
         return None
 
@@ -146,11 +146,11 @@ class Step:
         found = (k.facts for k in self.known if k.seen[0].is_still(ids) and k.seen[1].is_still(mask))
         return next(found, None)
 
-    def says_halves_repeat(self, x: torch.Tensor, made: Iterable[weakref.ref[torch.Tensor]] = ()) -> bool:
+    def images_are_doubled(self, x: torch.Tensor, made: Iterable[weakref.ref[torch.Tensor]] = ()) -> bool:
         """Whether a batch came with word that its images repeat: `x` is like one, or of what was `made` of them."""
-        said = [seen for known in self.known if known.facts.images_repeat for seen in known.images]
+        said = [seen for known in self.known if known.facts.halves_equal for seen in known.images]
         alive = [t for t in (tensor() for tensor in made) if t is not None]
-        if said and self.doubts is not None and any(x is t or x._base is t for t in alive):
+        if said and self.deferred_checks is not None and any(x is t or x._base is t for t in alive):
             return True
         unwritten = [seen.tensor for seen in said if seen.is_still(seen.tensor)]
         return any(t.shape == x.shape and t.device == x.device for t in unwritten if t is not None)
@@ -163,14 +163,14 @@ def facts_of(ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts 
 
 
 @contextmanager
-def within_call() -> Iterator[None]:
+def share_layouts_in_call() -> Iterator[None]:
     """Let the parts of one call of a model share its layout, also outside of a step."""
     with nullcontext() if context().step is not None else within(step=Step()):
         yield
 
 
 @contextmanager
-def knowing(known: Known) -> Iterator[None]:
+def with_known_batch(known: Known) -> Iterator[None]:
     """The running step knows one batch more until the block ends; nothing outside of a step."""
     step = context().step
     with nullcontext() if step is None else within(step=replace(step, known=[known, *step.known])):
@@ -178,50 +178,50 @@ def knowing(known: Known) -> Iterator[None]:
 
 
 @contextmanager
-def step_layouts(known: Iterable[Known] = (), doubts: list[Doubt] | None = None) -> Iterator[None]:
+def share_layouts(known: Iterable[Known] = (), deferred_checks: list[DeferredCheck] | None = None) -> Iterator[None]:
     """
     Let forwards that are given the very same tensors share one layout, until the block ends.
 
-    `known` came with the batch of the step. `doubts` takes what was relied on, for [`check_doubts`] at a time when the
+    `known` came with the batch of the step. `deferred_checks` takes what was relied on, for [`run_deferred_checks`] at a time when the
     device has been waited for; by default it is read when the block ends.
     """
-    found: list[Doubt] = [] if doubts is None else doubts
+    found: list[DeferredCheck] = [] if deferred_checks is None else deferred_checks
     with within(step=Step(list(known), found)):
         yield
-    if doubts is None:
-        check_doubts(found)
+    if deferred_checks is None:
+        run_deferred_checks(found)
 
 
-def rely_on(what: str, wrong: torch.Tensor) -> None:
+def defer_check(what: str, wrong: torch.Tensor) -> None:
     """Note for the running step that its numbers are right only if `wrong` is false everywhere."""
     step = context().step
-    if step is not None and step.doubts is not None:
-        step.doubts.append(Doubt(what, wrong))
+    if step is not None and step.deferred_checks is not None:
+        step.deferred_checks.append(DeferredCheck(what, wrong))
 
 
-class Word:
+class VerifiedMetadata:
     """Whether what batches come with holds for those who rely on it: compared once, and noted as a doubt later."""
 
     def __init__(self) -> None:
         self.holds: bool | None = None
 
-    def is_kept(self, what: str, wrong: torch.Tensor) -> bool:
+    def verify(self, what: str, wrong: torch.Tensor) -> bool:
         """Whether it can be relied on; where it did not hold at first, never."""
         if self.holds is None:
             self.holds = not bool(wrong.any())
         elif self.holds:
-            rely_on(what, wrong)
+            defer_check(what, wrong)
         return self.holds
 
 
-def check_doubts(doubts: Iterable[Doubt], of: str = "") -> None:
+def run_deferred_checks(deferred_checks: Iterable[DeferredCheck], of: str = "") -> None:
     """
     Read what was relied on, waiting for the device; `of` says which step it was.
 
     Raises:
         PaddingRemovalError: If something did not hold, so that numbers of the step are wrong.
     """
-    for doubt in doubts:
+    for doubt in deferred_checks:
         if not bool(doubt.wrong.any()):
             continue
         rows = f" Rows: {doubt.wrong.nonzero().flatten().tolist()}." if doubt.wrong.dim() == 1 else ""

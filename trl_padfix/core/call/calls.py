@@ -17,8 +17,8 @@ from torch import nn
 
 from ..context import context
 from ..layout.layout import Layout
-from ..parallel.layout import Slices
-from .prefix_states import Sight
+from ..parallel.layout import ContextParallelLayout
+from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
 
 
@@ -39,7 +39,9 @@ class ModelCall:
     selects: bool = False  # the model takes columns of what the decoder returns, in any order, before its head
     pools_last: bool = False  # the decoder returns the state of a row's last real token in all columns of the row
     layout: Layout | None = None  # of the `(B, L, H)` that the decoder has returned, for what comes after it
-    doubled: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # what towers answered with equal halves
+    doubled_features: list[weakref.ref[torch.Tensor]] = field(
+        default_factory=list
+    )  # what towers answered with equal halves
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +60,18 @@ class PackedCall:
     dry_run: Callable[..., Any] = lambda rows: []  # tells how the decoder calls its layers for rows
     prepared: PreparedMasks | None = None  # that the decoder was given, where its own would not do
     one_block: bool = False  # the rows of all mixers are one block, so that every process runs a mixer once
-    sight: Sight | None = None  # states of tokens that other forwards have computed
-    slices: Slices | None = None  # how the packed row is cut, where each process of a group computes a part
+    prefix_states: PrefixStates | None = None  # states of tokens that other forwards have computed
+    cp_layout: ContextParallelLayout | None = (
+        None  # how the packed row is cut, where each process of a group computes a part
+    )
     made: dict[Any, Any] = field(default_factory=dict)  # see `once`
 
     @property
     def own_tokens(self) -> int:
         """Packed tokens that this process computes."""
-        return self.layout.packed_tokens if self.slices is None else self.slices.tokens[self.slices.group.rank]
+        return (
+            self.layout.packed_tokens if self.cp_layout is None else self.cp_layout.tokens[self.cp_layout.group.rank]
+        )
 
     def once(self, key: Any, build: Callable[[], Any]) -> Any:
         """What `build` makes for this forward: made at the first call with `key`, and kept for the recomputation."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..layout.flat_maps import on_device
+from ..layout.flat_maps import to_device_async
 from ..model.older import own_masks
 from .prepared_masks import PreparedMasks, by_kind, visible
 
@@ -109,5 +109,5 @@ def _content(values: torch.Tensor) -> torch.Tensor:
     bits_BLH = values.detach().contiguous().view(bits).flatten(2)
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, bits_BLH.shape[2:], generator=generator) * 2 + 1
-    factors = on_device(factors, values.device)
+    factors = to_device_async(factors, values.device)
     return torch.stack([(row.to(torch.int64) * factors).sum(1) for row in bits_BLH])

@@ -2,7 +2,7 @@
 What a forward sees of tokens that other forwards have computed: keys and values of each attention, the states of
 recurrences and convolutions where prefixes end, and final hidden states.
 
-A [`Sight`] belongs to one forward. A plain class on purpose: FSDP2 looks through dataclasses among the arguments of a
+A [`PrefixStates`] belongs to one forward. A plain class on purpose: FSDP2 looks through dataclasses among the arguments of a
 layer for tensors with gradients.
 """
 
@@ -15,10 +15,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
-__all__ = ["Sight", "States", "leaf_of"]
+__all__ = ["ForwardStates", "PrefixStates", "detached_leaf"]
 
 
-class States(dict[Any, tuple[torch.Tensor, ...]]):
+class ForwardStates(dict[Any, tuple[torch.Tensor, ...]]):
     """
     Of the tokens of a forward: keys and values by attention module, what its decoder returned by place in `spec`, and
     the states `(forks, ...)` of other mixers by calls of their functions.
@@ -30,14 +30,14 @@ class States(dict[Any, tuple[torch.Tensor, ...]]):
     ids: Any = None
     forks: tuple[int, ...] = ()
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> States:
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same with each tensor changed."""
-        found = States({name: tuple(map(change, values)) for name, values in self.items()})
+        found = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
         found.spec, found.ids, found.forks = self.spec, self.ids, self.forks
         return found
 
 
-class Sight:
+class PrefixStates:
     """
     States that a forward sees, of the forwards whose tokens lead its own (`outer`), and its `notes` for others.
 
@@ -47,8 +47,8 @@ class Sight:
 
     def __init__(
         self,
-        outer: list[States],
-        notes: States | None = None,
+        outer: list[ForwardStates],
+        notes: ForwardStates | None = None,
         closes: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ):
         self.outer, self.notes, self.closes = outer, notes, closes or []
@@ -93,7 +93,9 @@ class Sight:
         dim = 1 if parts[0].dim() > 2 else 0
         joined = torch.cat([x.to(parts[-1].dtype) for x in parts], dim=dim) if len(parts) > 1 else parts[0]
         if self.closes and torch.is_grad_enabled() and place == 0:  # the last hidden states
-            joined = _Close.apply(joined, [leaf for _, leaf in self.closes], *(made for made, _ in self.closes))
+            joined = _BackpropIntoPrefixes.apply(
+                joined, [leaf for _, leaf in self.closes], *(made for made, _ in self.closes)
+            )
         return joined
 
 
@@ -104,7 +106,7 @@ def _is_by_token(x: Any, tokens: int) -> bool:
     return len(x) == tokens if x.dim() == 2 else tuple(x.shape[:2]) == (1, tokens)
 
 
-class _Close(torch.autograd.Function):
+class _BackpropIntoPrefixes(torch.autograd.Function):
     """
     Hands states through; its backward adds what gradients earlier forwards have left in leaves.
 
@@ -126,7 +128,7 @@ class _Close(torch.autograd.Function):
         return grads[0], None, *added
 
 
-def leaf_of(x: torch.Tensor) -> torch.Tensor:
+def detached_leaf(x: torch.Tensor) -> torch.Tensor:
     """
     `x` without its graph: gradients of forwards that see it add up in it.
 

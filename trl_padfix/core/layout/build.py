@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 
 from .layout import Layout
-from .prefix_tree import merge_prefixes, shared_paths
+from .prefix_tree import sort_by_keys, source_of_real_tokens
 
 
 __all__ = ["packed_layout", "padding_free_layout", "prefix_sharing_layout"]
@@ -227,8 +227,8 @@ def _lay_out(
     segments = [(begin, 0, length) for begin, length in zip(begins, lengths, strict=True)]
     source, packed_index, positions = None, real_index, position_R
     if keys_R:
-        rows = [(begins[row], own, lengths[row]) for row, own in zip(*merge_prefixes(keys_R, lengths), strict=True)]
-        source = shared_paths(rows, len(real_index))
+        rows = [(begins[row], own, lengths[row]) for row, own in zip(*sort_by_keys(keys_R, lengths), strict=True)]
+        source = source_of_real_tokens(rows, len(real_index))
         # A row that another one begins with, or is, may have no token of its own: then it has no segment.
         segments = [(begin, own, length) for begin, own, length in rows if length > own]
         packed_index, positions = (

@@ -1,4 +1,4 @@
-"""Index maps on their way to a device: [`FlatMaps`] takes all of a batch there in one transfer."""
+"""Index maps on their way to a device: [`FlatIndexMaps`] takes all of a batch there in one transfer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 
-__all__ = ["FlatMaps", "bounds_of", "on_device"]
+__all__ = ["FlatIndexMaps", "cu_seqlens_of", "to_device_async"]
 
 
-def bounds_of(lengths: Iterable[int]) -> torch.Tensor:
+def cu_seqlens_of(lengths: Iterable[int]) -> torch.Tensor:
     """Where parts of these lengths begin and end, `(n + 1,)`, int32: `cu_seqlens` of variable-length kernels."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
-def on_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def to_device_async(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """A tensor on `device`; where it comes from the host, the host does not wait for its arrival."""
     if torch.device(device).type == "cuda" and x.device.type == "cpu" and not x.is_pinned():
         x = x.pin_memory()
@@ -26,7 +26,7 @@ def on_device(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class FlatMaps:
+class FlatIndexMaps:
     """
     The index maps in dataclasses in one int64 vector: one tensor to hand between processes, to pin and to upload.
 
@@ -39,7 +39,7 @@ class FlatMaps:
     value: Any
 
     @classmethod
-    def of(cls, value: Any) -> FlatMaps:
+    def of(cls, value: Any) -> FlatIndexMaps:
         """The maps of a dataclass, or a dictionary of such; their tensors are vectors of integers."""
         found: dict[int, torch.Tensor] = {}
 
@@ -51,13 +51,13 @@ class FlatMaps:
         block = torch.cat([x.to(torch.int64) for x in found.values()])
         return cls(block, tuple((x.numel(), x.dtype) for x in found.values()), left)
 
-    def pin_memory(self, device: Any = None) -> FlatMaps:
+    def pin_memory(self, device: Any = None) -> FlatIndexMaps:
         """The same in page-locked memory; the data loader calls it."""
         return replace(self, block=self.block.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Any:
         """What was given, its tensors on `device`: one transfer, for which the host does not wait in any case."""
-        sections = on_device(self.block, device).split([length for length, _ in self.parts])
+        sections = to_device_async(self.block, device).split([length for length, _ in self.parts])
         maps = [section.to(dtype) for section, (_, dtype) in zip(sections, self.parts, strict=True)]
         return _replaced(self.value, _Part, lambda part: maps[part.number])
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .flat_maps import FlatMaps, bounds_of, on_device
+from .flat_maps import FlatIndexMaps, cu_seqlens_of, to_device_async
 
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ class Layout:
     def of_segments(cls, queries: Sequence[int], keys: Sequence[int], **others: Any) -> Self:
         """A layout of segments with so many `queries` and `keys` each, on the device of its `positions`."""
         device = others["positions"].device
-        bounds = on_device(bounds_of(queries), device)
+        bounds = to_device_async(cu_seqlens_of(queries), device)
         return cls(
             cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds if list(queries) == list(keys) else on_device(bounds_of(keys), device),
+            cu_seqlens_k=bounds if list(queries) == list(keys) else to_device_async(cu_seqlens_of(keys), device),
             query_lengths=tuple(queries),
             key_lengths=tuple(keys),
             **others,
@@ -164,7 +164,7 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
-        return self if self.real_index.device == torch.device(device) else FlatMaps.of(self).to(device)
+        return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
 
     def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
         """

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 
 
-__all__ = ["Trie", "common_bytes", "merge_prefixes", "shared_paths", "sort_rows"]
+__all__ = ["SortedRows", "common_bytes", "sort_by_keys", "sort_rows", "source_of_real_tokens"]
 
 
-class Trie(NamedTuple):
+class SortedRows(NamedTuple):
     """Rows, sorted, and how many tokens each of them begins with that the row before it has too."""
 
     order: list[int]
     shared: list[int]
 
 
-def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
+def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
     """
     Sort rows of `lengths` by the keys that identify their tokens, each key `(R,)`.
 
@@ -40,11 +40,11 @@ def merge_prefixes(keys_R: list[torch.Tensor], lengths: list[int]) -> Trie:
     return sort_rows([every[begin:end] for begin, end in pairwise(bounds)], width)
 
 
-def sort_rows(rows: Sequence[bytes], width: int) -> Trie:
-    """[`merge_prefixes`] of rows that are bytes already, `width` of them for each token."""
+def sort_rows(rows: Sequence[bytes], width: int) -> SortedRows:
+    """[`sort_by_keys`] of rows that are bytes already, `width` of them for each token."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     pairs = pairwise(rows[row] for row in order)
-    return Trie(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
+    return SortedRows(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
 
 
 def common_bytes(left: bytes, right: bytes) -> int:
@@ -55,7 +55,7 @@ def common_bytes(left: bytes, right: bytes) -> int:
     return int(parted[0]) if len(parted) else most
 
 
-def shared_paths(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
+def source_of_real_tokens(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
     """
     The packed token that computes each real token, `(R,)`.
 

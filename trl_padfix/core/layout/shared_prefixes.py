@@ -21,7 +21,7 @@ from .build import prefix_sharing_layout
 from .layout import Layout
 
 
-__all__ = ["PieceLayout", "Pieces", "Trunk", "plan_pieces"]
+__all__ = ["PrefixPlan", "PrefixedLayout", "SharedPrefix", "plan_shared_prefixes"]
 
 FORWARD = 128
 """Tokens that are computed in the time that one more forward takes, about: a trunk that saves fewer is none."""
@@ -31,7 +31,7 @@ STATES = 1 / 8
 
 
 @dataclass(frozen=True, eq=False)
-class PieceLayout(Layout):
+class PrefixedLayout(Layout):
     """
     Layout of a forward whose rows begin with tokens that other forwards have computed.
 
@@ -43,14 +43,14 @@ class PieceLayout(Layout):
         outer (`tuple[int, ...]`): Numbers of the trunks that it looks at.
         is_trunk (`bool`): Whether it is a trunk: nobody reads what its forward returns.
         forks (`tuple[int, ...]`): Which of its own tokens, if it is a trunk, other forwards go on behind.
-        sight ([`Sight`], *optional*): Their states, in a forward that is running.
+        sight ([`PrefixStates`], *optional*): Their states, in a forward that is running.
     """
 
     own: Layout | None = None
     outer: tuple[int, ...] = ()
-    is_trunk: bool = False
+    is_prefix: bool = False
     forks: tuple[int, ...] = ()
-    sight: Any = None
+    prefix_states: Any = None
 
     is_trivial = False  # type: ignore[assignment]
 
@@ -61,7 +61,7 @@ class PieceLayout(Layout):
 
 
 @dataclass(frozen=True, eq=False)
-class Trunk:
+class SharedPrefix:
     """
     Tokens that several pieces need.
 
@@ -69,7 +69,7 @@ class Trunk:
         first, last (`int`): The first and the last piece that need them.
         tokens (`int`): How many they are.
         again (`bool`): Whether they are computed a second time for the last piece, and only keys and values kept.
-        layouts (`dict[int, PieceLayout]`): Those of its forward, in the batch of the first piece and, if it is
+        layouts (`dict[int, PrefixedLayout]`): Those of its forward, in the batch of the first piece and, if it is
             computed again, of the last one.
     """
 
@@ -77,38 +77,38 @@ class Trunk:
     last: int
     tokens: int
     again: bool
-    layouts: dict[int, PieceLayout]
+    layouts: dict[int, PrefixedLayout]
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class PrefixPlan:
     """
     How the pieces of a step are computed.
 
     Attributes:
-        layouts (`dict[int, PieceLayout]`): One for each piece.
-        trunks (`dict[int, Trunk]`): By number; each looks at those before it only.
+        layouts (`dict[int, PrefixedLayout]`): One for each piece.
+        trunks (`dict[int, SharedPrefix]`): By number; each looks at those before it only.
     """
 
-    layouts: dict[int, PieceLayout]
-    trunks: dict[int, Trunk]
+    layouts: dict[int, PrefixedLayout]
+    prefixes: dict[int, SharedPrefix]
 
     @property
     def summary(self) -> str:
         """What is computed once and what twice, in a sentence."""
-        again = [trunk.tokens for trunk in self.trunks.values() if trunk.again]
+        again = [prefix.tokens for prefix in self.prefixes.values() if prefix.again]
         text = (
-            f"The {len(self.layouts)} micro-batches of this step have {len(self.trunks)} prefixes in common, of "
-            f"{sum(trunk.tokens for trunk in self.trunks.values())} tokens, which are computed once for all of them"
+            f"The {len(self.layouts)} micro-batches of this step have {len(self.prefixes)} prefixes in common, of "
+            f"{sum(prefix.tokens for prefix in self.prefixes.values())} tokens, which are computed once for all of them"
         )
         if not again:
             return f"{text}."
         return f"{text}; {len(again)} of them ({sum(again)} tokens) a second time, for which less is kept meanwhile."
 
 
-def plan_pieces(
+def plan_shared_prefixes(
     batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int, gather: Callable[[list], list] | None = None
-) -> Pieces | None:
+) -> PrefixPlan | None:
     """
     The layouts of pieces and of their trunks.
 
@@ -123,9 +123,9 @@ def plan_pieces(
             computes as a trunk is a trunk on all of them, if need be of one token that nobody looks at.
 
     Returns:
-        [`Pieces`], or `None` where pieces have too little in common.
+        [`PrefixPlan`], or `None` where pieces have too little in common.
     """
-    step = _StepTrie(batches)
+    step = _StepPrefixTree(batches)
     groups = step.groups()
     again = step.computed_again(groups, budget)
     if gather is not None:
@@ -133,31 +133,31 @@ def plan_pieces(
     if not groups:
         return None
     owner = _owner(step.tokens, groups)
-    trunks: dict[int, Trunk] = {}
+    prefixes: dict[int, SharedPrefix] = {}
     for n, (first, last, tokens) in enumerate(groups):
         forks = step.forks(owner, n, tokens)
         layouts = {
-            i: replace(step.layout(i, owner, groups, trunk=n), forks=forks)
+            i: replace(step.layout(i, owner, groups, prefix=n), forks=forks)
             for i in ((first, last) if again[n] else (first,))
         }
-        trunks[n] = Trunk(first, last, len(tokens), again[n], layouts)
+        prefixes[n] = SharedPrefix(first, last, len(tokens), again[n], layouts)
     pieces = {i: step.layout(i, owner, groups) for i in range(len(batches))}
     for i, layout in pieces.items():
         if gather is not None and layout.own is None:  # a forward in its place
-            groups.append((i, i, NOTHING))
-            n = len(trunks)
-            trunks[n] = Trunk(i, i, 0, False, {i: step.layout(i, owner, groups, trunk=n)})
-    return Pieces(pieces, trunks)
+            groups.append((i, i, NO_TOKENS))
+            n = len(prefixes)
+            prefixes[n] = SharedPrefix(i, i, 0, False, {i: step.layout(i, owner, groups, prefix=n)})
+    return PrefixPlan(pieces, prefixes)
 
 
-_Group = tuple[int, int, np.ndarray]
+_PrefixSpan = tuple[int, int, np.ndarray]
 """First piece, last piece and tokens of a trunk."""
 
-NOTHING = np.zeros(0, dtype=np.int64)
+NO_TOKENS = np.zeros(0, dtype=np.int64)
 """The tokens of a forward that is run because other processes run one."""
 
 
-def _owner(tokens: int, groups: list[_Group]) -> np.ndarray:
+def _owner(tokens: int, groups: list[_PrefixSpan]) -> np.ndarray:
     """The group of each token; -1 for none."""
     owner = np.full(tokens, -1)
     for n, (_, _, of_group) in enumerate(groups):
@@ -166,15 +166,15 @@ def _owner(tokens: int, groups: list[_Group]) -> np.ndarray:
 
 
 def _of_all_processes(
-    groups: list[_Group], again: list[bool], gather: Callable[[list], list]
-) -> tuple[list[_Group], list[bool]]:
+    groups: list[_PrefixSpan], again: list[bool], gather: Callable[[list], list]
+) -> tuple[list[_PrefixSpan], list[bool]]:
     """The trunks that any process has, without tokens where it is another one, and which are computed again."""
     own = {(first, last): tokens for first, last, tokens in groups}
     found: dict[tuple[int, int], bool] = {}
     for key, is_again in gather([*zip(own, again, strict=True)]):
         found[key] = found.get(key, False) or is_again
     keys = sorted(found, key=lambda key: (key[0], -key[1]))
-    return [(*key, own.get(key, NOTHING)) for key in keys], _seen_with_graph(keys, [found[key] for key in keys])
+    return [(*key, own.get(key, NO_TOKENS)) for key in keys], _seen_with_graph(keys, [found[key] for key in keys])
 
 
 def _seen_with_graph(spans: list[tuple[int, int]], again: list[bool]) -> list[bool]:
@@ -184,7 +184,7 @@ def _seen_with_graph(spans: list[tuple[int, int]], again: list[bool]) -> list[bo
     return again
 
 
-class _StepTrie:
+class _StepPrefixTree:
     """The trie of all rows of a step: its tokens are numbered depth first."""
 
     def __init__(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
@@ -202,7 +202,7 @@ class _StepTrie:
         self.masks = [mask.numpy() != 0 for _, mask in batches]
         self.needed = [np.unique(np.concatenate(paths)) for paths in self.paths]
 
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[_PrefixSpan]:
         """The trunks, each behind those that it looks at."""
         first, last = np.full(self.tokens, len(self.paths)), np.full(self.tokens, -1)
         users = np.zeros(self.tokens, dtype=np.int64)
@@ -214,7 +214,7 @@ class _StepTrie:
         keys = first[shared] * len(self.paths) + (len(self.paths) - 1 - last[shared])
         found = [shared[keys == key] for key in np.unique(keys)]
         # One that saves little is computed by each of its pieces, unless another one looks at it.
-        kept: list[_Group] = []
+        kept: list[_PrefixSpan] = []
         needed = np.zeros(self.tokens, dtype=bool)
         for tokens in reversed(found):
             if int((users[tokens] - 1).sum()) >= FORWARD or needed[tokens].any():
@@ -225,7 +225,7 @@ class _StepTrie:
                         needed[path[: on_path[-1]]] = True
         return kept[::-1]
 
-    def computed_again(self, groups: list[_Group], budget: int) -> list[bool]:
+    def computed_again(self, groups: list[_PrefixSpan], budget: int) -> list[bool]:
         """Of each trunk, whether its activations would not fit beside the pieces before its last one."""
         owner = _owner(self.tokens, groups)
         again = [False] * len(groups)
@@ -239,25 +239,25 @@ class _StepTrie:
                     load -= len(groups[n][2]) * (1 - STATES)
         return _seen_with_graph([(first, last) for first, last, _ in groups], again)
 
-    def forks(self, owner: np.ndarray, trunk: int, tokens: np.ndarray) -> tuple[int, ...]:
+    def forks(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """At which of the `tokens` of a trunk paths leave it."""
-        ends = [path[:-1][(owner[path[:-1]] == trunk) & (owner[path[1:]] != trunk)] for path in chain(*self.paths)]
+        ends = [path[:-1][(owner[path[:-1]] == prefix) & (owner[path[1:]] != prefix)] for path in chain(*self.paths)]
         return tuple(np.searchsorted(tokens, np.unique(np.concatenate(ends))).tolist())
 
-    def layout(self, i: int, owner: np.ndarray, groups: list[_Group], trunk: int = -1) -> PieceLayout:
-        """The layout of a piece, or of a `trunk` in its batch."""
+    def layout(self, i: int, owner: np.ndarray, groups: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
+        """The layout of a piece, or of a `prefix` in its batch."""
         paths, real = self.paths[i], np.flatnonzero(self.masks[i])
         source = np.concatenate(paths)
         columns = np.split(real, np.cumsum([len(path) for path in paths])[:-1])
-        is_empty = trunk >= 0 and not len(groups[trunk][2])
+        is_empty = prefix >= 0 and not len(groups[prefix][2])
         if is_empty:  # a token that looks at nothing
             paths, columns = [paths[0][:1]], [columns[0][:1]]
-        elif trunk >= 0:  # the rows up to their last token in the trunk
-            ends = [np.flatnonzero(owner[path] == trunk)[-1:] + 1 for path in paths]
+        elif prefix >= 0:  # the rows up to their last token in the trunk
+            ends = [np.flatnonzero(owner[path] == prefix)[-1:] + 1 for path in paths]
             paths = [path[: end[0]] for path, end in zip(paths, ends, strict=True) if len(end)]
             columns = [places[: end[0]] for places, end in zip(columns, ends, strict=True) if len(end)]
         needed = np.concatenate(paths)
-        outer = [] if is_empty else [n for n in np.unique(owner[needed]).tolist() if n not in (-1, trunk)]
+        outer = [] if is_empty else [n for n in np.unique(owner[needed]).tolist() if n not in (-1, prefix)]
         tokens = [np.zeros(0, dtype=np.int64), *(groups[n][2] for n in outer)]
         first = at = sum(map(len, tokens))
         local = np.full(self.tokens, -1)
@@ -292,7 +292,7 @@ class _StepTrie:
                 spans=tuple((self.positions[[path[-1] for path in seen]] + 1).tolist()),
                 positions_among=None if is_whole else positions,
             )
-        return PieceLayout.of_segments(
+        return PrefixedLayout.of_segments(
             [at],
             [at],
             **batch,
@@ -303,5 +303,5 @@ class _StepTrie:
             spans=(at,),
             own=own,
             outer=tuple(outer),
-            is_trunk=trunk >= 0,
+            is_prefix=prefix >= 0,
         )

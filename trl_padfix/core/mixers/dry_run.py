@@ -22,7 +22,7 @@ from ..context import outside_calls, within
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
 from ..model.views import view_of
-from .row_buckets import RowBlocks, of_rows
+from .row_buckets import RowBuckets, of_rows
 
 
 __all__ = ["DryRun", "LayerCalls"]
@@ -51,14 +51,14 @@ class DryRun:
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         self.accepted = packed.keys() | inspect.signature(type(patch.module).forward).parameters.keys()
 
-    def __call__(self, rows: RowBlocks) -> list[LayerCalls]:
+    def __call__(self, rows: RowBuckets) -> list[LayerCalls]:
         return [self._over(rows, block) for block in range(len(rows.tokens))]
 
     def as_called(self) -> None:
         """Run over the arguments as they are, to no end but to call the same parts as processes that need it."""
         self._calls(self.packed, None)
 
-    def _over(self, rows: RowBlocks, block: int) -> LayerCalls:
+    def _over(self, rows: RowBuckets, block: int) -> LayerCalls:
         given = {k: of_rows(v, v, rows, block) for k, v in self.packed.items()}
         if (packed := self.packed.get("position_ids")) is not None:
             packed = packed.flatten(-2)  # `(T,)`, or `(n, T)` where a token has several

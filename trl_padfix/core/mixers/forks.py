@@ -19,9 +19,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..call.calls import PackedCall
-from ..call.prefix_states import Sight
+from ..call.prefix_states import PrefixStates
 from ..layout.layout import Layout
-from .row_buckets import grouped_by_length
+from .row_buckets import bucket_by_length
 
 
 __all__ = ["Level", "NodeBlock", "NodeTree", "tree_of"]
@@ -75,12 +75,12 @@ class NodeTree:
         forks (`list[int]`, *optional*): Packed tokens behind which other forwards go on; `None` if none can.
     """
 
-    def __init__(self, layout: Layout, sight: Sight | None = None):
+    def __init__(self, layout: Layout, prefix_states: PrefixStates | None = None):
         self.layout, self.tokens = layout, layout.packed_tokens
-        self.sight = sight = sight or Sight([])
+        self.prefix_states = prefix_states = prefix_states or PrefixStates([])
         self.device = layout.packed_index.device
-        self.forks = None if sight.notes is None else list(sight.notes.forks)
-        self.before, self.seen = _parent_tokens(layout, sight)
+        self.forks = None if prefix_states.notes is None else list(prefix_states.notes.forks)
+        self.before, self.seen = _parent_tokens(layout, prefix_states)
         nodes, parents = _nodes(layout.query_lengths, self.before, self.forks or [])
         depth: list[int] = []
         for parent in parents:  # parents come before their children
@@ -92,7 +92,7 @@ class NodeTree:
             level = [n for n in range(len(nodes)) if depth[n] == d]
             blocks, pieces = [], []
             has_states = d > 0 or self.seen > 0
-            for group in grouped_by_length([len(nodes[n]) for n in level]):
+            for group in bucket_by_length([len(nodes[n]) for n in level]):
                 members = [level[i] for i in group]
                 own = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
                 tokens = pad_sequence(own, batch_first=True, padding_value=self.tokens)
@@ -140,9 +140,9 @@ class NodeTree:
         index, own, ends = self.led(width)
         x = with_zero(x[0].transpose(0, 1))
         if self.seen:
-            x = torch.cat([self.sight.states(key).flatten(0, 1).to(x.dtype), x])
+            x = torch.cat([self.prefix_states.states(key).flatten(0, 1).to(x.dtype), x])
         if self.forks is not None:
-            self.sight.note(key, x[ends])
+            self.prefix_states.note(key, x[ends])
         return run(x.index_select(0, index).transpose(0, 1).unsqueeze(0)).index_select(2, own)
 
     def led(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -222,17 +222,17 @@ class NodeTree:
         """The states that other forwards have handed on, and one of zeros, where there are any."""
         if not self.seen:
             return []
-        seen = self.sight.states(key)
+        seen = self.prefix_states.states(key)
         return [seen, torch.zeros_like(seen[:1])]
 
     def _hand_on(self, key: Any, states: list[torch.Tensor]) -> None:
         if self.forks is not None:
-            self.sight.note(key, torch.cat(states).index_select(0, self._handed_on))
+            self.prefix_states.note(key, torch.cat(states).index_select(0, self._handed_on))
 
 
 def tree_of(call: PackedCall) -> NodeTree:
     """The tree of a packed forward."""
-    return call.once("tree", lambda: NodeTree(call.layout, call.sight))
+    return call.once("tree", lambda: NodeTree(call.layout, call.prefix_states))
 
 
 def with_zero(x: torch.Tensor) -> torch.Tensor:
@@ -240,7 +240,7 @@ def with_zero(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
-def _parent_tokens(layout: Layout, sight: Sight) -> tuple[list[int], int]:
+def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[int], int]:
     """
     The token before each segment on its path, and how many states of other forwards are seen.
 
@@ -253,7 +253,7 @@ def _parent_tokens(layout: Layout, sight: Sight) -> tuple[list[int], int]:
     before = layout.key_index[places].cpu().where(keys > queries, -1).tolist()
     outer: list[int] = []
     begin = 0
-    for states in sight.outer:
+    for states in prefix_states.outer:
         outer += [begin + fork for fork in states.forks]
         begin += len(states.ids)
     number = {token: -2 - n for n, token in enumerate(outer)} | {-1: -1}

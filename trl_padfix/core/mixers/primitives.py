@@ -31,9 +31,9 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import ForwardPatch
 from ..model.views import viewed_module
-from ..parallel.mixers import in_slices
+from ..parallel.mixers import with_context_parallel
 from .forks import tree_of
-from .row_buckets import row_blocks
+from .row_buckets import row_buckets
 
 
 __all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "hands_states_on", "kernel_parameters", "primitives_of"]
@@ -94,7 +94,9 @@ class PrimitivesPatch(ForwardPatch):
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
         keys = zip(repeat(self.module), count())
-        replaced = {name: in_slices(name, _KNOWN[name](space[name], call, keys), call.slices) for name in names}
+        replaced = {
+            name: with_context_parallel(name, _KNOWN[name](space[name], call, keys), call.cp_layout) for name in names
+        }
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
@@ -196,7 +198,7 @@ def _state_space(own: Callable, call: PackedCall, keys: Keys) -> Callable:
 
 def _scan_on_rows(own: Callable, call: PackedCall, keys: Keys) -> Callable:
     """A scan on rows, where its arguments and its output hold tokens in their last dimension."""
-    rows, parameters = row_blocks(call), list(_parameters(own))
+    rows, parameters = row_buckets(call), list(_parameters(own))
 
     def of_rows(name: str, value: Any, block: int) -> Any:
         if name not in ("hidden_states", "dt", "B", "C", "z") or value is None:

@@ -31,24 +31,24 @@ from ..model.patching import ForwardPatch
 
 
 __all__ = [
-    "RowBlocks",
+    "RowBuckets",
     "RowsPatch",
+    "bucket_by_length",
     "calls_of_layers",
-    "grouped_by_length",
     "joined",
     "needs_whole_rows",
     "of_rows",
     "over_whole_rows",
-    "row_blocks",
+    "row_buckets",
 ]
 
 
-BEYOND = 1.125
+MAX_BUCKET_PADDING = 1.125
 """A block of rows holds at most this many times the tokens of its rows; what is beyond the ends of rows is waste."""
 
 
 @dataclass(frozen=True, eq=False)
-class RowBlocks:
+class RowBuckets:
     """
     The rows of a layout in blocks.
 
@@ -67,10 +67,14 @@ class RowBlocks:
     take: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBlocks:
+    def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBuckets:
         """The rows of the segments of `layout`: those of about one length together, of exactly one, or all."""
         device, lengths = layout.packed_index.device, list(layout.key_lengths)
-        groups = [list(range(len(lengths)))] if one_block else grouped_by_length(lengths, 1 if by_length else BEYOND)
+        groups = (
+            [list(range(len(lengths)))]
+            if one_block
+            else bucket_by_length(lengths, 1 if by_length else MAX_BUCKET_PADDING)
+        )
         last = torch.tensor(lengths)[:, None] - 1
         first = torch.tensor([0, *lengths[:-1]]).cumsum(0)[:, None]
         ends, begin = [0] * len(lengths), 0  # where the row of a segment ends in the outputs of all blocks
@@ -96,7 +100,7 @@ class RowBlocks:
         return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.take).unsqueeze(0)
 
 
-def grouped_by_length(lengths: list[int], beyond: float = BEYOND) -> list[list[int]]:
+def bucket_by_length(lengths: list[int], beyond: float = MAX_BUCKET_PADDING) -> list[list[int]]:
     """Indices of `lengths` in groups that, each padded to its longest, hold at most `beyond` times their tokens."""
     groups: list[list[int]] = []
     total = 0
@@ -110,14 +114,14 @@ def grouped_by_length(lengths: list[int], beyond: float = BEYOND) -> list[list[i
     return groups
 
 
-def row_blocks(call: PackedCall, one_block: bool = False) -> RowBlocks:
+def row_buckets(call: PackedCall, one_block: bool = False) -> RowBuckets:
     """The blocks of rows of a packed forward."""
-    return call.once(("rows", one_block), lambda: RowBlocks.of(call.layout, one_block=one_block))
+    return call.once(("rows", one_block), lambda: RowBuckets.of(call.layout, one_block=one_block))
 
 
 def calls_of_layers(call: PackedCall, one_block: bool = False) -> list[dict[int, dict[str, Any]]]:
     """How the decoder calls its layers for the rows of each block: arguments by name, by the `id` of the layer."""
-    return call.once(("calls of layers", one_block), lambda: call.dry_run(row_blocks(call, one_block)))
+    return call.once(("calls of layers", one_block), lambda: call.dry_run(row_buckets(call, one_block)))
 
 
 class RowsPatch(ForwardPatch):
@@ -140,7 +144,7 @@ class RowsPatch(ForwardPatch):
                 "which are made for the layer that it is part of. Train this model with `padding_free=False`."
             )
         one_block = self.one_block or call.one_block
-        rows, outputs = row_blocks(call, one_block), []
+        rows, outputs = row_buckets(call, one_block), []
         for block, made in enumerate(calls_of_layers(call, one_block)):
             pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
             block_args = [pick(None, value) for value in args]
@@ -151,7 +155,7 @@ class RowsPatch(ForwardPatch):
 
 
 def _argument(
-    name: str | None, value: Any, *, rows: RowBlocks, block: int, frame: LayerCall, made: dict[str, Any]
+    name: str | None, value: Any, *, rows: RowBuckets, block: int, frame: LayerCall, made: dict[str, Any]
 ) -> Any:
     """
     An argument of a module in a layer for the rows of a block.
@@ -187,7 +191,7 @@ def _counterparts(given: Any, made: Any) -> Iterator[tuple[Any, Any]]:
         yield from _counterparts(*pair)
 
 
-def of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
+def of_rows(value: Any, made: Any, rows: RowBuckets, block: int) -> Any:
     """Values of each token follow the tokens; all else is as the decoder makes it for the rows."""
     if isinstance(value, dict):
         others = made if isinstance(made, dict) else {}
@@ -203,7 +207,7 @@ def of_rows(value: Any, made: Any, rows: RowBlocks, block: int) -> Any:
     return made
 
 
-def joined(outputs: list[Any], rows: RowBlocks) -> Any:
+def joined(outputs: list[Any], rows: RowBuckets) -> Any:
     """The outputs of all blocks as one of the packed row."""
     first = outputs[0]
     if isinstance(first, nn.Parameter):
@@ -232,7 +236,7 @@ def needs_whole_rows(decoder: nn.Module) -> str:
 
 def over_whole_rows(forward: Callable, call: dict[str, Any], layout: Layout) -> Any:
     """The output of a decoder, packed, for the rows of a batch that shares none; `call` are its padded arguments."""
-    rows = RowBlocks.of(layout, by_length=True)
+    rows = RowBuckets.of(layout, by_length=True)
     padded = {k for k, v in call.items() if isinstance(v, torch.Tensor) and tuple(v.shape[:2]) == layout.batch_shape}
     outputs = []
     for tokens in rows.tokens:

@@ -2,7 +2,7 @@
 A packed row in slices, one for each process of a group.
 
 Every process has the same batch and the same layout. Between its mixers a decoder computes each token by itself, and a
-process its own tokens only; mixers see all tokens ([`Slices.how`]), and the loss is told what others have computed.
+process its own tokens only; mixers see all tokens ([`ContextParallelLayout.how`]), and the loss is told what others have computed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..layout.layout import Layout
 from .collectives import Group, even
 
 
-__all__ = ["HEADS", "KEYS", "Slices", "Split"]
+__all__ = ["HEADS", "KEYS", "ContextParallelConfig", "ContextParallelLayout"]
 
 HEADS, KEYS = "heads", "keys"
 
 
 @dataclass(frozen=True)
-class Split:
+class ContextParallelConfig:
     """
     Between which processes packed rows are split.
 
@@ -37,7 +37,7 @@ class Split:
 
 
 @dataclass(frozen=True, eq=False)
-class Slices:
+class ContextParallelLayout:
     """
     The packed row of a layout, cut for the processes of a group.
 
@@ -102,7 +102,7 @@ class Slices:
         return torch.cat(self.group.dealt(parts, [(own, n, *x.shape[2:]) for n in heads]), dim=1)
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """`(t, ...)` to `(T, ...)`, within the network; in the order of [`Slices.queries`]' keys."""
+        """`(t, ...)` to `(T, ...)`, within the network; in the order of [`ContextParallelLayout.queries`]' keys."""
         return self.group.gathered(x, self.tokens)
 
     def told(self, x: torch.Tensor) -> torch.Tensor:

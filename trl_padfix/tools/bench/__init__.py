@@ -31,10 +31,10 @@ from .building import build, computed_dtype
 from .data import (
     equal_length_pairs,
     load_examples,
-    made_up,
     pairs_of_lengths,
     parse_lengths,
     parse_tree,
+    synthetic_rows,
     tree_pairs,
     tree_rows,
 )
@@ -64,11 +64,11 @@ __all__ = [
     "describe",
     "equal_length_pairs",
     "load_examples",
-    "made_up",
     "pairs_of_lengths",
     "parse_lengths",
     "parse_tree",
     "run",
+    "synthetic_rows",
     "tree_pairs",
     "tree_rows",
 ]

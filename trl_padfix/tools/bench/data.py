@@ -20,11 +20,11 @@ __all__ = [
     "RolloutTree",
     "equal_length_pairs",
     "load_examples",
-    "made_up",
     "pairs_of_lengths",
     "parse_lengths",
     "parse_tree",
     "random_completions",
+    "synthetic_rows",
     "tree_pairs",
     "tree_rows",
 ]
@@ -96,7 +96,7 @@ def parse_lengths(data: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def made_up(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
+def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
     """
     `count` tokenized rows of `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for
     data of another name. For SFT a pair is its prompt with the chosen completion.

@@ -13,7 +13,7 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from ...core.call.batch_metadata import step_layouts
+from ...core.call.batch_metadata import share_layouts
 from ...core.heads import skip_first_comparison
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
@@ -102,9 +102,11 @@ class Step:
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """A step with the layout that the collator makes of a batch on the host: it is paid for here."""
-        laid = LayoutCollator(lambda _: host, variant.shares)([]).get(BATCH_LAYOUT) if variant.packed else None
-        known = laid.beside(batch, self.settings.device).known(batch) if laid is not None else []
-        with step_layouts(known, doubts=[]):  # which nobody reads: nobody writes to these batches
+        batch_metadata = (
+            LayoutCollator(lambda _: host, variant.shares)([]).get(BATCH_LAYOUT) if variant.packed else None
+        )
+        known = batch_metadata.beside(batch, self.settings.device).known(batch) if batch_metadata is not None else []
+        with share_layouts(known, deferred_checks=[]):  # which nobody reads: nobody writes to these batches
             if backward:
                 return self.trainer.training_step(self.trainer.model, batch, None)
             with self.trainer.compute_loss_context_manager():

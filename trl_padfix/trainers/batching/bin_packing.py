@@ -16,7 +16,7 @@ from ...core.layout.shared_prefixes import FORWARD, STATES
 from .token_costs import RowCosts
 
 
-__all__ = ["StepPlan", "assign", "balance", "split", "split_depth_first"]
+__all__ = ["StepPlan", "assign", "balance", "pack_depth_first", "split"]
 
 Unit = tuple[float, list[int]]
 """Tokens of rows that stay together, and the rows."""
@@ -47,7 +47,7 @@ def split(costs: RowCosts, budget: int) -> list[list[int]]:
     return [sorted(row for _, rows in part for row in rows) for part in sorted(bins, key=_tokens, reverse=True)]
 
 
-def split_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
+def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
     Split rows into micro-batches that see each other's prefixes, each of which is computed once in their step.
 
@@ -60,7 +60,7 @@ def split_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
 
 
 def _branches(costs: RowCosts, room: float) -> list[Unit]:
-    """[`split_depth_first`] with the tokens of each part; all rows have a prefix in common, or none."""
+    """[`pack_depth_first`] with the tokens of each part; all rows have a prefix in common, or none."""
     common = costs.common_to_all
     beyond = costs.without_common(common)
     total, least = beyond.total(), max(int(beyond.each.min()), 1)

@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from ..data.collators import SidedCollator
 from .measures import RowMeasure
-from .prefix_groups import common_prefixes
+from .prefix_groups import shared_prefix_lengths
 from .token_costs import RowCosts, text_costs
 
 
@@ -113,5 +113,5 @@ def _count(example: dict[str, Any], collator: Callable[[list[dict[str, Any]]], A
     if sharing and len(ids) == 2:
         prompts = mask & (batch["completion_mask"] == 0)
         one, other = (row[keep].numpy() for row, keep in zip(ids, prompts, strict=True))
-        each -= int(common_prefixes([one], [other]).sum())
+        each -= int(shared_prefix_lengths([one], [other]).sum())
     return {"tokens": mask.sum(1).tolist(), "each": each, "images": count}

@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..data.columns import lists
-from .prefix_groups import common_prefixes, prefix_order
+from .prefix_groups import shared_prefix_lengths, sort_by_prefix
 from .token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 
 
@@ -70,8 +70,8 @@ class RowMeasure:
         if not self.sharing:
             return text_costs(each)
         for other in begins[1:]:
-            each = each - np.minimum(common_prefixes(begins[0], other), keys)
-        return prefix_costs(each, keys, *prefix_order(begins[0]))
+            each = each - np.minimum(shared_prefix_lengths(begins[0], other), keys)
+        return prefix_costs(each, keys, *sort_by_prefix(begins[0]))
 
 
 def _read(dataset: Dataset, name: str) -> list[np.ndarray]:

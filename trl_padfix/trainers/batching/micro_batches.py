@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.layout.flat_maps import FlatMaps
-from ...core.layout.shared_prefixes import plan_pieces
-from ..data.batch_metadata import images_in, scored, without_layouts
-from .bin_packing import StepPlan, split, split_depth_first
+from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.shared_prefixes import plan_shared_prefixes
+from ..data.batch_metadata import image_tensors, pop_metadata, scored
+from .bin_packing import StepPlan, pack_depth_first, split
 from .measures import RowMeasure
 from .prefix_schedule import ids_and_masks
 
@@ -67,7 +67,7 @@ class BudgetCollator:
         costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), rows_of_step)
         # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
         alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
-        into = split_depth_first if self.once else split
+        into = pack_depth_first if self.once else split
         parts = [rows[part].tolist() for rows in alike for part in into(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
@@ -79,8 +79,8 @@ class BudgetCollator:
         else:
             of_step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
         if self.plans and len(batches) > 1:
-            planned = plan_pieces(ids_and_masks(batches), self.budget)
-            of_step[ONCE] = planned and FlatMaps.of(planned)
+            planned = plan_shared_prefixes(ids_and_masks(batches), self.budget)
+            of_step[ONCE] = planned and FlatIndexMaps.of(planned)
         return of_step
 
 
@@ -98,14 +98,14 @@ def halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
     """
     pieces = list(pieces)
     while len(pieces) < count:
-        items = [1 if images_in(batch) else len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
+        items = [1 if image_tensors(batch) else len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
         at = max(range(len(pieces)), key=items.__getitem__)
         (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
         if not middle:
             smallest, _ = min(pieces, key=lambda piece: len(piece[0]["input_ids"]))
             pieces.append((smallest, 0.0))
             continue
-        batch, _ = without_layouts(batch)
+        batch, _ = pop_metadata(batch)
         pieces[at : at + 1] = [
             (_selected(batch, part, n), weight * len(part) / n) for part in (range(middle), range(middle, n))
         ]

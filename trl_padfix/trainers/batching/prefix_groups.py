@@ -15,10 +15,10 @@ from ...core.layout.prefix_tree import common_bytes, sort_rows
 from .token_costs import RowCosts
 
 
-__all__ = ["common_prefixes", "group_rows", "prefix_order"]
+__all__ = ["group_rows", "shared_prefix_lengths", "sort_by_prefix"]
 
 
-def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def sort_by_prefix(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """
     Sort rows by their token ids; return the sorted rows, and how many tokens each has in common with the one before.
     """
@@ -26,7 +26,7 @@ def prefix_order(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(order, dtype=np.int64), np.array(common, dtype=np.int64)
 
 
-def common_prefixes(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> np.ndarray:
+def shared_prefix_lengths(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> np.ndarray:
     """How many tokens each row of `left` and its counterpart in `right` begin with in common, `(n,)`."""
     return np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in zip(left, right, strict=True)], dtype=np.int64)
 

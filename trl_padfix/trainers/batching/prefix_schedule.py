@@ -1,7 +1,7 @@
 """
 Each distinct token of a step once, whatever the pieces of the step: prefixes that pieces share are run as trunks.
 
-Where pieces are micro-batches, each with a backward of its own, a [`Walk`] runs a trunk before the first piece that
+Where pieces are micro-batches, each with a backward of its own, a [`PrefixSchedule`] runs a trunk before the first piece that
 needs it. Pieces see its keys, values and final states as leaves, in which their gradients add up; the last one sees
 its graph, so its backward is part of the last one's. Policy and reference walk by themselves.
 """
@@ -18,28 +18,28 @@ import torch
 from accelerate.logging import get_logger
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ...core.call.batch_metadata import BatchFacts, Known, Seen, Step, rely_on
+from ...core.call.batch_metadata import BatchFacts, Known, Seen, Step, defer_check
 from ...core.call.layout_of import LayoutKey
-from ...core.call.prefix_states import Sight, States, leaf_of
+from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
-from ...core.layout.flat_maps import FlatMaps
-from ...core.layout.shared_prefixes import PieceLayout, Pieces, plan_pieces
+from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shared_prefixes
 from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import hands_states_on
 from ...core.model.find import find_decoder
-from ..data.batch_metadata import without_layouts
+from ..data.batch_metadata import pop_metadata
 
 
 __all__ = [
     "REPLAN",
-    "MicroBatches",
-    "Walk",
+    "MicroBatchRunner",
+    "PrefixSchedule",
     "computes_once",
     "ids_and_masks",
     "reason_to_compute_again",
-    "run_trunk",
+    "run_prefix_forward",
     "seeing",
 ]
 
@@ -55,29 +55,29 @@ def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor,
     return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
-Run = Callable[[PieceLayout, int, torch.Tensor | None], None]
+Run = Callable[[PrefixedLayout, int, torch.Tensor | None], None]
 """Computes a trunk in the batch of a piece; the ids of its tokens, if it was computed before."""
 
 
-class Walk:
+class PrefixSchedule:
     """
     One pass of a model over the pieces of a step, in their order.
 
     Args:
-        pieces ([`Pieces`]):
+        pieces ([`PrefixPlan`]):
             How they are computed.
         with_graph (`bool`):
             Whether each piece has a backward before the next one. Without, trunks are plain keys and values.
     """
 
-    def __init__(self, pieces: Pieces, with_graph: bool):
+    def __init__(self, pieces: PrefixPlan, with_graph: bool):
         self.pieces, self.with_graph, self.at = pieces, with_graph, -1
         self.is_over = False
-        self.made: dict[int, States] = {}
-        self.leaves: dict[int, States] = {}
+        self.made: dict[int, ForwardStates] = {}
+        self.leaves: dict[int, ForwardStates] = {}
         self._random: dict[int, Any] = {}
 
-    def enter(self, run: Run) -> PieceLayout:
+    def enter(self, run: Run) -> PrefixedLayout:
         """
         The layout of the next piece with what it sees; `run` computes the trunks that it needs.
 
@@ -85,28 +85,30 @@ class Walk:
         """
         self.at += 1
         ending: list[int] = []
-        for n, trunk in self.pieces.trunks.items():
-            if trunk.last < self.at:
+        for n, prefix in self.pieces.prefixes.items():
+            if prefix.last < self.at:
                 self.made.pop(n, None)
                 self.leaves.pop(n, None)
-            if trunk.first == self.at:
-                self._compute(n, self.at, run, with_graph=self.with_graph and not trunk.again)
-            if trunk.last == self.at and self.with_graph:
+            if prefix.first == self.at:
+                self._compute(n, self.at, run, with_graph=self.with_graph and not prefix.again)
+            if prefix.last == self.at and self.with_graph:
                 ending.append(n)
-                if trunk.again:
+                if prefix.again:
                     self._compute(n, self.at, run, with_graph=True)
         layout = self.pieces.layouts[self.at]
         seen = [self._seen(n, self.at) for n in layout.outer]
-        return replace(layout, sight=Sight(seen, None, self._closes(ending)))
+        return replace(layout, prefix_states=PrefixStates(seen, None, self._closes(ending)))
 
     def abandon(self, run: Run) -> None:
         """End before the next piece, and give the trunks that later ones would have seen their backward now."""
         self.is_over = True
-        ends = {n: trunk.last for n, trunk in self.pieces.trunks.items() if n in self.leaves and trunk.last > self.at}
+        ends = {
+            n: prefix.last for n, prefix in self.pieces.prefixes.items() if n in self.leaves and prefix.last > self.at
+        }
         for last in sorted(set(ends.values())) if self.with_graph else ():
             ending = [n for n, end in ends.items() if end == last]
             for n in ending:
-                if self.pieces.trunks[n].again:
+                if self.pieces.prefixes[n].again:
                     self._compute(n, last, run, with_graph=True)
             closes = [(made, leaf.grad.to(made)) for made, leaf in self._closes(ending) if leaf.grad is not None]
             if closes:
@@ -114,45 +116,45 @@ class Walk:
                     torch.autograd.backward(*map(list, zip(*closes, strict=True)))
         self.made, self.leaves = {}, {}
 
-    def _closes(self, trunks: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _closes(self, prefixes: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """States of trunks, and the leaves that stood for them."""
         return [
             (made, leaf)
-            for n in trunks
+            for n in prefixes
             for name, states in self.made[n].items()
             for made, leaf in zip(states, self.leaves[n][name], strict=True)
             if made.requires_grad
         ]
 
     def _compute(self, n: int, at: int, run: Run, with_graph: bool) -> None:
-        trunk, notes = self.pieces.trunks[n], States()
-        layout = trunk.layouts[at]
-        sight = Sight([self._seen(m, trunk.last) for m in layout.outer], notes)
+        prefix, notes = self.pieces.prefixes[n], ForwardStates()
+        layout = prefix.layouts[at]
+        prefix_states = PrefixStates([self._seen(m, prefix.last) for m in layout.outer], notes)
         is_first = n not in self.leaves
-        if is_first and trunk.again and self.with_graph:
+        if is_first and prefix.again and self.with_graph:
             self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         drawn = contextlib.nullcontext() if is_first else _random_numbers(*self._random.pop(n))
         with drawn, torch.set_grad_enabled(with_graph):
-            run(replace(layout, sight=sight), at, None if is_first else self.leaves[n].ids)
+            run(replace(layout, prefix_states=prefix_states), at, None if is_first else self.leaves[n].ids)
         if with_graph:
             self.made[n] = notes
         if is_first:
-            self.leaves[n] = notes.changed(lambda x: leaf_of(x) if self.with_graph else x)
+            self.leaves[n] = notes.changed(lambda x: detached_leaf(x) if self.with_graph else x)
 
-    def _seen(self, n: int, end: int) -> States:
+    def _seen(self, n: int, end: int) -> ForwardStates:
         """A trunk as a forward sees it whose backward comes with that of piece `end`."""
-        with_graph = n in self.made and self.pieces.trunks[n].last == end
+        with_graph = n in self.made and self.pieces.prefixes[n].last == end
         return self.made[n] if with_graph else self.leaves[n]
 
 
-class MicroBatches:
+class MicroBatchRunner:
     """
     The micro-batches of a step, to be run one after another, each with its backward.
 
     Args:
         count (`int`):
             How many they are.
-        planned ([`Pieces`], *optional*):
+        planned ([`PrefixPlan`], *optional*):
             How they are computed; `None` if they have nothing in common.
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
             Ids and mask of each: calls of a model with these very tensors are pieces of a walk. Where somebody has
@@ -164,33 +166,35 @@ class MicroBatches:
     def __init__(
         self,
         count: int,
-        planned: Pieces | None = None,
+        planned: PrefixPlan | None = None,
         batches: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         with_head: bool = False,
     ):
         self.count, self.planned, self.with_head = count, planned, with_head
         self.batches = [(Seen.of(ids), Seen.of(mask)) for ids, mask in batches]
         self.at, self.are_written = 0, False
-        self.walks: dict[Any, Walk] = {}
+        self.schedules: dict[Any, PrefixSchedule] = {}
         self.calls: Counter[Any] = Counter()
 
     @classmethod
     def of(
         cls, batches: Sequence[dict[str, Any]], planned: Any, budget: int, gather: Callable[[list], list] | None = None
-    ) -> MicroBatches:
+    ) -> MicroBatchRunner:
         """
         Micro-batches as they were `planned` by their collator, if nobody has written to them since.
 
-        `planned` are [`Pieces`], perhaps not on their device yet, `None` if they have nothing in common, or `REPLAN`.
-        Planning anew costs a copy of each to the host; with `gather` all processes do (see [`plan_pieces`]).
+        `planned` are [`PrefixPlan`], perhaps not on their device yet, `None` if they have nothing in common, or `REPLAN`.
+        Planning anew costs a copy of each to the host; with `gather` all processes do (see [`plan_shared_prefixes`]).
         """
         given = ids_and_masks(batches)
-        laid = [(batch, without_layouts(batch)[1]) for batch in batches]
-        kept = all(x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in laid)
+        batch_metadata = [(batch, pop_metadata(batch)[1]) for batch in batches]
+        kept = all(
+            x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in batch_metadata
+        )
         if gather is not None or planned is REPLAN or (planned is not None and not kept):
-            planned = plan_pieces([(ids.cpu(), mask.cpu()) for ids, mask in given], budget, gather)
-            planned = planned and FlatMaps.of(planned)
-        if isinstance(planned, FlatMaps):
+            planned = plan_shared_prefixes([(ids.cpu(), mask.cpu()) for ids, mask in given], budget, gather)
+            planned = planned and FlatIndexMaps.of(planned)
+        if isinstance(planned, FlatIndexMaps):
             planned = planned.to(given[0][0].device)
         return cls(len(batches), planned, given, with_head=gather is not None)
 
@@ -221,36 +225,36 @@ class MicroBatches:
         serves = is_own and call.get("position_ids") is None
         key = id(model), torch.is_grad_enabled(), self.calls[model, torch.is_grad_enabled()]
         if serves and unwritten and self.at == 0:
-            self.walks[key] = Walk(self.planned, torch.is_grad_enabled())
-        walk = self.walks.get(key)
-        if not serves or walk is None or walk.is_over:
+            self.schedules[key] = PrefixSchedule(self.planned, torch.is_grad_enabled())
+        schedule = self.schedules.get(key)
+        if not serves or schedule is None or schedule.is_over:
             yield
             return
         self.calls[model, torch.is_grad_enabled()] += 1
-        if walk.at != self.at - 1:
+        if schedule.at != self.at - 1:
             raise _left_out()
 
-        def run(trunk: PieceLayout, at: int, tokens: torch.Tensor | None) -> None:
+        def run(prefix: PrefixedLayout, at: int, tokens: torch.Tensor | None) -> None:
             own, of = (x.tensor for x in self.batches[at])
             if not unwritten and tokens is not None and own is not None:
-                own = own.flatten().index_copy(0, trunk.own.packed_index, tokens).view_as(own)
+                own = own.flatten().index_copy(0, prefix.own.packed_index, tokens).view_as(own)
             given = call if unwritten else call | {"input_ids": own, "attention_mask": of}
             if self.with_head:
-                run_trunk(forward, given, trunk, logits_to_keep=1)
+                run_prefix_forward(forward, given, prefix, logits_to_keep=1)
             else:
-                run_trunk(find_decoder(model), given, trunk)
+                run_prefix_forward(find_decoder(model), given, prefix)
 
         if not unwritten:
-            walk.abandon(run)
+            schedule.abandon(run)
             yield
             return
-        layout = walk.enter(run)
+        layout = schedule.enter(run)
         own = [] if layout.own is None else [ids.flatten()[layout.own.packed_index]]
-        computed = torch.cat([*(states.ids for states in layout.sight.outer), *own])
+        computed = torch.cat([*(states.ids for states in layout.prefix_states.outer), *own])
         wrong = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
         real = torch.zeros_like(mask.flatten(), dtype=torch.bool).index_fill(0, layout.real_index, True)
         wrong = wrong | ((mask.flatten() != 0) != real).any()
-        rely_on("Micro-batches have the rows that they had when their step was planned", wrong)
+        defer_check("Micro-batches have the rows that they had when their step was planned", wrong)
         with seeing(call, layout):
             yield
 
@@ -259,7 +263,7 @@ class MicroBatches:
         Raises:
             PaddingRemovalError: If a walk did not come to its end, so that gradients of prefixes are missing.
         """
-        if any(not walk.is_over and walk.at != self.count - 1 for walk in self.walks.values()):
+        if any(not schedule.is_over and schedule.at != self.count - 1 for schedule in self.schedules.values()):
             raise _left_out()
 
 
@@ -272,7 +276,7 @@ def _left_out() -> PaddingRemovalError:
     )
 
 
-def run_trunk(forward: Any, call: dict[str, Any], layout: PieceLayout, **more: Any) -> None:
+def run_prefix_forward(forward: Any, call: dict[str, Any], layout: PrefixedLayout, **more: Any) -> None:
     """
     Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout.
 
@@ -280,7 +284,7 @@ def run_trunk(forward: Any, call: dict[str, Any], layout: PieceLayout, **more: A
     """
     asked = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
-    notes = layout.sight.notes
+    notes = layout.prefix_states.notes
     notes.ids, notes.forks = call["input_ids"].flatten()[layout.own.packed_index], layout.forks
     with within(model=None, step=Step([_known(call, BatchFacts(layout))])):
         output = forward(**given, **asked, **more)
@@ -289,7 +293,7 @@ def run_trunk(forward: Any, call: dict[str, Any], layout: PieceLayout, **more: A
 
 
 @contextlib.contextmanager
-def seeing(call: dict[str, Any], layout: PieceLayout) -> Iterator[None]:
+def seeing(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
     """The forward of a `call` of a model is that of `layout`."""
     step = context().step or Step()
     facts = step.facts(call["input_ids"], call["attention_mask"])

@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
-from ..distributed import replicas
+from ..distributed import data_replicas
 from ..field_types import temporarily_set
 from ..parts import Part
 from .bin_packing import StepPlan
@@ -31,7 +31,7 @@ from .prefix_groups import group_rows
 from .token_costs import RowCosts
 
 
-__all__ = ["GroupedStream", "StepOrder", "StepRows", "StepSampler"]
+__all__ = ["GroupedStream", "StepDataset", "StepOrder", "StepSampler"]
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class StepSampler(Sampler):
     The order of another sampler, rearranged by steps, the same on all processes.
 
     `grouped` brings rows that begin alike into one step; without it each step keeps its rows. With `shares` it yields
-    the rows of a process in a step, for [`StepRows`], and with `equal` these have equally many rows. `epoch` gives the
+    the rows of a process in a step, for [`StepDataset`], and with `equal` these have equally many rows. `epoch` gives the
     number of the epoch, because a dataloader that skips batches at several processes does not hand `set_epoch` on to
     its sampler (accelerate 1.15), and a resumed run would see another order.
     """
@@ -69,7 +69,7 @@ class StepSampler(Sampler):
         return self.plan.in_micro_batches(order, self.costs)
 
 
-class StepRows(TorchDataset):
+class StepDataset(TorchDataset):
     """
     A dataset whose items are the shares of processes in steps.
 
@@ -171,7 +171,7 @@ class StepOrder(Part):
         args, data = self.trainer.args, self.trainer.train_dataset
         split_batches = args.accelerator_config.split_batches
         rows = len(data) if isinstance(data, Dataset) else 0
-        processes = 1 if split_batches else self.trainer.accelerator.num_processes // replicas(self.trainer)
+        processes = 1 if split_batches else self.trainer.accelerator.num_processes // data_replicas(self.trainer)
         micro_batch, accumulated = self.trainer._train_batch_size, args.gradient_accumulation_steps
         if self.settings.max_tokens_per_batch is not None:
             # The rows of a step stay, also where `auto_find_batch_size` has lowered the batch size after all.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from ..distributed import replicas
+from ..distributed import data_replicas
 from ..field_types import temporarily_set
 from ..metrics.exact_eval_means import without_gathering
 
@@ -88,5 +88,5 @@ class StepMetrics:
         for name, mean in task.joined_metrics(means).items():
             metrics[name].append(mean)
         if counts_tokens:
-            trainer._total_train_tokens = self.tokens + int(seen) // replicas(trainer)
+            trainer._total_train_tokens = self.tokens + int(seen) // data_replicas(trainer)
             metrics["num_tokens"] = [trainer._total_train_tokens]

@@ -23,16 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from ...core.call.batch_metadata import Seen, rely_on
-from ...core.call.prefix_states import Sight, States
-from ...core.layout.flat_maps import FlatMaps
-from ...core.layout.shared_prefixes import PieceLayout, Pieces, plan_pieces
+from ...core.call.batch_metadata import Seen, defer_check
+from ...core.call.prefix_states import ForwardStates, PrefixStates
+from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shared_prefixes
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment, ForwardPatch
-from ..data.batch_metadata import images_in
-from .bin_packing import split, split_depth_first
-from .prefix_groups import prefix_order
-from .prefix_schedule import MicroBatches, run_trunk, seeing
+from ..data.batch_metadata import image_tensors
+from .bin_packing import pack_depth_first, split
+from .prefix_groups import sort_by_prefix
+from .prefix_schedule import MicroBatchRunner, run_prefix_forward, seeing
 from .token_costs import prefix_costs, text_costs
 
 
@@ -57,7 +57,7 @@ class _Known:
     given: tuple[Seen, Seen]
     rows: list[torch.Tensor]
     pieces: list[tuple[torch.Tensor, torch.Tensor | None]]
-    once: Pieces | None = None
+    once: PrefixPlan | None = None
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Splits:
                 now = [(ids[r], None if mask is None else mask[r]) for r in known.rows]
                 pairs = zip(chain(*now), chain(*known.pieces), strict=True)
                 wrong = torch.stack([(new != old).any() for new, old in pairs if new is not None and old is not None])
-                rely_on("A forward in pieces has the rows that it had when it was split", wrong.any())
+                defer_check("A forward in pieces has the rows that it had when it was split", wrong.any())
                 return known
         # One copy to the host for all pieces: the only wait for the device that splitting needs.
         both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
@@ -97,8 +97,8 @@ class Splits:
         rows = [torch.tensor(part, device=ids.device) for part in parts]
         once = None
         if self.once and len(parts) > 1 and mask is not None:
-            once = plan_pieces([(both[0, part], both[1, part]) for part in parts], self.budget)
-            once = once and FlatMaps.of(once).to(ids.device)
+            once = plan_shared_prefixes([(both[0, part], both[1, part]) for part in parts], self.budget)
+            once = once and FlatIndexMaps.of(once).to(ids.device)
         pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
         self.known.append(_Known((Seen.of(ids), Seen.of(mask)), rows, pieces, once))
         return self.known[-1]
@@ -109,8 +109,8 @@ class Splits:
         costs = text_costs(each)
         if self.sharing:
             rows = [row[keep] for row, keep in zip(ids.numpy(), real, strict=True)]
-            costs = prefix_costs(each, each, *prefix_order(rows))
-        parts = (split_depth_first if self.once else split)(costs, self.budget)
+            costs = prefix_costs(each, each, *sort_by_prefix(rows))
+        parts = (pack_depth_first if self.once else split)(costs, self.budget)
         wanted = len(parts) if self.agree is None else self.agree(len(parts))
         while len(parts) < wanted:
             largest = max(parts, key=len)
@@ -119,11 +119,11 @@ class Splits:
         return parts
 
 
-_splits: ContextVar[Splits | MicroBatches | None] = ContextVar("trl_padfix_splits", default=None)
+_splits: ContextVar[Splits | MicroBatchRunner | None] = ContextVar("trl_padfix_splits", default=None)
 
 
 @contextmanager
-def splitting(splits: Splits | MicroBatches | None) -> Iterator[None]:
+def splitting(splits: Splits | MicroBatchRunner | None) -> Iterator[None]:
     """
     Split the forwards of models with [`SplitForward`] until the block ends, or let them be of some micro-batches; not,
     where `splits` is `None`.
@@ -135,10 +135,10 @@ def splitting(splits: Splits | MicroBatches | None) -> Iterator[None]:
         _splits.reset(token)
 
 
-def running_pieces() -> MicroBatches | None:
+def running_pieces() -> MicroBatchRunner | None:
     """The micro-batches of which one is running, if that is so."""
     running = _splits.get()
-    return running if isinstance(running, MicroBatches) else None
+    return running if isinstance(running, MicroBatchRunner) else None
 
 
 class SplitForward(ForwardPatch):
@@ -152,11 +152,11 @@ class SplitForward(ForwardPatch):
         cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
         if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
-        if isinstance(splits, MicroBatches):
+        if isinstance(splits, MicroBatchRunner):
             # A trunk runs through the decoder alone, which may be this very module.
             with splitting(None), splits.piece(self.module, self.wrapped, kwargs):
                 return self.wrapped(**kwargs)
-        if images_in(kwargs):
+        if image_tensors(kwargs):
             raise ValueError(
                 "`max_tokens_per_batch` computes this batch in pieces of rows, and its images are not rows of their "
                 "own: nobody knows here which belong to which. Leave the budget out."
@@ -187,25 +187,29 @@ class SplitForward(ForwardPatch):
             joined["aux_loss"] = balancing_loss(self.module, routed, masks)
         return joined
 
-    def _layouts(self, known: _Known, calls: list[dict[str, Any]]) -> list[PieceLayout | None]:
+    def _layouts(self, known: _Known, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
         """The layouts of pieces, with the states of the prefixes that they have in common; these are computed here."""
         pieces, states = known.once, []
         # Positions tell tokens apart, too, by which prefixes are compared.
         if pieces is None or calls[0].get("position_ids") is not None:
             return [None] * len(calls)
-        for trunk in pieces.trunks.values():
-            states.append(self._states(calls[trunk.first], trunk.layouts[trunk.first], states))
-        return [replace(x, sight=Sight([states[n] for n in x.outer])) for x in pieces.layouts.values()]
+        for prefix in pieces.prefixes.values():
+            states.append(self._states(calls[prefix.first], prefix.layouts[prefix.first], states))
+        return [replace(x, prefix_states=PrefixStates([states[n] for n in x.outer])) for x in pieces.layouts.values()]
 
-    def _states(self, call: dict[str, Any], layout: PieceLayout, states: list[States]) -> States:
+    def _states(self, call: dict[str, Any], layout: PrefixedLayout, states: list[ForwardStates]) -> ForwardStates:
         """What a trunk hands on; as that of a piece, its forward is computed again for its backward."""
-        like: list[States] = []
+        like: list[ForwardStates] = []
         outer, with_graph = [states[n] for n in layout.outer], torch.is_grad_enabled()
 
         def run() -> tuple[torch.Tensor, ...]:
-            notes = States()
+            notes = ForwardStates()
             with splitting(None):
-                run_trunk(find_decoder(self.module), self._asked(call), replace(layout, sight=Sight(outer, notes)))
+                run_prefix_forward(
+                    find_decoder(self.module),
+                    self._asked(call),
+                    replace(layout, prefix_states=PrefixStates(outer, notes)),
+                )
             like[:] = [notes.changed(lambda x: x[..., :0])]
             # Gradients of many pieces are added up in float32.
             return tuple(x.float() if with_graph else x for values in notes.values() for x in values)
@@ -220,7 +224,7 @@ class SplitForward(ForwardPatch):
             wanted = getattr(self.module.config.get_text_config(), "output_router_logits", False)
         return call | {"output_router_logits": True} if wanted else call
 
-    def _forward(self, call: dict[str, Any], layout: PieceLayout | None) -> tuple[Any, Routed]:
+    def _forward(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, Routed]:
         """The output of a piece, and its router logits, of a model with experts."""
         with seeing(call, layout) if layout is not None else nullcontext():
             if not self._asked(call).get("output_router_logits"):

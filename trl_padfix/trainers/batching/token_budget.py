@@ -37,8 +37,8 @@ from ..parts import Part, Step
 from .config import check_token_budget
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .micro_batches import MICRO_BATCHES, ONCE, WEIGHTS, BudgetCollator, Piece, halved
-from .prefix_schedule import REPLAN, MicroBatches, computes_once
-from .sampler import StepOrder, StepRows
+from .prefix_schedule import REPLAN, MicroBatchRunner, computes_once
+from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
 from .sub_batches import Splits, attach_splitting, joins_balancing_losses, running_pieces, splitting
 
@@ -154,7 +154,7 @@ class Splitting(Part):
             return compute(model, inputs, *args, **kwargs)
         with task.in_pieces(inputs, splits) as inputs:
             pieces = [_rows_of(inputs, rows, sum(map(len, known.rows))) for rows in known.rows]
-            running = MicroBatches(
+            running = MicroBatchRunner(
                 len(pieces), known.once, [tuple(task.padded_batches(piece)[0].values()) for piece in pieces]
             )
             loss = done = torch.zeros((), device=trainer.args.device)
@@ -171,7 +171,7 @@ class Splitting(Part):
         return loss + done
 
     @contextlib.contextmanager
-    def _running(self, pieces: MicroBatches) -> Iterator[StepMetrics]:
+    def _running(self, pieces: MicroBatchRunner) -> Iterator[StepMetrics]:
         """A block with the pieces of a step, one after another."""
         with splitting(pieces):
             yield StepMetrics(self.trainer)
@@ -185,7 +185,7 @@ class Splitting(Part):
             logger.info(pieces.planned.summary)
 
     @contextlib.contextmanager
-    def _piece(self, running: MicroBatches, model: Any, i: int) -> Iterator[None]:
+    def _piece(self, running: MicroBatchRunner, model: Any, i: int) -> Iterator[None]:
         """A block with piece `i`: gradients are reduced over processes with those of the last one."""
         running.begin(i)
         accelerator, last = self.trainer.accelerator, i == running.count - 1
@@ -282,7 +282,7 @@ class Budget(Splitting):
         how["plans"] = self.once and not self._is_sharded
         collator = BudgetCollator(trainer.data_collator, order.measure(), self.budget, order.steps, **how)
         # An item is a step of a process; the plan has left out the rows that are to be dropped.
-        fields = {"train_dataset": StepRows(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
+        fields = {"train_dataset": StepDataset(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
                 stack.enter_context(temporarily_set(trainer, name, value))
@@ -328,13 +328,13 @@ class Budget(Splitting):
         rest = task.loss_items(batch) if counts_tokens else weight
         return {"": rest, **task.metric_items(batch)} if weight else {"": 0}
 
-    def _micro_batches(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatches:
+    def _micro_batches(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatchRunner:
         """The micro-batches of a step, which see each other's prefixes if they have any in common."""
         if not self.once or len(pieces) == 1:
-            return MicroBatches(len(pieces))
+            return MicroBatchRunner(len(pieces))
         planned = inputs.get(ONCE) if len(pieces) == len(inputs[MICRO_BATCHES]) else REPLAN
         gather = gather_object if self._is_sharded else None
-        return MicroBatches.of([batch for batch, _ in pieces], planned, self.budget, gather)
+        return MicroBatchRunner.of([batch for batch, _ in pieces], planned, self.budget, gather)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:

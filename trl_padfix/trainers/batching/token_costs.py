@@ -101,7 +101,7 @@ def prefix_costs(each: np.ndarray, keys: np.ndarray, order: np.ndarray, common: 
     """
     Costs of rows of `each` tokens, which share at most their first `keys` tokens with others, all `(n,)`.
 
-    `order` and `common` are those of [`prefix_order`].
+    `order` and `common` are those of [`sort_by_prefix`].
     """
     limit = np.minimum(keys[order], np.roll(keys[order], 1))
     return RowCosts(each, order, np.minimum(common, limit))

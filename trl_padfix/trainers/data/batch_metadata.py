@@ -20,20 +20,20 @@ from accelerate.utils import send_to_device
 from ...core.call.batch_metadata import BatchFacts, Known, Pooled, Seen
 from ...core.call.layout_of import LayoutKey, PrefixSharing
 from ...core.errors import PaddingRemovalError
-from ...core.layout.flat_maps import FlatMaps
+from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.layout import Layout
 
 
 __all__ = [
     "BATCH_LAYOUT",
-    "Laid",
-    "LaidOutBatch",
+    "BatchMetadata",
+    "BatchWithMetadata",
     "LayoutCollator",
-    "images_in",
-    "relabelled",
+    "attach_metadata",
+    "image_tensors",
+    "pop_metadata",
     "scored",
-    "with_layout_of_rows",
-    "without_layouts",
+    "with_labels",
 ]
 
 BATCH_LAYOUT = "padfix_layout"
@@ -71,7 +71,7 @@ class LayoutCollator:
         found = {prefix: facts for prefix, facts in found.items() if facts is not None}
         if not found:
             return batch
-        return LaidOutBatch({**batch, BATCH_LAYOUT: Laid(FlatMaps.of(found), self.prefix_sharing)})
+        return BatchWithMetadata({**batch, BATCH_LAYOUT: BatchMetadata(FlatIndexMaps.of(found), self.prefix_sharing)})
 
     def _facts(self, given: dict[str, Any]) -> BatchFacts | None:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
@@ -85,11 +85,11 @@ class LayoutCollator:
 
 
 @dataclass(frozen=True, eq=False)
-class Laid:
+class BatchMetadata:
     """
     What is known of the forwards of a batch.
 
-    `facts` are [`BatchFacts`] by the prefix of their names, in one block ([`FlatMaps`]) on the way to a device. `seen`
+    `facts` are [`BatchFacts`] by the prefix of their names, in one block ([`FlatIndexMaps`]) on the way to a device. `seen`
     are the tensors of the batch as they were placed there; none before.
     """
 
@@ -97,11 +97,11 @@ class Laid:
     prefix_sharing: PrefixSharing
     seen: dict[str, Seen] = field(default_factory=dict)
 
-    def pin_memory(self, device: Any = None) -> Laid:
+    def pin_memory(self, device: Any = None) -> BatchMetadata:
         """The same in page-locked memory; the data loader calls it."""
         return replace(self, facts=self.facts.pin_memory())
 
-    def beside(self, batch: Mapping[str, Any], device: torch.device | str) -> Laid:
+    def beside(self, batch: Mapping[str, Any], device: torch.device | str) -> BatchMetadata:
         """The same on a device, beside the tensors of the batch there."""
         seen = {name: Seen.of(x) for name, x in batch.items() if isinstance(x, torch.Tensor)}
         return replace(self, facts=self.facts.to(device), seen=seen)
@@ -125,7 +125,7 @@ class Laid:
             facts = replace(facts, scored=None)
         images = _names_of_images(placed)
         if not self.are_unwritten(batch, *images):
-            facts = replace(facts, images_repeat=None)
+            facts = replace(facts, halves_equal=None)
         seen = {id(x.tensor): x for x in self.seen.values()}
         made_of = tuple(seen.get(id(x), Seen.of(None)) for x in key.tensors)
         yield Known(key, facts, made_of, tuple(self.seen[name] for name in images))
@@ -135,38 +135,42 @@ class Laid:
         return all(self.seen.get(name, Seen.of(None)).is_still(batch.get(name)) for name in names)
 
 
-class LaidOutBatch(dict):
+class BatchWithMetadata(dict):
     """A batch that remembers, when it is placed on a device, with which tensors."""
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> LaidOutBatch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchWithMetadata:
         """The batch on a device, as accelerate places those that it is given."""
         return self.placed(lambda x: send_to_device(x, device, non_blocking=non_blocking), device)
 
-    def placed(self, place: Callable[[Any], Any], device: torch.device | str) -> LaidOutBatch:
+    def placed(self, place: Callable[[Any], Any], device: torch.device | str) -> BatchWithMetadata:
         """The batch with its values placed by `place`."""
-        moved = LaidOutBatch({k: place(v) for k, v in self.items() if k != BATCH_LAYOUT})
+        moved = BatchWithMetadata({k: place(v) for k, v in self.items() if k != BATCH_LAYOUT})
         if BATCH_LAYOUT in self:
             moved[BATCH_LAYOUT] = self[BATCH_LAYOUT].beside(moved, device)
         return moved
 
 
-def without_layouts(batch: dict[str, Any]) -> tuple[dict[str, Any], Laid | None]:
+def pop_metadata(batch: dict[str, Any]) -> tuple[dict[str, Any], BatchMetadata | None]:
     """A batch as a model takes it, and what is known of its forwards."""
-    laid = batch.get(BATCH_LAYOUT)
-    if laid is None:
+    batch_metadata = batch.get(BATCH_LAYOUT)
+    if batch_metadata is None:
         return batch, None
-    return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, laid
+    return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, batch_metadata
 
 
-def relabelled(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
+def with_labels(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
     """A batch with other labels, of which the same places are scored: what is known of its forwards holds for them."""
-    laid = batch.get(BATCH_LAYOUT)
-    if laid is None or not laid.are_unwritten(batch, "labels"):
+    batch_metadata = batch.get(BATCH_LAYOUT)
+    if batch_metadata is None or not batch_metadata.are_unwritten(batch, "labels"):
         return {**batch, "labels": labels}
-    return {**batch, "labels": labels, BATCH_LAYOUT: replace(laid, seen=laid.seen | {"labels": Seen.of(labels)})}
+    return {
+        **batch,
+        "labels": labels,
+        BATCH_LAYOUT: replace(batch_metadata, seen=batch_metadata.seen | {"labels": Seen.of(labels)}),
+    }
 
 
-def with_layout_of_rows(
+def attach_metadata(
     batches: list[dict[str, Any]], rows: list[tuple[torch.Tensor, torch.Tensor, int]], prefix_sharing: PrefixSharing
 ) -> list[dict[str, Any]]:
     """
@@ -181,8 +185,8 @@ def with_layout_of_rows(
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, : ids.shape[1] - columns] = -100
         text = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        laid = LayoutCollator(lambda rows, text=text: text, prefix_sharing)([])[BATCH_LAYOUT]
-        found.append({**batch, BATCH_LAYOUT: laid.beside(batch, given.device)})
+        batch_metadata = LayoutCollator(lambda rows, text=text: text, prefix_sharing)([])[BATCH_LAYOUT]
+        found.append({**batch, BATCH_LAYOUT: batch_metadata.beside(batch, given.device)})
     return found
 
 
@@ -202,7 +206,7 @@ def _key(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> LayoutKey |
         return None
 
 
-def images_in(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+def image_tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     """What a batch has beside numbers for its rows and tokens."""
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
@@ -216,7 +220,7 @@ def _names_of_images(batch: Mapping[str, Any]) -> list[str]:
 
 
 def _images_repeat(batch: Mapping[str, Any]) -> bool | None:
-    if not images_in(batch):
+    if not image_tensors(batch):
         return None
     images = [batch[name] for name in _names_of_images(batch)]
     return all(len(v) % 2 == 0 and torch.equal(*v.chunk(2)) for v in images)

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from ...core.call.batch_metadata import Doubt, check_doubts, step_layouts
+from ...core.call.batch_metadata import DeferredCheck, run_deferred_checks, share_layouts
 from ...core.call.layout_of import PrefixSharing
 from ..field_types import temporarily_set
 from ..parts import Part, Step
 from .batch_metadata import LayoutCollator
 
 
-__all__ = ["Layouts"]
+__all__ = ["PrecomputedLayouts"]
 
-UNREAD = 64
+MAX_PENDING_STEPS = 64
 """Steps of which nobody has looked yet whether what they relied on holds, at most."""
 
 
-class Layouts(Part):
+class PrecomputedLayouts(Part):
     """
     Layouts that come with the batches of data loaders.
 
@@ -32,11 +32,11 @@ class Layouts(Part):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._unread: list[tuple[list[Doubt], str]] = []
+        self._unread: list[tuple[list[DeferredCheck], str]] = []
 
     @contextlib.contextmanager
     def loading(self, dataset: Any, is_training: bool) -> Iterator[None]:
-        if not self.brings(dataset, is_training):
+        if not self.can_precompute(dataset, is_training):
             yield
             return
         handle = self.trainer.padding.handle
@@ -51,13 +51,13 @@ class Layouts(Part):
         ):
             yield
 
-    def brings(self, dataset: Any, is_training: bool) -> bool:
+    def can_precompute(self, dataset: Any, is_training: bool) -> bool:
         """Whether the batches of a dataset can bring their layouts."""
         accelerator, padding = self.trainer.accelerator, self.trainer.padding
         dispatched = accelerator.dispatch_batches
         if dispatched is None:  # what one process collates for all is cut, and sent on tensor by tensor
             dispatched = _is_stream(dataset) and accelerator.num_processes > 1
-        return bool(padding.handles and padding.task.brings_layouts(is_training) and not dispatched)
+        return bool(padding.handles and padding.task.precomputes_layouts(is_training) and not dispatched)
 
     @contextlib.contextmanager
     def step(self, step: Step) -> Iterator[None]:
@@ -65,24 +65,26 @@ class Layouts(Part):
         The forwards of policy and reference take the layouts of the batch. That somebody wrote to it unseen is found
         at once on a CPU, and elsewhere before something is logged or saved.
         """
-        self.trainer.padding.layouts = step.laid.layouts if step.laid is not None else {}
-        doubts: list[Doubt] = []
-        with step_layouts(step.known, doubts):
+        self.trainer.padding.layouts = step.batch_metadata.layouts if step.batch_metadata is not None else {}
+        deferred_checks: list[DeferredCheck] = []
+        with share_layouts(step.known, deferred_checks):
             yield
-        if not doubts:
+        if not deferred_checks:
             return
-        self._unread.append((doubts, f" in step {step.number} of {step.mode}"))
-        if len(self._unread) >= UNREAD or all(doubt.wrong.device.type == "cpu" for doubt in doubts):
-            self.read_doubts()
+        self._unread.append((deferred_checks, f" in step {step.number} of {step.mode}"))
+        if len(self._unread) >= MAX_PENDING_STEPS or all(
+            doubt.wrong.device.type == "cpu" for doubt in deferred_checks
+        ):
+            self.run_deferred_checks()
 
-    def read_doubts(self) -> None:
+    def run_deferred_checks(self) -> None:
         """Read what steps have relied on, waiting for the device; an error if it did not hold."""
         steps, self._unread = self._unread, []
-        for doubts, of in steps:
-            check_doubts(doubts, of)
+        for deferred_checks, of in steps:
+            run_deferred_checks(deferred_checks, of)
 
     def log(self, logs: dict[str, float], mode: str) -> None:
-        self.read_doubts()
+        self.run_deferred_checks()
 
     def shares_by_ids(self) -> PrefixSharing:
         """Whether prefixes are shared by what is in batches: what rows of images share only a forward knows."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data.batch_metadata import without_layouts
-from ..distributed import datasets_of, replicas
+from ..data.batch_metadata import pop_metadata
+from ..distributed import data_replicas, datasets_of
 from ..field_types import temporarily_set
 from ..parts import Evaluation, Part, Step
 
@@ -37,7 +37,7 @@ class ExactMeans(Part):
             NotImplementedError: If rows that several processes repeat in a last batch could not be left out of a mean.
         """
         trainer, args = self.trainer, self.trainer.args
-        processes = trainer.accelerator.num_processes // replicas(trainer)
+        processes = trainer.accelerator.num_processes // data_replicas(trainer)
         if not self.settings.exact_eval_means or processes == 1:
             return
         gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
@@ -62,7 +62,7 @@ class ExactMeans(Part):
         has_own = True
         if not step.returns_outputs:
             step.inputs, has_own = without_repeated_rows(
-                accelerator, step.inputs, task.rows_per_item, replicas(self.trainer)
+                accelerator, step.inputs, task.rows_per_item, data_replicas(self.trainer)
             )
         items = {"loss": task.loss_items(step.inputs), **task.metric_items(step.inputs)}
         metrics = self.trainer._metrics["eval"]
@@ -117,7 +117,7 @@ def without_repeated_rows(
     any others; where it has none, it is as it was given. Every `alike` processes have the same batch.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
-    whole, (batch, _) = batch, without_layouts(batch)
+    whole, (batch, _) = batch, pop_metadata(batch)
     if accelerator.num_processes == alike or not state.end_of_dataloader or state.remainder <= 0:
         return whole, True
     items = rows // rows_per_item

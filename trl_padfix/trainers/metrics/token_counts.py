@@ -11,8 +11,8 @@ import torch
 from transformers import ProgressCallback
 
 from ...core.handle import PaddingRemoval, PaddingStats
-from ...core.layout.flat_maps import on_device
-from ..distributed import replicas
+from ...core.layout.flat_maps import to_device_async
+from ..distributed import data_replicas
 from ..parts import Evaluation, Part, Step
 
 
@@ -111,7 +111,7 @@ def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return counts
-    return accelerator.reduce(on_device(counts, accelerator.device)) // replicas(trainer)
+    return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
 
 
 def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]) -> torch.Tensor:
