@@ -1,17 +1,16 @@
 """
-The time that a step would take if a device did nothing but what is counted, at the speeds of its data sheet.
+Least time of a step on a device by a roofline: its operations at the speeds of the data sheet.
 
-    PYTHONPATH=tests python benchmarks/gpu_expected.py    # the table of docs/gpu.md: counted on a simulated device
-    python benchmarks/gpu_expected.py --cpu               # the same beside steps that are timed, on this CPU; and
-                                                          # where the time of TRL's step goes beyond what is expected
+    PYTHONPATH=tests python benchmarks/gpu_expected.py    # the table of docs/gpu.md, counted on a simulated device
+    python benchmarks/gpu_expected.py --cpu               # beside measured steps on this CPU, with the operations of
+                                                          # TRL's step that exceed their least time most
 
-Of every operation of a step the arithmetic and the bytes are counted, and that it is one launch. A device needs for it
-the longer of arithmetic / peak and bytes / bandwidth, and the host a launch cost; the two work side by side:
+Each operation is one launch. Device and host work at the same time:
 
     time = max(sum of max(flops / peak, bytes / bandwidth), launches * launch cost)
 
-No step can be quicker, so tokens per second are an upper bound. Real kernels reach 0.5 to 0.8 of a peak, and caches,
-waits and what the host does between launches are left out.
+No step can be faster, so tokens per second are an upper bound. Real kernels reach 0.5 to 0.8 of a peak. Caches, waits
+and the work of the host between launches are left out.
 """
 
 from __future__ import annotations
@@ -19,42 +18,45 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
 from unittest import mock
 
 import torch
-from gpu_plan import plan_of
+from gpu_plan import SPREAD, plan_of
 from gpu_table import NAMES, line_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from trl_padfix.tools.bench import BenchSettings, Variant, pairs_of_lengths, parse_lengths, prepare
+from trl_padfix.tools.bench import BenchSettings, prepare, select_rows
+from trl_padfix.tools.bench.counts import Operation, OperationCounter, count_operations
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import VARIANTS
-from trl_padfix.tools.bench.steps import Step, attached, decoder_inputs
+from trl_padfix.tools.bench.steps import attached
 
 
-__all__ = ["DEVICES", "Counted", "Device", "count_step", "expected_seconds", "known_device", "on_simulated_device"]
+__all__ = ["DEVICES", "Device", "expected_seconds", "known_device", "on_simulated_device"]
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at the most."""
+    """Peaks of a device."""
 
     half: float  # TFLOP/s of dense matrix products in bfloat16
-    single: float  # and in float32
+    single: float  # TFLOP/s of those in float32
     bandwidth: float  # TB/s of its memory
-    launch: float  # microseconds of the host for a kernel
-    source: str
-    overlaps: bool = True  # whether the host goes on while the device computes
+    launch: float  # microseconds of the host per kernel
+    source: str  # page of the vendor
+    overlaps: bool = True  # whether the host continues while the device computes
+
+    def seconds(self, operation: Operation) -> float:
+        """Least time of an operation without its launch: the longer of arithmetic and memory traffic."""
+        peak = self.half if operation.is_half else self.single
+        return max(operation.flops / (peak * 1e12), operation.bytes / (self.bandwidth * 1e12))
 
 
 LAUNCH = 3.8
 """
-Microseconds between two launches of short kernels without waits between them, as NVIDIA measured them on a V100:
-https://developer.nvidia.com/blog/cuda-graphs/. torch adds its own to that.
+Microseconds between two launches of short kernels without waits, measured by NVIDIA on a V100:
+https://developer.nvidia.com/blog/cuda-graphs/. The cost of torch comes on top.
 """
 
 DEVICES = {
@@ -66,136 +68,57 @@ DEVICES = {
         1307, 163.4, 5.3, LAUNCH, "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html"
     ),
 }
-"""SXM and OAM modules of 80 GB and more; NVIDIA's figures for sparse matrices are halved."""
+"""SXM and OAM modules with at least 80 GB. Where NVIDIA gives peaks for sparse matrices, half of them."""
 
 SHOWN = (
     "DPO 0.5B 8 pairs, autocast", "DPO 0.5B 64 pairs, autocast, checkpointing", "SFT 0.5B 16 rows, autocast",
 )  # fmt: skip
-"""Cells of the report that the table has: models of 7B take too much memory without a GPU."""
-
-_GATHERS = frozenset(["embedding", "gather", "index", "index_select"])
-_NO_KERNELS = frozenset(
-    ["_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_same_size", "lift_fresh",
-     "new_empty", "new_empty_strided", "resize_", "set_"]
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Operation:
-    """
-    One launch: its name, floating-point operations of matrix products, bytes read and written, and precision; and the
-    seconds that it took, which on a device that computes beside the host says nothing.
-    """
-
-    name: str
-    flops: float
-    bytes: int
-    half: bool
-    taken: float = field(default=0.0, compare=False)
-
-    def seconds(self, device: Device) -> float:
-        peak = device.half if self.half else device.single
-        return max(self.flops / (peak * 1e12), self.bytes / (device.bandwidth * 1e12))
-
-
-class Counted(TorchDispatchMode):
-    """Counts the operations within the block, on whatever device they run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        start = time.perf_counter()
-        output = func(*args, **(kwargs or {}))
-        taken, name = time.perf_counter() - start, func._schema.name.split("::")[1]
-        if not (func.is_view or name in _NO_KERNELS):
-            given = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            made = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
-            size = sum(x.numel() * x.element_size() for x in (made * 2 if name in _GATHERS else given + made))
-            half = any(x.dtype in (torch.bfloat16, torch.float16) for x in given)  # and sums in float32
-            self.operations.append(Operation(name, _flops(name, args), size, half, taken))
-        return output
-
-
-def _flops(name: str, args: tuple) -> float:
-    if name in ("_varlen_attn", "_varlen_attn_backward"):
-        # A query sees the keys up to its own place; backward takes five products where forward takes two.
-        query, cu_q, cu_k = (args[0], *args[3:5]) if name == "_varlen_attn" else (args[1], *args[6:8])
-        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
-        pairs = sum(q * k - q * (q - 1) / 2 for q, k in lengths)
-        return (4 if name == "_varlen_attn" else 10) * pairs * query.shape[1] * query.shape[2]
-    if name.startswith("_scaled_dot_product"):
-        backward = "backward" in name
-        query, key = args[1:3] if backward else args[:2]
-        return (10 if backward else 4) * query.numel() * key.shape[-2]
-    if name.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm"):
-        left, right = args[1:3] if "add" in name else args[:2]
-        return 2 * left.numel() * right.shape[-1]
-    return 0.0
+"""Cells of the table. Models of 7B take too much memory without a GPU."""
 
 
 def expected_seconds(operations: Iterable[Operation], device: Device) -> float:
-    """The time that a device needs for operations, at the least."""
+    """Least time of operations on a device."""
     operations = list(operations)
-    computing, launching = sum(o.seconds(device) for o in operations), len(operations) * device.launch / 1e6
+    computing, launching = sum(map(device.seconds, operations)), len(operations) * device.launch / 1e6
     return max(computing, launching) if device.overlaps else computing + launching
 
 
 def known_device(name: str) -> Device | None:
-    """The device of a name as torch gives it ("NVIDIA H100 80GB HBM3"), if it is in the table."""
+    """Device for a name of torch, such as "NVIDIA H100 80GB HBM3"; `None` if it is not in the table."""
+    # Whole words of the part before a hyphen ("NVIDIA A100-SXM4-80GB"): "RTX A1000" is no "A100".
     return next((device for short, device in DEVICES.items() if short in name.split("-")[0].upper().split()), None)
 
 
-def count_step(
-    step: Step, variant: Variant, place: Callable[[Any], Any] = lambda batch: batch
-) -> tuple[list[Operation], int]:
-    """
-    The operations of a step of a variant on its first batch, optimizer included, and the batch's real tokens.
-
-    `place` puts a batch onto the device.
-    """
-    batch = step.batch(list(range(step.settings.batch_rows)))
-    host = {k: v.cpu() for k, v in batch.items() if isinstance(v, torch.Tensor)}
-    real = int(decoder_inputs(host)["attention_mask"].sum())
-    batch = place(batch)
-    with attached(step, variant), Counted() as counted:
-        step.forward_and_backward(batch, host, variant)
-    step.trainer.optimizer.zero_grad()
-    if step.settings.optimizer:  # AdamW reads weight, gradient and two moments, and writes all but the gradient
-        trained = sum(p.numel() * p.element_size() for p in step.trainer.model.parameters() if p.requires_grad)
-        counted.operations.append(Operation("optimizer", 0.0, 7 * trained, False))
-    return counted.operations, real
-
-
 def on_simulated_device(
-    settings: BenchSettings, lengths: tuple[int, int], *, shapes_only: bool = True
+    settings: BenchSettings, data: str | None, *, shapes_only: bool = True
 ) -> dict[str, tuple[list[Operation], int]]:
-    """The operations of a step of each variant, and its real tokens, counted without a GPU."""
-    from kit.simulated_cuda import simulated_cuda
+    """
+    Operations of a step of each variant and the real tokens of its batch, counted without a GPU.
+
+    With `shapes_only` tensors have no values, so models of any size fit in memory.
+    """
+    from kit.simulated_cuda import simulated_cuda  # the tests' simulated GPU: `PYTHONPATH=tests`
     from kit.simulated_steps import CUDA, on_simulated, place_models
 
-    found = {}
-    pairs = None if settings.trainer == "grpo" else pairs_of_lengths(settings.pairs, *lengths, 0.75, settings.seed)
-    step = prepare(pairs, replace(settings, device="cpu", steps=1, warmup=0))
+    # The model is built on the CPU. Only the step runs on the simulated device.
+    on_cpu = replace(settings, device="cpu", steps=1, warmup=0)
+    step = prepare(select_rows(data, on_cpu, spread=SPREAD)[0], on_cpu)
     step.settings = replace(settings, device="cuda:0")
     with simulated_cuda(shapes_only=shapes_only), mock.patch.object(type(step.trainer.accelerator), "device", CUDA):
         place_models(step.trainer)
-        for name in settings.variants:
-            found[name] = count_step(step, VARIANTS[name], on_simulated)
-    return found
+        return {name: count_operations(step, VARIANTS[name], on_simulated) for name in settings.variants}
 
 
 def _table() -> Iterator[str]:
-    """Cells of the report, each with the tokens per second of every device, in Markdown."""
+    """Cells of the report with the tokens per second of each device, in Markdown."""
     yield line_of(["step", "variant", "launches", "TFLOP", *DEVICES, "x TRL"])
     yield line_of(["---"] * 2 + ["---:"] * (3 + len(DEVICES)))
     for cell in plan_of(backend=None):
         if cell.name not in SHOWN:
             continue
-        counted = on_simulated_device(cell.settings, parse_lengths(cell.lengths) if cell.lengths else (0, 0))
-        seconds = {name: [expected_seconds(ops, d) for d in DEVICES.values()] for name, (ops, _) in counted.items()}
-        for name, (operations, real) in counted.items():
+        counts = on_simulated_device(cell.settings, cell.data)
+        seconds = {name: [expected_seconds(ops, d) for d in DEVICES.values()] for name, (ops, _) in counts.items()}
+        for name, (operations, real) in counts.items():
             gains = [theirs / ours for theirs, ours in zip(seconds["trl"], seconds[name], strict=True)]
             yield line_of([
                 cell.name if name == "trl" else "", NAMES[name], f"{len(operations):,}",
@@ -205,13 +128,13 @@ def _table() -> Iterator[str]:
 
 
 def _beside_cpu() -> Iterator[str]:
-    """Steps that are timed on this CPU, beside what they would take at the speeds that it is measured to have."""
-    given = dict(trainer="dpo", pairs=4, steps=1, warmup=0, shape="small", device="cpu", memory=False)
-    step = prepare(pairs_of_lengths(4, 96, 64, 0.75, 0), BenchSettings(**given))
+    """Measured steps on this CPU beside their least time at its measured peaks; then TRL's step by operation."""
+    settings = BenchSettings(trainer="dpo", pairs=4, steps=1, warmup=0, shape="small", device="cpu", memory=False)
+    step = prepare(select_rows("lengths:96/64", settings, spread=SPREAD)[0], settings)
     device, batch = _this_cpu(), step.batch(list(range(4)))
     yield from (line_of(["variant", "expected s", "measured s", "ratio"]), line_of(["---"] * 4))
     for name in step.settings.variants:
-        operations, _ = count_step(step, VARIANTS[name])
+        operations, _ = count_operations(step, VARIANTS[name])
         with attached(step, VARIANTS[name]):
             seconds = median(step.run(batch, VARIANTS[name])["seconds"] for _ in range(5))
         expected = expected_seconds(operations, device)
@@ -220,31 +143,34 @@ def _beside_cpu() -> Iterator[str]:
         f"{device.single * 1e3:.0f} GFLOP/s, {device.bandwidth * 1e3:.1f} GB/s, {device.launch:.1f} us an operation"
     )
     yield from ("", f"{torch.get_num_threads()} threads, float32: {speeds}.", "")
-    with Counted() as forward_and_backward:
+    with OperationCounter() as forward_and_backward:
         step.forward_and_backward(batch, {}, VARIANTS["trl"])
-    with Counted() as optimizer:
+    with OperationCounter() as optimizer:
         step.trainer.optimizer.step()
-    parts = {"optimizer": optimizer.operations}
+    by_name = {"optimizer": optimizer.operations}
     for operation in forward_and_backward.operations:
-        parts.setdefault(operation.name, []).append(operation)
+        by_name.setdefault(operation.name, []).append(operation)
     yield from (line_of(["TRL's step", "operations", "expected s", "measured s", "beyond"]), line_of(["---"] * 5))
-    beyond = {name: sum(o.taken - o.seconds(device) for o in found) for name, found in parts.items()}
-    for name in sorted(parts, key=lambda name: -beyond[name])[:12]:
-        figures = (sum(o.seconds(device) for o in parts[name]), sum(o.taken for o in parts[name]), beyond[name])
-        yield line_of([f"`{name}`", f"{len(parts[name]):,}", *(f"{figure:.3f}" for figure in figures)])
+    rows = []
+    for name, operations in by_name.items():
+        expected, measured = sum(map(device.seconds, operations)), sum(o.seconds for o in operations)
+        rows.append((measured - expected, name, len(operations), expected, measured))
+    for beyond, name, count, expected, measured in sorted(rows, reverse=True)[:12]:
+        yield line_of([f"`{name}`", f"{count:,}", f"{expected:.3f}", f"{measured:.3f}", f"{beyond:.3f}"])
 
 
 def _this_cpu() -> Device:
-    """The best product of matrices, copy of a large tensor, and operation on a small one."""
+    """Measured peaks of this CPU: matrix product, copy of a large tensor, operation on a small tensor."""
     peak = Peak("cpu", [torch.float32])
     peak.measure(times=5)
-    large, other, small = torch.ones(2**25), torch.ones(2**25), torch.ones(8, requires_grad=True)
-    bandwidth = 2 * large.numel() * 4 / _quickest(lambda: large.copy_(other)) / 1e12  # into memory that is there
-    launch = _quickest(lambda: [small * 2 for _ in range(1000)]) * 1e3  # microseconds of one of a thousand
+    target, source, small = torch.ones(2**25), torch.ones(2**25), torch.ones(8, requires_grad=True)
+    # Into memory that exists already: new memory would be handed out page by page, at a fifth of the speed.
+    bandwidth = 2 * target.numel() * 4 / _fastest(lambda: target.copy_(source)) / 1e12
+    launch = _fastest(lambda: [small * 2 for _ in range(1000)]) * 1e3  # seconds of 1000 operations: us of one
     return Device(peak.tflops, peak.tflops, bandwidth, launch, "measured", overlaps=False)
 
 
-def _quickest(run: Callable[[], Any], times: int = 5) -> float:
+def _fastest(run: Callable[[], object], times: int = 5) -> float:
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
@@ -255,9 +181,9 @@ def _quickest(run: Callable[[], Any], times: int = 5) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="beside steps that are timed on this CPU")
-    given = parser.parse_args()
-    for line in _beside_cpu() if given.cpu else _table():
+    parser.add_argument("--cpu", action="store_true", help="beside measured steps on this CPU")
+    options = parser.parse_args()
+    for line in _beside_cpu() if options.cpu else _table():
         print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What a report on a GPU measures, the most wanted first, and the same at toy size."""
+"""The plan of a GPU report: its cells in the order of their importance, and the same at toy size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from trl_padfix.tools.bench import BenchSettings
 
 
-__all__ = ["BUDGET", "Cell", "plan_of"]
+__all__ = ["BUDGET", "SPREAD", "Cell", "plan_of"]
 
 BUDGET = 24 * 60
-"""Seconds that a report may take."""
+"""Default time limit of a report, in seconds."""
+
+SPREAD = 0.75
+"""Relative spread of random lengths: about that of chat data."""
 
 UNCOMPILED = ("trl", "padding_free", "prefix_sharing")
 COMPILED = (*UNCOMPILED, "prefix_sharing_compiled")
@@ -18,17 +21,25 @@ COMPILED = (*UNCOMPILED, "prefix_sharing_compiled")
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of a report."""
+    """One benchmark of a report: `trl-padfix bench` with these settings."""
 
     name: str
     settings: BenchSettings
-    lengths: str | None  # of random pairs, where no data is given
-    needs: tuple[str, ...] = ()  # packages without which it is left out
-    seconds: float = 60.0  # about how long it takes, model and compilation included: it is not begun with less time
+    data: str | None  # random pairs, `lengths:PROMPT/COMPLETION`, if the report is given no data; `None` for GRPO
+    needs: tuple[str, ...] = ()  # modules that must be installed
+    seconds: float = 60.0  # estimated time, model and compilation included; with less time left it is not begun
 
 
 def plan_of(*, toy: bool = False, backend: str | None = "inductor") -> list[Cell]:
-    """The cells of a report, or the same `toy` ones on a CPU; without a `backend` no layers are compiled."""
+    """
+    Cells of a report.
+
+    Args:
+        toy (`bool`):
+            Whether to shrink the cells to sizes for a CPU.
+        backend (`str`, *optional*):
+            Backend of `torch.compile`; with `None` no layers are compiled.
+    """
     cells = [
         _cell("dpo", "0.5b", "autocast", 8, COMPILED, seconds=120),
         _cell("dpo", "7b", "bfloat16", 8, COMPILED, lora=16, seconds=150),
@@ -68,27 +79,26 @@ def _cell(
     lengths: str = "192/128",
     seconds: float,
 ) -> Cell:
-    what = {"dpo": f"{pairs} pairs", "sft": f"{pairs} rows", "grpo": f"{pairs} x 8 completions"}[trainer]
-    parts = [trainer.upper(), shape.upper(), "LoRA" if lora else "", what, lengths if lengths != "192/128" else ""]
-    named = [dtype, "checkpointing" if checkpointing else "", "Liger" if liger else ""]
     settings = BenchSettings(
         trainer=trainer, variants=variants, pairs=pairs, prompt_length=512, completion_length=128, steps=8, warmup=2,
         shape=shape, device="cuda", dtype=dtype, max_length=8192, lora=lora, gradient_checkpointing=checkpointing,
         liger=liger,
     )  # fmt: skip
+    words = [trainer.upper(), shape.upper(), "LoRA" if lora else "", settings.batch_size]
+    words.append(lengths if lengths != "192/128" else "")
+    details = [dtype, "checkpointing" if checkpointing else "", "Liger" if liger else ""]
     return Cell(
-        name=f"{' '.join(p for p in parts if p)}, {', '.join(n for n in named if n)}",
+        name=f"{' '.join(filter(None, words))}, {', '.join(filter(None, details))}",
         settings=settings,
-        lengths=None if trainer == "grpo" else f"lengths:{lengths}",
+        data=None if trainer == "grpo" else f"lengths:{lengths}",
         needs=(*(["peft"] if lora else []), *(["liger_kernel"] if liger else [])),
         seconds=seconds,
     )
 
 
 def _compiled_with(cell: Cell, backend: str | None) -> Cell:
-    if backend is None:
-        return replace(cell, settings=replace(cell.settings, variants=UNCOMPILED))
-    return replace(cell, settings=replace(cell.settings, compile_backend=backend))
+    compiled = {"variants": UNCOMPILED} if backend is None else {"compile_backend": backend}
+    return replace(cell, settings=replace(cell.settings, **compiled))
 
 
 def _as_toy(cell: Cell) -> Cell:
@@ -96,4 +106,5 @@ def _as_toy(cell: Cell) -> Cell:
         cell.settings, pairs=min(cell.settings.pairs, 2), generations=2, prompt_length=12, completion_length=6,
         steps=1, warmup=0, shape="tiny", device="cpu", lora=min(cell.settings.lora, 2), memory=False, max_length=64,
     )  # fmt: skip
-    return replace(cell, settings=settings, lengths=cell.lengths and "lengths:12/6", seconds=0.0)
+    # 0 seconds: a toy cell is begun however little time is left.
+    return replace(cell, settings=settings, data=cell.data and "lengths:12/6", seconds=0.0)

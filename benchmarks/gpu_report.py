@@ -1,12 +1,12 @@
 """
-One command for one GPU: is it right there, and how fast.
+One command that checks and measures a GPU.
 
     python benchmarks/gpu_report.py                            # writes gpu-report.json, prints the table
     python benchmarks/gpu_report.py --table gpu-report.json    # prints the table of a file again
 
-First packed batches are compared with padded ones, and nothing is timed if they differ. Then the cells of
-[`plan_of`] are measured for as long as there is time; what there is no time, memory or package for is named. The
-file is written anew after every check and cell, so nothing that was measured is lost.
+First packed batches are compared with padded ones; nothing is timed if they differ. Then the cells of [`plan_of`] are
+measured until the time limit. Cells without enough time, memory or packages are named. The file is written again after
+every check and cell, so an interrupted report keeps its figures.
 """
 
 from __future__ import annotations
@@ -28,32 +28,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from gpu_checks import Check, check_device
-from gpu_counts import count_launches
-from gpu_expected import count_step, expected_seconds, known_device
-from gpu_plan import BUDGET, Cell, plan_of
+from gpu_expected import expected_seconds, known_device
+from gpu_plan import BUDGET, SPREAD, Cell, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
-from trl_padfix.files import refuse_output, write_whole
-from trl_padfix.tools.bench import load_examples, measure, pairs_of_lengths, parse_lengths, prepare
+from trl_padfix.files import output_obstacle, write_whole
+from trl_padfix.tools.bench import load_examples, measure, parse_lengths, prepare, select_rows
+from trl_padfix.tools.bench.counts import count_launches, count_operations
 from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, Variant, WrongNumbersError
-from trl_padfix.tools.bench.steps import Step
+from trl_padfix.tools.bench.steps import BenchStep
 from trl_padfix.versions import installed_version
 
 
 __all__ = ["main", "measure_gpu"]
 
 FORMAT = 1
-"""Of the file; raised when a field changes its meaning."""
+"""Version of the file; raised when a field changes its meaning."""
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn", "triton")
 
 OUT_OF_TIME = "not measured: out of time"
-
-SPREAD = 0.75
-"""How far random lengths part from their mean: rows of chat data differ as much."""
 
 
 def measure_gpu(
@@ -62,20 +58,37 @@ def measure_gpu(
     *,
     device: str = "cuda",
     data: str | None = None,
-    pairs: Dataset | None = None,
     budget: float = BUDGET,
     backend: str | None = "inductor",
     checks: Callable[..., Iterable[Check]] = check_device,
-    say: Callable[[str], Any] = lambda line: None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """
-    Check, measure, and write a report, which is returned too; `say` is told a line about every check and cell.
+    Check and measure a device, and write a report.
 
-    `pairs` are those that `data` names, unless it gives lengths. A cell that would take longer than what is left of
-    the `budget`, in seconds, is not begun; cells that are wrong or fail are in the report without figures.
+    Args:
+        path (`Path`):
+            File to write.
+        plan (`Iterable[Cell]`):
+            Cells of [`plan_of`].
+        device (`str`):
+            `"cuda"`, or `"cpu"` for a toy plan.
+        data (`str`, *optional*):
+            Preference pairs or `lengths:PROMPT/COMPLETION`, in place of the data of the cells.
+        budget (`float`):
+            Time limit in seconds. A cell that would take longer than the rest of it is not begun.
+        backend (`str`, *optional*):
+            Backend of `torch.compile` in the checks.
+        checks (`Callable`):
+            Checks to run first, as [`check_device`].
+        say (`Callable`):
+            Called with a line about every check and cell.
+
+    Returns:
+        `dict`: The report. Cells that are wrong or fail have no figures.
 
     Raises:
-        WrongNumbersError: If a comparison fails; the report up to there is in the file.
+        WrongNumbersError: If a check fails; the file has the report until then.
     """
     begin = time.monotonic()
     report = _describe(device, data, budget)
@@ -97,29 +110,30 @@ def measure_gpu(
             )
     for cell in plan:
         since = time.monotonic()
-        left = begin + budget - since
-        rows, named = _rows(cell, pairs, data)
-        found = _measured(cell, rows, left) | {"data": named}
-        report["cells"].append({"name": cell.name, "settings": asdict(cell.settings), "seconds": 0.0, **found})
-        report["cells"][-1]["seconds"] = round(time.monotonic() - since, 1)
-        say(f"{cell.name}: {found['status']} ({report['cells'][-1]['seconds']} s)")
+        source = cell.data and (data or cell.data)
+        entry = {"name": cell.name, "settings": asdict(cell.settings), "seconds": 0.0, "data": source or "random"}
+        entry |= _measured(cell, source, begin + budget - since)
+        entry["seconds"] = round(time.monotonic() - since, 1)
+        report["cells"].append(entry)
+        say(f"{cell.name}: {entry['status']} ({entry['seconds']} s)")
         write()
     report["complete"] = True
     write()
     return report
 
 
-def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
-    """The figures of a cell, or why there are none."""
+def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, Any]:
+    """Status of a cell and, if it was measured, its figures. `source` names its rows, as for `select_rows`."""
     settings = cell.settings
     missing = [name for name in cell.needs if find_spec(name) is None]
     if missing:
         return {"status": f"not measured: {', '.join(missing)} is not installed"}
-    if left <= cell.seconds:
+    if seconds_left <= cell.seconds:
         return {"status": OUT_OF_TIME}
-    # A cell on a slow device ends early, with fewer steps, rather than take the time of the others.
-    deadline = time.monotonic() + min(left, max(2 * cell.seconds, 30.0))
+    # On a slow device a cell ends at its deadline with fewer steps, so that others have time left.
+    deadline = time.monotonic() + min(seconds_left, max(2 * cell.seconds, 30.0))
     try:
+        rows, name = select_rows(source, settings, spread=SPREAD, split="test")
         step = prepare(rows, settings)
         results = [asdict(result) for result in measure(step, settings, deadline)]
         if settings.device == "cuda":
@@ -130,34 +144,22 @@ def _measured(cell: Cell, rows: Dataset | None, left: float) -> dict[str, Any]:
         return {"status": "not measured: out of memory (TRL's padded step is measured beside ours)"}
     except (WrongNumbersError, ImpossibleFigureError) as error:
         return {"status": f"wrong: {error}"}
-    except Exception as error:  # a cell that fails takes none of the others with it
-        reason = str(error).strip().splitlines()
-        return {"status": f"failed: {type(error).__name__}: {reason[0] if reason else 'no message'}"}
+    except Exception as error:  # any other failure of a cell must not end the report
+        lines = str(error).strip().splitlines()
+        return {"status": f"failed: {type(error).__name__}: {lines[0] if lines else 'no message'}"}
     finally:
-        gc.collect()
+        gc.collect()  # trainers and models are in reference cycles; their memory is needed by the next cell
         if settings.device == "cuda":
             torch.cuda.empty_cache()
-    return {"status": "measured", "variants": results}
+    return {"status": "measured", "data": name, "variants": results}
 
 
-def _counted(step: Step, variant: Variant) -> dict[str, Any]:
-    """Launches and waits of a step, and the tokens per second that its counts allow on a device that is known."""
+def _counted(step: BenchStep, variant: Variant) -> dict[str, Any]:
+    """Launches and waits of a step, and the tokens per second of the roofline if the device is known."""
     device = known_device(torch.cuda.get_device_name())
-    operations, real = count_step(step, variant)
+    operations, real = count_operations(step, variant)
     expected = None if device is None else real / expected_seconds(operations, device)
     return count_launches(step, variant) | {"expected": expected}
-
-
-def _rows(cell: Cell, pairs: Dataset | None, data: str | None) -> tuple[Dataset | None, str]:
-    """The pairs of a cell, and what they are."""
-    if cell.lengths is None:
-        return None, "random completions"
-    if pairs is not None:
-        return pairs, Path(str(data)).name
-    count = cell.settings.pairs * (cell.settings.steps + cell.settings.warmup)
-    given = data if data is not None else cell.lengths
-    lengths: Any = parse_lengths(given)
-    return pairs_of_lengths(count, *lengths, SPREAD, cell.settings.seed), f"{given}, spread {SPREAD:g}"
 
 
 def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
@@ -197,13 +199,13 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout, marked where files were changed; `None` of an archive."""
-    where = Path(__file__).resolve().parents[1]
-    if not (where / ".git").exists():
+    """Commit of the checkout, and whether files were changed since; `None` without a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
         return None
     try:
         run = lambda *command: subprocess.run(  # noqa: E731
-            ["git", "-C", str(where), *command], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(root), *command], capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
         return run("rev-parse", "HEAD") + (" with changes" if run("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
@@ -211,7 +213,7 @@ def _commit() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit status: 1 if a computation is wrong or a cell failed."""
+    """Run the command. Returns its exit status: 1 if a check or a cell is wrong or failed."""
     parser = argparse.ArgumentParser(description="Check and measure a GPU, or print the table of a report.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same plan at toy size")
     parser.add_argument("--data", help="preference pairs, as for `trl-padfix bench`; by default random ones")
@@ -219,37 +221,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu-report.json"), help="file to write")
     parser.add_argument("--compile-backend", default="inductor", help="of compiled layers")
     parser.add_argument("--table", type=Path, help="print the table of this report, and measure nothing")
-    given = parser.parse_args(arguments)
-    if given.table is not None:
+    options = parser.parse_args(arguments)
+    if options.table is not None:
         try:
-            print(gpu_table(load_report(given.table)))
+            print(gpu_table(load_report(options.table)))
         except (OSError, ValueError) as error:
             parser.error(f"--table: {error}")
         return 0
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see the plan "
             "run at toy size with `--device cpu`; that says nothing about a GPU."
         )
-    if reason := refuse_output(given.json):
+    if reason := output_obstacle(options.json):
         parser.error(f"--json: {reason}")
-    pairs = None
     try:
-        if given.data is not None and parse_lengths(given.data) is None:
-            pairs = load_examples(given.data)
+        # Data that cannot be read must be an error here, not one in every cell.
+        if options.data is not None and parse_lengths(options.data) is None:
+            load_examples(options.data)
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
-    plan = plan_of(toy=given.device == "cpu", backend=given.compile_backend)
-    how = {"device": given.device, "data": given.data, "budget": 60 * given.budget, "backend": given.compile_backend}
+    plan = plan_of(toy=options.device == "cpu", backend=options.compile_backend)
     try:
-        found = measure_gpu(given.json, plan, pairs=pairs, say=print, **how)
+        report = measure_gpu(
+            options.json,
+            plan,
+            device=options.device,
+            data=options.data,
+            budget=60 * options.budget,
+            backend=options.compile_backend,
+            say=print,
+        )
     except WrongNumbersError as error:
         print(f"STOPPED. {error}")
         return 1
-    if given.device == "cuda":
-        print(gpu_table(found))
-    print(f"Written to {given.json}.{' This was a CPU.' if given.device == 'cpu' else ''}")
-    return int(any(cell["status"].startswith(("wrong", "failed")) for cell in found["cells"]))
+    if options.device == "cuda":
+        print(gpu_table(report))
+    print(f"Written to {options.json}.{' This was a CPU.' if options.device == 'cpu' else ''}")
+    return int(any(cell["status"].startswith(("wrong", "failed")) for cell in report["cells"]))
 
 
 if __name__ == "__main__":

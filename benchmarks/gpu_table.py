@@ -1,8 +1,9 @@
-"""A report on a GPU as a table in Markdown: for a README, an issue, a letter."""
+"""Formats a GPU report as a table in Markdown, for a README or an issue."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _COLUMNS = (
 
 
 def load_report(path: Path) -> dict[str, Any]:
-    """A report as `gpu_report.py` wrote it; a `ValueError` if the file is none."""
+    """Read a report that `gpu_report.py` wrote; another file raises `ValueError`."""
     try:
         report = json.loads(path.read_text())
     except ValueError as error:
@@ -34,10 +35,10 @@ def load_report(path: Path) -> dict[str, Any]:
 
 def gpu_table(report: dict[str, Any]) -> str:
     """
-    The table of a report, with machine, versions and command below it, and what was not measured.
+    Table of a report, and below it machine, versions, command, and the cells without figures.
 
     Raises:
-        ValueError: If it was made on a CPU: its figures say nothing about a GPU.
+        ValueError: If the report is of a CPU: its figures say nothing about a GPU.
     """
     if report["device"] != "cuda":
         raise ValueError(
@@ -50,13 +51,14 @@ def gpu_table(report: dict[str, Any]) -> str:
             missing.append(f"{cell['name']} ({cell['status']})")
             continue
         for i, variant in enumerate(cell["variants"]):
+            # The name of the cell once, beside its first variant.
             rows.append([cell["name"] if i == 0 else "", *_figures(variant)])
     lines = [line_of(_COLUMNS), line_of(["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)), *map(line_of, rows)]
     return "\n".join([*lines, "", *_notes(report), *_missing(missing)])
 
 
 def _figures(variant: dict[str, Any]) -> list[str]:
-    counted = "launches" in variant
+    counted = "launches" in variant  # only on CUDA
     waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
     return [
         NAMES.get(variant["name"]) or str(variant["name"]),
@@ -73,15 +75,16 @@ def _figures(variant: dict[str, Any]) -> list[str]:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
+    """Machine, versions, number of checks, and the command with its duration."""
     machine, versions = report["machine"], report["versions"]
     stack = ", ".join(f"{name} {number}" for name, number in versions.items())
     commit = f", commit {report['commit']}" if report["commit"] else ""
     passed = sum(check["ok"] for check in report["checks"])
-    took = f"{report['seconds'] / 60:.0f} minutes{'' if report['complete'] else ', not finished'}"
+    duration = f"{report['seconds'] / 60:.0f} minutes{'' if report['complete'] else ', not finished'}"
     return [
         f"{machine['name']}, {machine['memory_gib']} GiB, CUDA {machine['cuda']}; {stack}{commit}. "
         f"{passed} of {len(report['checks'])} checks of correctness passed before it. Begun {report['begun']}, "
-        f"{took}: `{report['command']}`."
+        f"{duration}: `{report['command']}`."
     ]
 
 
@@ -89,5 +92,6 @@ def _missing(missing: list[str]) -> list[str]:
     return ["", f"Without figures: {'; '.join(missing)}."] if missing else []
 
 
-def line_of(cells: Any) -> str:
+def line_of(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
     return f"| {' | '.join(cells)} |"

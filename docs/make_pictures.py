@@ -156,8 +156,8 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     tokenizer = train_tokenizer((text for row in task for text in texts_of_row(row)), vocab_size=2048)
     tree = prefix_tree(sample(expand_turns(task), tokenizer, max_length=None))
     cells = np.full((len(tree.lengths), tree.lengths.max()), np.nan)
-    for row, (length, common) in enumerate(zip(tree.lengths, tree.common, strict=True)):
-        cells[row, :length], cells[row, :common] = 1, 0
+    for row, (length, shared) in enumerate(zip(tree.lengths, tree.shared, strict=True)):
+        cells[row, :length], cells[row, :shared] = 1, 0
     axes = figure.subplots()
     from matplotlib.colors import ListedColormap
 
@@ -165,7 +165,7 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     axes.set(
         xlabel="tokens of a row, from its first one", ylabel="rows", yticks=[],
         title=f"{len(task)} rollouts of one task are {len(cells)} rows, one for each turn:\n"
-        f"{tree.lengths.sum():,} tokens, {tree.lengths.sum() - tree.common.sum():,} distinct ones",
+        f"{tree.lengths.sum():,} tokens, {tree.lengths.sum() - tree.shared.sum():,} distinct ones",
     )  # fmt: skip
     handles = [Patch(color=BLUE, label="computed here"), Patch(color=GREY, label="computed in a row above")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)

@@ -1,5 +1,5 @@
 """
-DPO without padding, on one process or many: what `trl-padfix dpo` runs, for `accelerate launch`.
+DPO without padding, on one process or many: the script of `trl-padfix dpo`, for `accelerate launch`.
 
 A tiny model built on the spot, offline, on CPU, in under a minute of training:
 

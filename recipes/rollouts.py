@@ -1,15 +1,14 @@
 """
-From published rollouts of an agent to a training: SFT on the good ones, DPO between trials of a task, GRPO's loss by
-reward.
+Train on published rollouts of an agent: SFT on the good ones, DPO between trials of a task, GRPO's loss by reward.
 
-Rollouts are JSON lines with `messages` (tool calls and results among them), `task` and `reward`. With those that ship,
-of an airline's agent, a tiny model is built and trained offline, on CPU:
+Rollouts are JSON lines with `messages` (with tool calls and results), `task` and `reward`. These commands build a tiny
+model and train it on the rollouts in `recipes/data`, those of an airline's agent, offline and on CPU:
 
     accelerate launch --cpu recipes/rollouts.py sft --use_cpu true --max_steps 10
     accelerate launch --cpu recipes/rollouts.py dpo --use_cpu true --max_steps 10
     accelerate launch --cpu recipes/rollouts.py grpo --use_cpu true --max_steps 10
 
-Yours, and a model whose chat template renders tools; any flag of the method's configuration:
+Your rollouts, with a model whose chat template renders tools; any flag of the method's configuration works:
 
     accelerate launch recipes/rollouts.py dpo \
         --rollouts rollouts.jsonl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 5e-7
@@ -31,7 +30,7 @@ from trl_padfix.cli.user_errors import explain_errors
 
 @dataclass
 class RolloutArguments:
-    """The data, and the model."""
+    """Data and model of the training."""
 
     rollouts: str = field(
         default=str(Path(__file__).parent / "data/airline/rollouts.jsonl.gz"),
@@ -40,16 +39,18 @@ class RolloutArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "The model to train; by default a tiny one that is built on the spot."}
     )
-    tasks: int | None = field(default=None, metadata={"help": "Take the rollouts of so many tasks only."})
-    good: float = field(default=1.0, metadata={"help": "SFT: the least reward that is trained on."})
+    tasks: int | None = field(
+        default=None, metadata={"help": "Number of tasks to take, the first ones; all by default."}
+    )
+    good: float = field(default=1.0, metadata={"help": "SFT: the smallest reward that is trained on."})
 
 
 COMMON = dict(padding_free=True, prefix_sharing="auto", logging_steps=1, save_strategy="no", report_to="none")
-OFTEN = dict(COMMON, max_length=16384, group_by_prefix=True, learning_rate=1e-4)
+TURNS = dict(COMMON, max_length=16384, group_by_prefix=True, learning_rate=1e-4)
 DEFAULTS = {
-    "sft": dict(OFTEN, expand_turns=True, per_device_train_batch_size=8),
-    "dpo": dict(OFTEN, per_device_train_batch_size=2),
-    # A step takes all trials of a task; without a penalty a long training leaves the agent that was recorded.
+    "sft": dict(TURNS, expand_turns=True, per_device_train_batch_size=8),
+    "dpo": dict(TURNS, per_device_train_batch_size=2),
+    # A step takes all trials of a task. Without the penalty `beta` a long training leaves the recorded policy.
     "grpo": dict(COMMON, num_generations=4, per_device_train_batch_size=4, beta=0.04, learning_rate=1e-5),
 }
 
@@ -64,16 +65,16 @@ def main(method, arguments):
         first = list(dict.fromkeys(rollouts["task"]))[: script.tasks]
         rollouts = rollouts.filter(lambda row: row["task"] in first)
     model = script.model_name_or_path or build_tiny("tiny", rollouts, Path(training.output_dir) / "initial_model")
-    given = {"processing_class": AutoTokenizer.from_pretrained(model)}
+    inputs = {"processing_class": AutoTokenizer.from_pretrained(model)}
 
     if method == "sft":
-        given["train_dataset"] = trl_padfix.good_rollouts(rollouts, at_least=script.good)
+        inputs["train_dataset"] = trl_padfix.good_rollouts(rollouts, at_least=script.good)
     elif method == "dpo":
-        given["train_dataset"] = trl_padfix.rollout_pairs(rollouts)
+        inputs["train_dataset"] = trl_padfix.rollout_pairs(rollouts)
     else:
-        recorded = trl_padfix.RecordedRollouts(rollouts, **given)
-        given |= {"train_dataset": recorded.prompts, "rollout_func": recorded, "reward_funcs": recorded.rewards}
-    trainer = getattr(trl_padfix, f"{method.upper()}Trainer")(model, args=training, **given)
+        recorded = trl_padfix.RecordedRollouts(rollouts, **inputs)
+        inputs |= {"train_dataset": recorded.prompts, "rollout_func": recorded, "reward_funcs": recorded.rewards}
+    trainer = getattr(trl_padfix, f"{method.upper()}Trainer")(model, args=training, **inputs)
     trainer.add_callback(ReportCallback())
     trainer.train()
     trainer.save_model()
@@ -82,6 +83,6 @@ def main(method, arguments):
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in DEFAULTS:
         sys.exit(f"rollouts.py: name a method first, one of {', '.join(DEFAULTS)}")
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` is what TRL warns about
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns that `rollout_func` is experimental
     with explain_errors("rollouts.py"):
         main(sys.argv[1], sys.argv[2:])

@@ -1,5 +1,5 @@
 """
-SFT without padding, on one process or many: what `trl-padfix sft` runs, for `accelerate launch`.
+SFT without padding, on one process or many: the script of `trl-padfix sft`, for `accelerate launch`.
 
 A tiny model built on the spot, offline, on CPU, in under a minute of training:
 
@@ -12,7 +12,7 @@ A real one (any flag of TRL's `trl sft`, and ours):
         --dataset_name trl-lib/Capybara \
         --padding_free true --per_device_train_batch_size 16 --learning_rate 2e-5 --output_dir runs/qwen-sft
 
-Preference pairs are taken too: what is chosen is what is learned.
+Preference pairs are taken, too: it learns the chosen answers.
 """
 
 import sys

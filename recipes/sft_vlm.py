@@ -41,35 +41,35 @@ SIZE = 32
 
 @dataclass
 class RecipeArguments(trl.ScriptArguments):
-    """TRL's script arguments, and the model and pictures that are made rather than loaded."""
+    """TRL's script arguments, and a switch for a model and pictures that are built instead of loaded."""
 
     dataset_name: str | None = field(default=None, metadata={"help": "Path or name of the dataset to load."})
     tiny: bool = field(
         default=False,
-        metadata={"help": "Train a random LLaVA on pictures of coloured shapes, both made on the spot: no download."},
+        metadata={"help": "Train a random LLaVA on pictures of coloured shapes, both built on the spot: no download."},
     )
 
 
 def draw_shapes(count: int, seed: int) -> Dataset:
-    """Questions about pictures of one or two coloured shapes, and what is in them."""
+    """Questions about one or two pictures of coloured shapes, with the names of the shapes as answers."""
     draw = random.Random(seed)
     rows = {"images": [], "prompt": [], "completion": []}
     for _ in range(count):
-        named, pictures = [], []
+        names, pictures = [], []
         for _ in range(draw.choice((1, 1, 2))):
             colour, form = draw.choice(list(itertools.product(COLOURS, FORMS)))
-            named.append(f"a {colour} {form}")
+            names.append(f"a {colour} {form}")
             pictures.append(draw_shape(draw, colour, form))
         rows["images"].append(pictures)
         rows["prompt"].append([{"role": "user", "content": "What do you see?"}])
-        rows["completion"].append([{"role": "assistant", "content": " and ".join(named)}])
+        rows["completion"].append([{"role": "assistant", "content": " and ".join(names)}])
     message = [{"role": "", "content": ""}]
     text = Dataset.from_dict({"prompt": [message], "completion": [message]}).features
     return Dataset.from_dict(rows, features=Features({"images": List(Image()), **text}))
 
 
 def draw_shape(draw: random.Random, colour: str, form: str) -> Pillow.Image:
-    """One shape on a grey ground, somewhere."""
+    """One shape at a random place on a grey ground."""
     picture = Pillow.new("RGB", (SIZE, SIZE), "grey")
     left, top, side = draw.randint(1, 10), draw.randint(1, 10), draw.randint(14, 20)
     corners = (left, top, left + side, top + side)
@@ -107,7 +107,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 
 def run(model: str, dataset: DatasetDict, script_args, training_args, model_args) -> None:
-    """Train and save a model; the callback says where it came out."""
+    """Train and save a model; the callback prints first and last metrics."""
     evaluates = training_args.eval_strategy != "no"
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     training_args.attn_implementation = model_args.attn_implementation

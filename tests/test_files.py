@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from trl_padfix.files import refuse_folder, refuse_output, write_whole, write_whole_folder
+from trl_padfix.files import folder_obstacle, output_obstacle, write_whole, write_whole_folder
 
 
 def test_a_file_is_replaced_only_by_a_whole_one(tmp_path):
@@ -61,10 +61,10 @@ def test_where_nothing_can_be_written_is_said_beforehand(tmp_path):
         tmp_path / ("x" * 300): "too long",
         "/proc/x.json": "cannot be written",
     }.items():
-        assert reason in refuse_output(path)
-        assert str(path)[:100] in refuse_output(path)
-    assert refuse_output(tmp_path / "file") is None
-    assert refuse_folder(tmp_path / "a" / "b") is None
-    assert "is a file" in refuse_folder(tmp_path / "file" / "a" / "b")
-    assert "cannot be written" in refuse_folder("/proc/a/b")
+        assert reason in output_obstacle(path)
+        assert str(path)[:100] in output_obstacle(path)
+    assert output_obstacle(tmp_path / "file") is None
+    assert folder_obstacle(tmp_path / "a" / "b") is None
+    assert "is a file" in folder_obstacle(tmp_path / "file" / "a" / "b")
+    assert "cannot be written" in folder_obstacle("/proc/a/b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # asking leaves nothing

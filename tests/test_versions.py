@@ -112,8 +112,8 @@ def test_pyproject_admits_every_tested_pair():
 
 
 def test_what_an_older_version_needs_goes_with_it():
-    assert older.GOES_WITH.keys() | {"GOES_WITH"} == set(older.__all__)
-    for name, needs in older.GOES_WITH.items():
+    assert older.REMOVABLE_WITH.keys() | {"REMOVABLE_WITH"} == set(older.__all__)
+    for name, needs in older.REMOVABLE_WITH.items():
         requirement = Requirement(needs)
         (oldest,) = (bound.version for bound in versions.BOUNDS[requirement.name] if bound.operator == ">=")
         assert not requirement.specifier.contains(oldest), f"delete `{name}`: {needs} is all that is supported"

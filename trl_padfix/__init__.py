@@ -9,8 +9,8 @@ from .core.version import __version__
 from .versions import require
 
 
-# Where each public name lives. Modules are imported when a name of theirs is first asked for: `import trl_padfix`
-# costs nothing, and TRL is imported only by whoever wants a trainer.
+# The module of each public name. A module is imported at the first access to one of its names: `import trl_padfix`
+# takes no time, and only names of trainers import TRL.
 _MODULES = {
     "core.layout.layout": ["Layout", "pack", "unpack"],
     "core.layout.build": ["packed_layout", "padding_free_layout", "prefix_sharing_layout"],
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if not _HOME[name].startswith("core.layout."):
+    if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
     if _HOME[name].startswith("trainers."):
         require("trl", name)

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside their place, then renamed."""
+"""Atomic writes: files and folders are written under a temporary name next to their path, then renamed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-__all__ = ["UnwritableError", "refuse_folder", "refuse_output", "why_unwritable", "write_whole", "write_whole_folder"]
+__all__ = [
+    "UnwritableError",
+    "folder_obstacle",
+    "output_obstacle",
+    "why_unwritable",
+    "write_whole",
+    "write_whole_folder",
+]
 
 
 class UnwritableError(OSError):
-    """Something could not be written; the message says what, why, and what is safe."""
+    """A file could not be written; the message says which, why, and what is safe."""
 
 
 _WHY = {
@@ -36,72 +43,76 @@ _REFUSED = {
 
 
 def why_unwritable(error: BaseException) -> str | None:
-    """Why a file could not be written, by the error of the system, torch or safetensors; `None` for other errors."""
+    """Reason for a failed write, from an error of the system, torch or safetensors; `None` for other errors."""
     text = str(error)
     number, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
-    if number is None and (found := re.search(r"os error (\d+)", text)):
-        number = int(found[1])
+    # safetensors puts the number of the system error into its message only.
+    if number is None and (match := re.search(r"os error (\d+)", text)):
+        number = int(match[1])
     if number is None and "PytorchStreamWriter failed writing" in text:
         return "torch could not write a file: the disk is full, or a limit is reached (`ulimit -f`). Free space"
     why = _WHY.get(number or 0)
     return why and (why if path is None else f"{str(path)!r}: {why}")
 
 
-def refuse_output(path: str | Path) -> str | None:
-    """Why a file cannot be written to `path`, or `None` if it can; asked before hours of work, not after them."""
+def output_obstacle(path: str | Path) -> str | None:
+    """Why a file cannot be written to `path`; `None` if it can. Commands call it before hours of work, not after."""
     path = Path(path)
     try:
-        if path.exists():  # if not, it is not made: other processes ask at the same time
+        if path.exists():  # a new file is not created: other processes may check the same path at the same time
             path.open("ab").close()
-        with tempfile.TemporaryFile(dir=path.parent):  # files are written beside their place
+        with tempfile.TemporaryFile(dir=path.parent):  # the write itself creates a temporary file there
             return None
     except OSError as error:
         why = _REFUSED.get(error.errno or 0, f"{error.strerror} (errno {error.errno}). Write elsewhere")
         return f"{str(path)!r} cannot be written: {why.format(str(path.parent))}."
 
 
-def refuse_folder(path: str | Path) -> str | None:
-    """Why nothing can be written into the folder `path`, which need not exist yet; `None` if it can."""
+def folder_obstacle(path: str | Path) -> str | None:
+    """Why no file can be written into the folder `path`, which need not exist yet; `None` if one can."""
     path = Path(path).absolute()
     if max(len(part.encode()) for part in path.parts) > 255:
         return f"{str(path)!r} has a name that is too long. Choose a shorter one."
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    return refuse_output(there / ".trl_padfix") if there.is_dir() else f"{str(there)!r} is a file, not a folder."
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        return f"{str(existing)!r} is a file, not a folder."
+    return output_obstacle(existing / ".trl_padfix")
 
 
 def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
     """
-    Write a file beside its place and rename it: whoever reads `path` finds the old file, or the whole new one.
+    Write a file atomically: readers of `path` find the old file or the complete new one.
 
-    `write` is called with the path of a temporary file in the same folder, with the same ending. Returns `path`.
+    `write` is called with the path of a temporary file in the same folder, with the same suffix. Returns `path`.
 
     Raises:
-        OSError: If it cannot be written; nothing half-written is left, and what was there before is untouched.
+        OSError: If it cannot be written. The temporary file is deleted, and the old file is unchanged.
     """
     path = Path(path)
-    beside = path.with_name(f".{path.stem[:32]}.{os.getpid()}.partial{path.suffix}")
+    # In the same folder, because a rename is atomic within one file system only.
+    temporary = path.with_name(f".{path.stem[:32]}.{os.getpid()}.partial{path.suffix}")
     try:
-        write(beside)
-        os.replace(beside, path)
+        write(temporary)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path
 
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
-    """[`write_whole`] for a folder: `write` fills an empty one beside `path`, which then replaces what was there."""
+    """[`write_whole`] for a folder: `write` fills an empty folder next to `path`, which then replaces the old one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
-    for left_over in (beside, old):  # by a process that was killed
+    temporary, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
+    for left_over in (temporary, old):  # by a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     try:
-        beside.mkdir()
-        write(beside)
+        temporary.mkdir()
+        write(temporary)
         if path.exists():  # a folder cannot be renamed onto one that is not empty
             path.rename(old)
-        beside.rename(path)
+        temporary.rename(path)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
     return path

@@ -1,7 +1,8 @@
-"""The versions of transformers and TRL that are supported.
+"""
+The supported versions of transformers and TRL.
 
-Nothing is imported to find out: `import trl_padfix` stays free, and a stack outside the bounds is told so before it
-fails somewhere deep inside.
+Versions are read from package metadata, without an import: `import trl_padfix` stays fast, and an unsupported version
+raises an error with a remedy before it fails deep inside.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_vers
 
 
 class Stack(NamedTuple):
-    """Versions that run the parity suite together; with a TRL before 1.0 that is `remove_padding` alone."""
+    """Versions that are tested together; with a TRL before 1.0, only `remove_padding` is."""
 
     transformers: str
     trl: str
@@ -39,11 +40,11 @@ NEWER = {
     **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
     **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
 }
-"""Narrower bounds on TRL: its KTO trainer was experimental in 1.0, and another one; so was that of distillation."""
+"""Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}
-"""What the plug-ins are run with; other patch versions are taken, and no others."""
+"""Versions that the plug-ins are tested with. Other patch versions are accepted, other minor versions are not."""
 
 
 def installed_version(package: str) -> str | None:
@@ -56,19 +57,20 @@ def installed_version(package: str) -> str | None:
 
 def require(package: str, name: str) -> None:
     """
+    Check that `package` is installed in a version that the public `name` of this package supports.
+
     Raises:
-        ImportError: If `package` is not installed or its version is outside the bounds that `name` of this package
-            needs, with the pip line.
+        ImportError: If it is not, with the pip line.
     """
-    admitted = NEWER.get(name, BOUNDS[package]) if package == "trl" else BOUNDS[package]
-    bounds = ",".join(sorted(str(bound) for bound in admitted))
+    supported = NEWER.get(name, BOUNDS[package]) if package == "trl" else BOUNDS[package]
+    bounds = ",".join(sorted(str(bound) for bound in supported))  # a specifier set has no order of its own
     pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
     needs = f"`trl_padfix.{name}` needs {package} {bounds}, and"
     remedy = f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
     installed = installed_version(package)
     if installed is None:
         raise ImportError(f"{needs} none is installed. {remedy}")
-    if not admitted.contains(installed, prereleases=True):
+    if not supported.contains(installed, prereleases=True):
         hint = ""
         if package == "trl":
             hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
@@ -79,14 +81,15 @@ def require(package: str, name: str) -> None:
 
 def require_stack(package: str) -> None:
     """
+    Check that another stack is installed in a version that its plug-in supports.
+
     Raises:
-        RuntimeError: If another stack is installed in a version that its plug-in was not run with. (axolotl prints an
-            `ImportError` of a plug-in, and trains without.)
+        RuntimeError: If it is not. No `ImportError`, because axolotl prints that of a plug-in and trains without it.
     """
-    run_with, installed = OTHER_STACKS[package], installed_version(package)
-    if installed is None or not SpecifierSet(f"~={run_with}").contains(installed, prereleases=True):
+    tested, installed = OTHER_STACKS[package], installed_version(package)
+    if installed is None or not SpecifierSet(f"~={tested}").contains(installed, prereleases=True):
         raise RuntimeError(
-            f"The plug-in of trl_padfix for {package} was run with {package} {run_with}, and "
-            f"{installed or 'none'} is installed. Run: pip install '{package}~={run_with}', or leave the plug-in out "
+            f"The plug-in of trl_padfix for {package} was run with {package} {tested}, and "
+            f"{installed or 'none'} is installed. Run: pip install '{package}~={tested}', or leave the plug-in out "
             "and add `trl_padfix.PaddingRemovalCallback` to the trainer's callbacks where the stack takes callbacks."
         )

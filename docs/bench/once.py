@@ -20,11 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
+from trl_padfix.core.context import within
 from trl_padfix.core.layout.shared_prefixes import plan_shared_prefixes
-from trl_padfix.trainers.batching.bin_packing import pack_depth_first, split
+from trl_padfix.core.model.runner_patch import attach_runner_patch
+from trl_padfix.trainers.batching.bin_packing import pack_by_budget, pack_depth_first
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
-from trl_padfix.trainers.batching.sub_batches import attach_splitting, splitting
 from trl_padfix.trainers.batching.token_costs import prefix_costs
 
 
@@ -118,11 +119,11 @@ def step(model, data, parts, budget, once):
         lengths = torch.tensor([len(rows[r]) for r in part])
         batches.append((ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()))
     planned = plan_shared_prefixes(batches, budget) if once else None
-    run = MicroBatchRunner(planned, batches) if planned is not None else None
-    with splitting(run):
+    run = MicroBatchRunner(len(batches), planned, batches) if planned is not None else None
+    with within(runner=run):
         for i, (part, (ids, mask)) in enumerate(zip(parts, batches, strict=True)):
             if run is not None:
-                run.begin(i)
+                run.start(i)
             numbers = torch.tensor(part)
             loss_of(model, ids, mask, torch.tensor(begins)[numbers], numbers, -6.0).backward()
     return time.perf_counter() - began
@@ -138,7 +139,7 @@ def main(repeat: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, attn_implementation="sdpa")).train().model
-    with remove_padding(model, prefix_sharing=True) as handle, attach_splitting(model):
+    with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
         for name, data, shares in (("1,024 + 32 x 128", group(), (2, 4, 8)), ("8 x 4 x 4 turns", turns(), (10,))):
             each = np.array([len(row) for row in data[0]])
             costs = prefix_costs(each, each, *sort_by_prefix([row.numpy() for row in data[0]]))
@@ -146,7 +147,7 @@ def main(repeat: int) -> None:
             ways = {("one forward", 1): ([list(range(len(each)))], distinct, False)}
             for share in shares:
                 budget = distinct // share
-                ways["anew", share] = split(costs, budget), budget, False
+                ways["anew", share] = pack_by_budget(costs, budget), budget, False
                 ways["once", share] = pack_depth_first(costs, budget), budget, True
             seconds, kept, computed, off, expected = {way: [] for way in ways}, {}, {}, {}, None
             for way, given in ways.items():

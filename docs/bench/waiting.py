@@ -21,7 +21,7 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.batching.bin_packing import StepPlan, split
+from trl_padfix.trainers.batching.bin_packing import StepPlan, pack_by_budget
 from trl_padfix.trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, truncated_tokens
 
@@ -101,14 +101,14 @@ def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:
 
 def simulate(costs: RowCosts, processes: int, budget: int, grouped: bool, steps: int = 8) -> tuple[float, float]:
     """Share of the time that processes wait if they meet in each step, and if they meet in each forward."""
-    plan = StepPlan(len(costs), micro_batch=8, accumulated=4, processes=processes)
+    plan = StepPlan(len(costs), micro_batch=8, accumulation_steps=4, processes=processes)
     order = np.random.default_rng(0).permutation(len(costs))
     order = group_rows(order, costs, 32 * processes) if grouped else order
-    shares = [rows for _, rows in plan.shares(order[: steps * 32 * processes], costs)]
+    shares = [rows for _, rows in plan.rows_per_process(order[: steps * 32 * processes], costs)]
     computed, longest, forwards = 0, 0, 0
     for begin in range(0, len(shares), processes):
         own = [costs[rows] for rows in shares[begin : begin + processes]]
-        parts = [split(each, budget) for each in own]
+        parts = [pack_by_budget(each, budget) for each in own]
         most = max(map(len, parts))
         for pieces in parts:  # as a training step does it, so that all processes have equally many forwards
             while len(pieces) < most:

@@ -165,7 +165,7 @@ CASES = (
         ("bench", [*TINY, "--data", "equal", "--seed", "-1"], "--seed"),
         ("bench", [*TINY, "--data", "equal", "--variants", "ours"], "`variants` are names among"),
         ("bench", [*TINY, "--data", "equal", "--peak-tflops", "-1"], "--peak-tflops"),
-        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "not grouped otherwise"),
+        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "cannot be regrouped"),
         ("doctor", ["doctor", "--dtype", "int3"], "int3"),
         ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
         ("dpo", ["dpo", "--nonsense", "1"], "--nonsense: neither a field"),
@@ -254,7 +254,7 @@ def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
     def broken(*args, **kwargs):
         return {}["logits"]
 
-    monkeypatch.setattr("trl_padfix.tools.stats.measure", broken)
+    monkeypatch.setattr("trl_padfix.tools.stats_report.measure", broken)
     result = trl_padfix_command(*stats("good.jsonl"))
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)

@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
-from trl_padfix.core.attention.attention import packed_attention, refuse_implementation, uses_attention_interface
-from trl_padfix.core.attention.segments import _gather_keys
+from trl_padfix.core.attention.attention import implementation_obstacle, packed_attention, uses_attention_interface
+from trl_padfix.core.attention.segments import gather_keys
 from trl_padfix.core.call.calls import LAYOUT, PackedCall
 from trl_padfix.core.model.masks import PackedMask
 
@@ -142,7 +142,7 @@ NOT_IN = {
     ],
 )
 def test_each_row_attends_as_if_it_were_alone(implementation, case, block, side, sharing, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention.segments, "BLOCK", block)
+    monkeypatch.setattr(trl_padfix.core.attention.segments, "QUERIES_PER_BLOCK", block)
     name, kwargs = CASES[case]
     module = attention_module(name, implementation)
     if "s_aux" in kwargs:
@@ -238,7 +238,7 @@ def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
         def forgetting(states):
             return torch.where(first, states.index_select(2, index), states.detach().index_select(2, index))
 
-        ours = gathered_gradient(layout, lambda states: _gather_keys(states, layout))
+        ours = gathered_gradient(layout, lambda states: gather_keys(states, layout))
         torch.testing.assert_close(ours, gathered_gradient(layout, lambda states: states.index_select(2, index)))
         assert not torch.allclose(ours, gathered_gradient(layout, forgetting))
 
@@ -246,7 +246,7 @@ def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
 @pytest.mark.parametrize(("ours", "ordered"), [(True, True), (False, False)])
 def test_no_two_threads_add_to_one_gradient(ours, ordered):
     layout, _ = layout_of("mixed", sharing=True)
-    select = (lambda s: _gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
+    select = (lambda s: gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
     with Recorded() as recorded:
         gathered_gradient(layout, select)
     scattered = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
@@ -289,7 +289,7 @@ def masks_given(module, implementation, monkeypatch) -> list[torch.Tensor | None
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention.segments, "BLOCK", 4)
+    monkeypatch.setattr(trl_padfix.core.attention.segments, "QUERIES_PER_BLOCK", 4)
     layout, _ = layout_of("holes", sharing=True)
     module = attention_module(implementation=implementation)
     masks = masks_given(module, implementation, monkeypatch)
@@ -402,7 +402,7 @@ def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applie
     ],
 )
 def test_what_does_not_attend_over_segments_is_refused_with_a_remedy(implementation, message):
-    reason = refuse_implementation(implementation)
+    reason = implementation_obstacle(implementation)
     assert reason is None if message is None else re.search(message, reason)
 
 
@@ -411,7 +411,7 @@ def test_what_does_not_attend_over_segments_is_refused_with_a_remedy(implementat
     [
         ({"is_causal": False}, {}, r"Qwen2Attention \(layer 0\) attends in both directions"),
         ({}, {"is_causal": False}, "attends in both directions"),
-        ({}, {"position_bias": torch.zeros(1)}, r"hands \['position_bias'\] to its attention function"),
+        ({}, {"position_bias": torch.zeros(1)}, r"passes \['position_bias'\] to its attention function"),
         ({}, {LAYOUT: None}, r"Qwen2Attention \(layer 0\) did not receive the layout"),
         ({}, {"asked": PackedMask(causal=False)}, "attends in both directions"),
         ({}, {"asked": PackedMask(custom=True)}, "attends with a mask of its own making"),

@@ -1,4 +1,4 @@
-"""What a packed forward remembers belongs to that forward: threads, models and configs do not see each other's."""
+"""The state of a packed forward belongs to that forward: threads, models and configs do not share it."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_a_padded_forward_beside_a_packed_one_is_as_alone(sharing, monkeypatch):
     # The negative control: what this package did before, an implementation swapped in the config for the forward.
     bound = views.bound_to_view
 
-    def swapping(module, forward, **held):
-        called = bound(module, forward, **held)
+    def swapping(module, forward, **overrides):
+        called = bound(module, forward, **overrides)
 
         def call(*args, **kwargs):
             config = module.config

@@ -145,7 +145,7 @@ def test_a_wrong_layout_gives_other_numbers(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"attention_dropout": 0.1}, "`attention_dropout=0.1`: dropout of attention has no operator"),
+        ({"attention_dropout": 0.1}, "`attention_dropout=0.1`: there is no operator for attention with dropout"),
         ({"implementation": "eager"}, "`attn_implementation='eager'` is not compiled; load the model with 'sdpa'"),
     ],
     ids=["dropout", "eager"],
@@ -157,10 +157,10 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, ca
     model.config._attn_implementation = config.get("implementation", "sdpa")
     ids, mask = batches(1)[0]
     with torch.no_grad(), remove_padding(model) as handle:
-        left = compile_layers(handle, backend="aot_eager")
+        uncompiled = compile_layers(handle, backend="aot_eager")
         model(input_ids=ids, attention_mask=mask, use_cache=False)
-    assert list(left) == ["layers.0", "layers.1"]
-    assert all(reason in why for why in left.values())
+    assert list(uncompiled) == ["layers.0", "layers.1"]
+    assert all(reason in why for why in uncompiled.values())
     assert f"2 of 2 layers run uncompiled (layers.0 to layers.1): {reason}" in caplog.text
     assert graphs()[0] == 0
 
@@ -173,8 +173,8 @@ def test_layers_with_patches_of_another_kind_are_left_as_they_are():
     model = build()
     with remove_padding(model) as handle:
         handle.attach([RowsPatch(model.model.layers[1].mlp, handle)])
-        left = compile_layers(handle, backend="aot_eager")
-    assert left == {"layers.1": "`Qwen2MLP` computes packed rows in a way of its own (RowsPatch)"}
+        uncompiled = compile_layers(handle, backend="aot_eager")
+    assert uncompiled == {"layers.1": "`Qwen2MLP` does not run in packed mode (RowsPatch)"}
 
 
 def test_removing_and_disabling_leave_a_model_uncompiled():
@@ -206,7 +206,7 @@ def test_the_operator_of_segments_is_one_to_torch(window):
 @pytest.mark.parametrize("case", ["unequal lengths", "window"])
 def test_blocks_of_a_long_segment_are_one_attention(case, monkeypatch):
     """Of whole segments `test_conformance.py` compares outputs and gradients."""
-    monkeypatch.setattr(segments, "BLOCK", 4)
+    monkeypatch.setattr(segments, "QUERIES_PER_BLOCK", 4)
     conform(of_operator, CASES[case], "cpu", torch.float32, 1e-5)
 
 

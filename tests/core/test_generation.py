@@ -249,7 +249,7 @@ BART = {"vocab_size": 40, "d_model": 16, "decoder_layers": 1, "decoder_attention
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts came without `attention_mask`"),
+        ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts has no `attention_mask`"),
         ({"inputs": {"attention_mask": torch.zeros(7, 14).long()}}, ValueError, r"Prompts \[0, 1, .*no real token"),
         ({"past_key_values": ()}, ValueError, "carries `past_key_values`"),
         ({"max_new_tokens": 115}, ValueError, "14 tokens and 115 more .* 128 positions.* at most 114"),

@@ -6,7 +6,7 @@ from kit.gpu_runs import CONFIG, build, check_half_precision, log_probs_and_grad
 from transformers import Qwen2Config
 
 from trl_padfix import prefix_sharing_layout, remove_padding
-from trl_padfix.core.attention.segments import _gather_keys
+from trl_padfix.core.attention.segments import gather_keys
 from trl_padfix.core.attention.varlen import torch_varlen_is_complete
 
 
@@ -59,5 +59,5 @@ def test_the_gradients_of_shared_keys_are_the_same_in_every_run():
     layout = prefix_sharing_layout(ids, mask)
     states = torch.randn(1, 2, layout.packed_tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     upstream = torch.randn(1, 2, layout.key_index.numel(), 64, device="cuda", dtype=torch.bfloat16)
-    runs = [torch.autograd.grad(_gather_keys(states, layout), states, upstream)[0] for _ in range(20)]
+    runs = [torch.autograd.grad(gather_keys(states, layout), states, upstream)[0] for _ in range(20)]
     assert all(torch.equal(run, runs[0]) for run in runs)

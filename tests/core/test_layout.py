@@ -3,12 +3,14 @@
 import pytest
 import torch
 from hypothesis import given
-from kit.campaign.layouts import check
+from kit.campaign.layouts import attended, check
 from kit.gpu_models import pairs
 from kit.models import drawn_batches
 from kit.simulated_cuda import to_simulated
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
+from trl_padfix.core.parallel.collectives import Group
+from trl_padfix.core.parallel.layout import ContextParallelLayout
 
 
 _ = 0  # padding, where a literal shows ids
@@ -54,7 +56,7 @@ def test_a_hole_keeps_its_place():
     assert layout.spans == (4, 3, 5)
 
 
-def test_prefix_sharing_layout_is_a_trie():
+def test_prefix_sharing_layout_is_a_prefix_tree():
     layout = prefix_sharing_layout(IDS, MASK)
 
     assert pack(IDS, layout).tolist() == [[1, 2, 3, 4, 5, 6, 7, 2]]
@@ -152,10 +154,35 @@ def test_gradients_of_a_shared_token_are_summed():
     assert packed.grad.tolist() == [[5, 4, 1, 1, 2, 1, 1, 1]]  # five rows begin with 1, four with 1-2, two are 1-2-5
 
 
-def test_packed_positions_of_finds_what_computes_a_real_token():
-    places = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
-    assert prefix_sharing_layout(IDS, MASK).packed_positions_of(places).tolist() == [1, 4, 0, 7]
-    assert padding_free_layout(MASK).packed_positions_of(places).tolist() == [12, 6, 0, 15]
+def test_packed_index_of_finds_the_token_that_computes_a_real_token():
+    index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
+    assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
+    assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
+    with pytest.warns(DeprecationWarning, match="use `Layout.packed_index_of`"):
+        assert padding_free_layout(MASK).packed_positions_of(index).tolist() == [12, 6, 0, 15]
+
+
+def test_the_dense_mask_is_that_of_the_segments():
+    layout = prefix_sharing_layout(IDS, MASK)
+    # The packed row is 1-2-3-4, 5 (behind 1-2), 6 (behind 1), 7-2.
+    assert layout.dense_mask().int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1],
+    ]
+    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
+
+
+def test_keys_of_other_tokens_than_the_packed_ones_are_columns_of_the_dense_mask():
+    """Process 0 of 2 has the tokens 0, 1 and 4 of a row of five; its keys are in rank order: 0, 1, 4, 2, 3."""
+    layout = padding_free_layout(torch.ones(1, 5))
+    local = ContextParallelLayout(layout, Group(None, 0, 2), "keys").local_layout
+    assert local.dense_mask().int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +241,16 @@ def test_values_of_another_batch_are_refused(convert, shape, message):
 @given(drawn_batches())
 def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
     check(*batch, sharing)
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@given(drawn_batches())
+def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
+    ids, mask = batch
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
+    seen = [tuple(sorted(tokens[k] for k in row.nonzero().flatten().tolist())) for row in layout.dense_mask()]
+    assert seen == attended(layout, ids)
 
 
 # -- on a device that is not the host

@@ -57,7 +57,7 @@ def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, write):
             write(mask, other_mask)
             found = model(ids, attention_mask=mask).logits
     assert (found - expected)[other_mask.bool()].abs().max() < TOLERANCE
-    assert (ids._version, mask._version) == version  # so no version tells
+    assert (ids._version, mask._version) == version  # the version counters do not show the write
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -74,7 +74,7 @@ def test_within_a_step_such_a_write_is_noticed(write):
 
 
 def test_layouts_that_are_remembered_by_identity_are_wrong_then():
-    """The negative control: a step whose doubts nobody reads."""
+    """The negative control: a step whose deferred checks are not run."""
     model = build("qwen2")
     ids, mask = batch("right")
     other_ids, other_mask = (x.flip(0).contiguous() for x in (ids, mask))
@@ -117,7 +117,7 @@ def test_a_step_ends_with_its_block(monkeypatch):
 
 
 def test_paged_generation_goes_through_as_it_is():
-    """It runs in a thread of its own, for which nobody has switched anything off."""
+    """It runs in a thread of its own, in which padding removal is not disabled."""
     call = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[0, 1, 0]])}
     with remove_padding(build("qwen2")) as handle:
         assert handle.layout_of(call) is not None

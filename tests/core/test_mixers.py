@@ -110,7 +110,7 @@ def assert_exact(logps, gradients, expected) -> None:
 # Rows
 
 
-def test_rows_of_like_length_are_one_block():
+def test_rows_of_similar_length_are_one_bucket():
     assert bucket_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
     for group in bucket_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
         members = [lengths[i] for i in group]
@@ -120,12 +120,12 @@ def test_rows_of_like_length_are_one_block():
 def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
     layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
-    blocks = RowBuckets.of(layout, one_block=True)
-    assert [b.tolist() for b in blocks.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
-    assert [b.tolist() for b in blocks.beyond] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
-    assert blocks.take.tolist() == [0, 1, 2, 3, 6]
+    buckets = RowBuckets.of(layout, one_bucket=True)
+    assert [b.tolist() for b in buckets.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
+    assert [b.tolist() for b in buckets.overhang] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
+    assert buckets.packed_from_rows.tolist() == [0, 1, 2, 3, 6]
     tokens = torch.arange(5.0).view(1, 5, 1)
-    assert torch.equal(blocks.scatter([blocks.gather(tokens, 0)]), tokens)
+    assert torch.equal(buckets.scatter([buckets.gather(tokens, 0)]), tokens)
 
 
 # The tree
@@ -140,11 +140,11 @@ def test_a_node_ends_where_rows_part():
     assert [level.cu_seqlens.tolist() for level in tree.levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
-def test_a_segment_is_led_by_the_tokens_before_it_on_its_path():
+def test_the_left_context_of_a_segment_is_on_its_path():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    index, own, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).led(2)
+    index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
     assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
-    assert own.tolist() == [2, 3, 4, 5, 8]
+    assert segment_index.tolist() == [2, 3, 4, 5, 8]
 
 
 @SHARING
@@ -153,32 +153,35 @@ def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing):
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
     x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(0))
 
-    def step(parts, initial, with_states, bounds=None):
-        """A sum; in a block all that is beyond the ends of nodes is zero."""
-        (x,) = parts
-        if bounds is not None:
-            pieces = x[0].split(bounds.diff().tolist())
-            before = [0.0] * len(pieces) if initial is None else initial
-            sums = [piece.cumsum(0) + b for piece, b in zip(pieces, before, strict=True)]
+    def kernel(chunks, initial, with_states, cu_seqlens=None):
+        """A sum; in a block the values beyond the ends of nodes are zero."""
+        (x,) = chunks
+        if cu_seqlens is not None:
+            nodes = x[0].split(cu_seqlens.diff().tolist())
+            before = [0.0] * len(nodes) if initial is None else initial
+            sums = [node.cumsum(0) + b for node, b in zip(nodes, before, strict=True)]
             return torch.cat(sums)[None], torch.stack([s[-1] for s in sums])
         sums = x.cumsum(1) + (0.0 if initial is None else initial[:, None])
         return sums, sums[:, -1]
 
-    keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index
-    paths = [x[0, path].cumsum(0) for path in keys.split(layout.key_lengths)]
-    expected = torch.cat([path[-own:] for path, own in zip(paths, layout.query_lengths, strict=True)])
+    expected = layout.dense_mask().float() @ x[0]
     tree = NodeTree(layout)
-    assert torch.allclose(tree.over_blocks(step, [x])[0], expected, atol=1e-5)
-    assert torch.allclose(tree.over_levels(step, [x])[0], expected, atol=1e-5)
+    assert torch.allclose(tree.scan_blocks(kernel, [x])[0], expected, atol=1e-5)
+    assert torch.allclose(tree.scan_levels(kernel, [x])[0], expected, atol=1e-5)
 
 
 # Whole models
 
 
 @pytest.mark.parametrize(("family", "ways"), KINDS.items())
-def test_each_mixer_runs_in_its_way(family, ways):
+def test_each_mixer_runs_in_its_mode(family, ways):
     with remove_padding(build(family)) as handle:
         assert handle.mixers.counts() == ways
+
+
+def test_the_old_name_of_a_mixers_mode_still_works():
+    with remove_padding(build("llama")) as handle, pytest.warns(DeprecationWarning, match=r"use `Mixer\.mode`"):
+        assert handle.mixers.mixers[0].how == handle.mixers.mixers[0].mode == "packed"
 
 
 @pytest.mark.parametrize(

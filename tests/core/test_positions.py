@@ -24,7 +24,7 @@ def test_rows_are_numbered_from_their_first_token():
 
 def test_roberta_numbers_the_tokens_that_are_not_padding():
     numbers = Numbering.of(find_decoder(build("roberta")))
-    numbers.by_ids.padding_idx = 1
+    numbers.embedding.padding_idx = 1
     layout = padding_free_layout(MASK)
     assert packed_positions(numbers, {"input_ids": IDS, "attention_mask": MASK}, layout).tolist() == [2, 3, 2, 1, 3]
     assert packed_positions(numbers, {"attention_mask": MASK}, layout).tolist() == [2, 3, 2, 3, 4]
@@ -128,7 +128,7 @@ def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given):
 def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
     ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))
     model = with_rope(kind)
-    monkeypatch.setattr("trl_padfix.core.remove.length_dependent_ropes", lambda decoder: [])
+    monkeypatch.setattr("trl_padfix.core.anatomy.length_dependent_ropes", lambda decoder: {})
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         with remove_padding(model):

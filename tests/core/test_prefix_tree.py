@@ -1,4 +1,4 @@
-"""The trie: rows in order, and what each has in common with the one before."""
+"""The prefix tree: rows in sorted order, and the tokens that each shares with the row before."""
 
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ def test_paths_follow_the_row_before():
 
 
 @pytest.mark.parametrize("rows", [64, 256])
-def test_a_large_tree_is_laid_out_as_a_small_one(rows):
+def test_a_large_tree_has_each_prefix_once(rows):
     """Rows of many levels: every prefix once, and every key in its place."""
     ids = torch.arange(rows)[:, None] // torch.tensor([rows, 32, 16, 8, 8, 4, 2, 1]) + 3
     layout = prefix_sharing_layout(ids, torch.ones_like(ids))

@@ -56,7 +56,7 @@ def test_functions_that_are_modules_are_called_as_functions_are(family, sharing)
 def test_a_scan_that_is_given_no_rows_would_be_seen(monkeypatch):
     model = build("mamba")
     expected = alone(model)
-    monkeypatch.setitem(primitives._KNOWN, "mamba_selective_scan", lambda own, call, keys: own)
+    monkeypatch.setitem(primitives._REPLACEMENTS, "mamba_selective_scan", lambda original, call, keys: original)
     with as_modules(model), torch.no_grad(), remove_padding(model):
         assert (batched(model, "left") - expected[0]).abs().max() >= LEAK
 

@@ -23,9 +23,9 @@ def test_gradients_of_shared_keys_are_one_sum_in_float32():
     exact = torch.zeros(layout.packed_tokens, 2, 16, dtype=torch.float64)
     exact.index_add_(0, layout.key_index, upstream.double())
 
-    ours = segments.sum_by_token(upstream, *layout.key_order)
+    ours = segments.sum_by_token(upstream, *layout.key_sort_order)
     assert relative_error(ours, exact) <= 1.7e-3
-    assert all(torch.equal(segments.sum_by_token(upstream, *layout.key_order), ours) for _ in range(3))
+    assert all(torch.equal(segments.sum_by_token(upstream, *layout.key_sort_order), ours) for _ in range(3))
 
     running = torch.zeros_like(exact, dtype=torch.bfloat16)  # a sum that is rounded after every addition
     for token, row in zip(layout.key_index.tolist(), upstream, strict=True):
@@ -37,8 +37,8 @@ def test_the_sum_is_that_of_every_place():
     layout = prefix_sharing_layout(*pairs(16))
     upstream = torch.randn(layout.key_index.numel(), 2, 4, dtype=torch.float64)
     want = torch.zeros(layout.packed_tokens, 2, 4, dtype=torch.float64).index_add_(0, layout.key_index, upstream)
-    torch.testing.assert_close(segments.sum_by_token(upstream, *layout.key_order), want)
-    order, offsets = layout.key_order
+    torch.testing.assert_close(segments.sum_by_token(upstream, *layout.key_sort_order), want)
+    order, offsets = layout.key_sort_order
     assert not torch.allclose(segments.sum_by_token(upstream, order.roll(1), offsets), want)
 
 
@@ -47,7 +47,7 @@ def shared_gradients_are_one_sum(gpu) -> None:
     draw = torch.Generator().manual_seed(0)
     states = to_simulated(torch.randn(1, 2, layout.packed_tokens, 16, generator=draw).bfloat16()).requires_grad_()
     upstream = torch.randn(1, 2, layout.gathered_keys, 16, generator=draw).bfloat16()
-    gathered = segments._gather_keys(states, layout)
+    gathered = segments.gather_keys(states, layout)
     gpu.reset()
     (found,) = torch.autograd.grad(gathered, states, to_simulated(upstream))
     assert gpu.launches <= 4

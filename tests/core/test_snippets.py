@@ -15,11 +15,11 @@ from trl_padfix import check_parity
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.core.parity.snippets import SLICE, short_slices
+from trl_padfix.core.parity.snippets import SNIPPET_TOKENS, short_snippets
 
 
 def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
-    ids, mask = short_slices(*batch("left"))
+    ids, mask = short_snippets(*batch("left"))
     assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == [
         ROWS[6],
         ROWS[0],  # none shares anything with it, so the first
@@ -31,19 +31,19 @@ def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
 
 def test_slices_of_equally_long_rows_are_ragged():
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 20, 21, 22, 23]])
-    _, mask = short_slices(ids, torch.ones_like(ids))
+    _, mask = short_snippets(ids, torch.ones_like(ids))
     assert mask.sum(1).tolist() == [6, 8, 8, 8]
 
 
 def test_slices_of_long_rows_are_cut_around_where_they_part():
     ids = torch.arange(1, 1001).repeat(2, 1)
     ids[1, 600:] += 5000
-    sliced, mask = short_slices(ids, torch.ones_like(ids))
+    sliced, mask = short_snippets(ids, torch.ones_like(ids))
 
-    assert sliced.shape == (4, SLICE)
-    assert sliced[1, 0] == 601 - SLICE // 2
-    assert (sliced[1] == sliced[0])[: SLICE // 2].all()
-    assert (sliced[1] != sliced[0])[SLICE // 2 :].all()
+    assert sliced.shape == (4, SNIPPET_TOKENS)
+    assert sliced[1, 0] == 601 - SNIPPET_TOKENS // 2
+    assert (sliced[1] == sliced[0])[: SNIPPET_TOKENS // 2].all()
+    assert (sliced[1] != sliced[0])[SNIPPET_TOKENS // 2 :].all()
     assert mask.sum() < mask.numel()
 
 
@@ -70,15 +70,15 @@ def uneven(*lengths: int, common: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     ],
 )
 def test_the_second_pair_crosses_a_chunk_where_rows_are_long_enough(lengths, common, expected):
-    ids, mask = short_slices(*uneven(*lengths, common=common), chunk=256)
+    ids, mask = short_snippets(*uneven(*lengths, common=common), chunk=256)
     found = mask.sum(1).tolist()
     assert found[:2] == list(expected[:2])
-    if expected[2] > SLICE:
+    if expected[2] > SNIPPET_TOKENS:
         assert sorted(found[2:]) == sorted(expected[2:])
         assert (ids[2] == ids[3])[: min(common, 320)].all()
         assert not (ids[2] == ids[3])[min(common, 320) : 400].all()
     else:
-        assert max(found) <= SLICE
+        assert max(found) <= SNIPPET_TOKENS
 
 
 def with_chunks(model: Any, chunk: int) -> Any:
@@ -121,7 +121,7 @@ def test_rows_that_cross_chunks_pass(family, sharing):
 
 @pytest.mark.parametrize(("family", "sharing"), once_each(SCANS, [False, True]))
 def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
-    over_blocks, chunk = NodeTree.over_blocks, SCANS[family]
+    scan_blocks, chunk = NodeTree.scan_blocks, SCANS[family]
 
     def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor], key: Any) -> torch.Tensor:
         def in_two(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
@@ -131,9 +131,9 @@ def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sha
             rest, final = step([x[:, chunk:] for x in parts], None, with_states)
             return torch.cat([first, rest], 1), final
 
-        return over_blocks(self, in_two, inputs, key)
+        return scan_blocks(self, in_two, inputs, key)
 
-    monkeypatch.setattr(NodeTree, "over_blocks", forgetting)
+    monkeypatch.setattr(NodeTree, "scan_blocks", forgetting)
     model = build_scan(family)
     assert not check_parity(model, LONG, prefix_sharing=sharing).ok
     # Rows of the usual length do not see it.

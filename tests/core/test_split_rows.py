@@ -1,4 +1,4 @@
-"""Packed rows that several processes compute together: what each computes, and what all of them get."""
+"""Context parallelism: the tokens that each process computes, and the outputs that all processes get."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kit.vision_families import build_vision
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment
-from trl_padfix.core.heads import OwnLabels
+from trl_padfix.core.heads import LocalLabels
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import ContextParallelLayout
 from trl_padfix.core.parallel.mixers import with_context_parallel
@@ -92,12 +92,12 @@ def cp_layout_of(layout: Any, processes: int, how: str) -> list[ContextParallelL
 @pytest.mark.parametrize("processes", [2, 3, 5])
 def test_every_token_is_computed_by_one_process(processes, how):
     tokens = torch.arange(LAYOUT.packed_tokens)
-    parts = [cp_layout.cut(tokens) for cp_layout in cp_layout_of(LAYOUT, processes, how)]
+    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(LAYOUT, processes, how)]
     assert torch.cat(parts).sort().values.equal(tokens)
-    assert [len(part) for part in parts] == cp_layout_of(LAYOUT, processes, how)[0].tokens
+    assert [len(part) for part in parts] == cp_layout_of(LAYOUT, processes, how)[0].tokens_per_rank
     for rank, cp_layout in enumerate(cp_layout_of(LAYOUT, processes, how)):
-        assert (cp_layout.owners(parts[rank]) == rank).all()
-        assert cp_layout.among_own(parts[rank]).equal(torch.arange(len(parts[rank])))
+        assert (cp_layout.rank_of(parts[rank]) == rank).all()
+        assert cp_layout.local_index(parts[rank]).equal(torch.arange(len(parts[rank])))
 
 
 @pytest.mark.parametrize("how", ATTENTION)
@@ -105,14 +105,14 @@ def test_a_label_is_scored_where_its_token_is_computed(how):
     """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
     layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
     for cp_layout in cp_layout_of(layout, 2, how):
-        assert set(OwnLabels(places, places, cp_layout).places.tolist()) == set(
-            cp_layout.cut(layout.packed_index).tolist()
+        assert set(LocalLabels(places, places, cp_layout).index.tolist()) == set(
+            cp_layout.local(layout.packed_index).tolist()
         )
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])
 @pytest.mark.parametrize("window", [None, 4])
-def test_own_queries_see_the_keys_that_they_see_in_the_whole_row(processes, window):
+def test_local_queries_see_the_keys_that_they_see_in_the_full_row(processes, window):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, LAYOUT.packed_tokens, 8, generator=draw) for _ in range(3))
 
@@ -124,23 +124,25 @@ def test_own_queries_see_the_keys_that_they_see_in_the_whole_row(processes, wind
     kwargs = {"sliding_window": window}
     module: Any = SimpleNamespace()
     whole = attend_by_segment(attend, module, query, key, value, LAYOUT, kwargs, is_eager=False)
-    for cp_layout in (all_slices := cp_layout_of(LAYOUT, processes, "keys")):
-        gathered = [torch.cat([s.cut(x, 2) for s in all_slices], dim=2) for x in (key, value)]
+    for cp_layout in (cp_layouts := cp_layout_of(LAYOUT, processes, "keys")):
+        gathered = [torch.cat([s.local(x, 2) for s in cp_layouts], dim=2) for x in (key, value)]
         own = attend_by_segment(
-            attend, module, cp_layout.cut(query, 2), *gathered, cp_layout.queries, kwargs, is_eager=False
+            attend, module, cp_layout.local(query, 2), *gathered, cp_layout.local_layout, kwargs, is_eager=False
         )
-        torch.testing.assert_close(own, cp_layout.cut(whole, 1))
+        torch.testing.assert_close(own, cp_layout.local(whole, 1))
 
 
 def test_gathered_keys_cost_every_process_the_same_attention():
-    """A token of a long row sees all before it: with slices one after the other the last process has the most."""
+    """A token of a long row sees all tokens before it: with one range per process the last one has the most work."""
     layout = layout_of([1 + n % 50 for n in range(4096)])
 
     def largest_share(how: str) -> float:
-        positions = [cp_layout.cut(layout.positions + 1).sum().item() for cp_layout in cp_layout_of(layout, 8, how)]
+        positions = [cp_layout.local(layout.positions + 1).sum().item() for cp_layout in cp_layout_of(layout, 8, how)]
         return max(positions) / (sum(positions) / 8)
 
-    assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)  # tokens; what they are exchanged for is even
+    assert largest_share("heads") == pytest.approx(
+        1.875, rel=1e-3
+    )  # of tokens; the heads that they are exchanged for are even
     assert largest_share("keys") == pytest.approx(1, rel=1e-3)
 
 
@@ -168,4 +170,4 @@ def test_what_cannot_be_split_is_refused(family, processes, attention, error, sa
     )
     with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
         split_rows(handle, attention=attention)
-    assert handle.split is None
+    assert handle.context_parallel is None

@@ -11,9 +11,10 @@ from kit.simulated_cuda import to_simulated
 from torch import nn
 
 from trl_padfix import PaddingRemovalError, padding_free_layout
-from trl_padfix.core.call.batch_metadata import BatchFacts, Known, Seen, share_layouts
+from trl_padfix.core.anatomy import Anatomy
+from trl_padfix.core.call.batch_metadata import ForwardMetadata, KnownBatch, TensorVersion, share_layouts
 from trl_padfix.core.call.calls import ModelCall
-from trl_padfix.core.call.layout_of import LayoutKey
+from trl_padfix.core.call.layout_of import LayoutInputs
 from trl_padfix.core.context import within
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.towers import TowerPatch
@@ -38,13 +39,13 @@ class Model:
     def __init__(self) -> None:
         self.tower = Tower()
         decoder = nn.Linear(1, 1)
-        self.patch = TowerPatch(self.tower, PaddingRemoval(decoder, None, prefix_sharing=False))
+        self.patch = TowerPatch(self.tower, PaddingRemoval(Anatomy(decoder, decoder)))
         self.call = ModelCall(decoder)
 
     def step(self, batch: torch.Tensor, *given: torch.Tensor, deferred_checks: Any = None) -> list[torch.Tensor]:
         mask = torch.ones(2, 2, dtype=torch.int64)
-        facts = BatchFacts(padding_free_layout(mask), halves_equal=True)
-        known = replace(Known.of(LayoutKey(None, mask), facts), images=(Seen.of(batch),))
+        facts = ForwardMetadata(padding_free_layout(mask), halves_equal=True)
+        known = replace(KnownBatch.of(LayoutInputs(None, mask), facts), images=(TensorVersion.of(batch),))
         with torch.no_grad(), share_layouts([known], deferred_checks), within(model=self.call):
             return [self.patch.packed(x) for x in given or (batch,)]
 
@@ -72,7 +73,7 @@ def test_word_is_relied_on_where_it_once_held(gpu):
 def test_word_that_does_not_hold_is_noticed():
     model = Model()
     model.step(pairs())
-    with pytest.raises(PaddingRemovalError, match="images of the batch are those that its collator saw: that was"):
+    with pytest.raises(PaddingRemovalError, match="images of the batch are those of its collator: "):
         model.step(torch.randn(4, 5, 3))
 
 

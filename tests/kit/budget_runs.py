@@ -183,7 +183,7 @@ def main(path: str, what: str) -> dict[str, Any]:
 
 
 def train_on_rows(folder: Path) -> dict[str, Any]:
-    shared_prefixes.FORWARD = 1  # so that prefixes of a few tokens are computed once, too
+    shared_prefixes.MIN_SAVED_TOKENS = 1  # so that prefixes of a few tokens are computed once, too
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
@@ -192,7 +192,7 @@ def train_on_rows(folder: Path) -> dict[str, Any]:
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged, prefixes, check = {}, [], MicroBatchRunner.check
     MicroBatchRunner.check = lambda once: (
-        prefixes.append(len(once.planned.prefixes) if once.planned else 0),
+        prefixes.append(len(once.plan.prefixes) if once.plan else 0),
         check(once),
     )[1]
     for name in ALL_TRAINERS:

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
+from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.mixers.forks import NodeTree
-from trl_padfix.core.mixers.mixers import Mixers
-from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.refusals import refusal
 
 
@@ -79,8 +78,9 @@ def family_outcomes(family: str) -> dict[str, Any]:
     if implementations != ["eager"]:
         implementations.append("eager")
     result: dict[str, Any] = {"class": type(model).__name__, "implementations": implementations}
-    if refusal(model, model, find_decoder(model)) is None:
-        result["mixers"] = dict(Mixers.of(find_decoder(model)).counts())
+    anatomy = Anatomy.of(model)
+    if refusal(anatomy) is None:
+        result["mixers"] = dict(anatomy.mixers.counts())
     for implementation in implementations:
         model = build(family, implementation)
         with stable_topk():

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import nn
 
-from trl_padfix.core.mixers.primitives import _KNOWN
+from trl_padfix.core.mixers.primitives import _REPLACEMENTS
 
 
 __all__ = ["as_modules"]
@@ -24,5 +24,5 @@ def as_modules(model: nn.Module) -> Any:
     from kernels import use_kernel_forward_from_hub
 
     space = vars(sys.modules[type(model).__module__])
-    plain = {name: space[name] for name in _KNOWN.keys() & space.keys() if inspect.isfunction(space[name])}
+    plain = {name: space[name] for name in _REPLACEMENTS.keys() & space.keys() if inspect.isfunction(space[name])}
     return mock.patch.dict(space, {name: use_kernel_forward_from_hub(name)(own) for name, own in plain.items()})

@@ -43,10 +43,10 @@ def prefixes() -> Iterator[dict[str, int]]:
     from trl_padfix.core.layout import shared_prefixes
     from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
-    shared_prefixes.FORWARD, found, check = 1, {"prefixes": 0}, MicroBatchRunner.check
+    shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, MicroBatchRunner.check
 
     def checked(once):
-        found["prefixes"] += len(once.planned.prefixes) if once.planned else 0
+        found["prefixes"] += len(once.plan.prefixes) if once.plan else 0
         check(once)
 
     MicroBatchRunner.check = checked
@@ -73,7 +73,9 @@ def count_from_another_id() -> None:
 def main(method: str, *args: str) -> None:
     if os.environ.get("BROKEN_LAYOUT"):
         batches.prefix_sharing_layout = confusing_layout
-        batches.LayoutKey.misfits = lambda key, layout: torch.zeros(1, dtype=torch.bool)  # nor is it noticed
+        batches.LayoutInputs.rows_that_differ = lambda key, layout: torch.zeros(
+            1, dtype=torch.bool
+        )  # nor is it noticed
     if os.environ.get("ODD_BATCH"):
         count_from_another_id()
     if os.environ.get("PLAIN_TRL"):

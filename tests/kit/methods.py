@@ -219,7 +219,7 @@ def assert_trls(make: Maker, case: str, mode: str) -> Run:
     """A case of a method in one of its modes: TRL's trajectory, and fewer tokens; returns our run."""
     method = make.method
     ours, theirs = make.train(case, **method.modes[mode]), make.theirs(case)
-    left_out = method.means if method.means and ours.trainer.padding.task.may_group() else set()
+    left_out = method.means if method.means and ours.trainer.padding.task.may_regroup() else set()
     logged = {name for log in theirs.logs for name in log}
     metrics = [metric for metric in method.metrics if metric in logged - left_out]
     assert ours.completions == theirs.completions

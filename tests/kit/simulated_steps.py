@@ -24,11 +24,11 @@ def on_simulated(value: Any) -> Any:
         batch_metadata = value.get(BATCH_LAYOUT)
         if batch_metadata is not None:  # perhaps placed already, on the CPU that the trainer took for its device
             flat = (
-                batch_metadata.facts
-                if isinstance(batch_metadata.facts, FlatIndexMaps)
-                else FlatIndexMaps.of(batch_metadata.facts)
+                batch_metadata.forward_metadata
+                if isinstance(batch_metadata.forward_metadata, FlatIndexMaps)
+                else FlatIndexMaps.of(batch_metadata.forward_metadata)
             )
-            placed[BATCH_LAYOUT] = replace(batch_metadata, facts=flat).beside(placed, "cuda:0")
+            placed[BATCH_LAYOUT] = replace(batch_metadata, forward_metadata=flat).for_device(placed, "cuda:0")
         return placed
     if isinstance(value, list):
         return [on_simulated(v) for v in value]

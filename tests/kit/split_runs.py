@@ -162,20 +162,20 @@ def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def break_it(how: str) -> None:
     if how == "exit":
-        backward = collectives._Told.backward
-        collectives._Told.backward = staticmethod(  # type: ignore[method-assign]
+        backward = collectives._AllGatherForLoss.backward
+        collectives._AllGatherForLoss.backward = staticmethod(  # type: ignore[method-assign]
             lambda ctx, grad: (backward(ctx, grad)[0] / ctx.group.size, None, None)
         )
     if how == "cp_layout":
-        cut = cp_layout.ContextParallelLayout.cut
-        cp_layout.ContextParallelLayout.cut = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
+        cut = cp_layout.ContextParallelLayout.local
+        cp_layout.ContextParallelLayout.local = lambda self, x, dim=0: cut(self, x.roll(1, dim) if dim else x, dim)  # type: ignore[method-assign]
 
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
     """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
     counts: dict[str, int] = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
-    exchanging = collectives._exchange
+    exchanging = collectives._all_to_all
 
     def count(module: Any, args: Any) -> None:
         call = context().packed
@@ -189,7 +189,7 @@ def counted() -> Iterator[dict[str, int]]:
         return exchanging(*args)
 
     hook = register_module_forward_pre_hook(count)  # of all modules
-    with mock.patch.object(collectives, "_exchange", exchanged):
+    with mock.patch.object(collectives, "_all_to_all", exchanged):
         yield counts
     hook.remove()
 

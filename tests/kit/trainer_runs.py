@@ -275,7 +275,7 @@ def break_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, bool]:
 def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step notice that a layout is wrong for its batch."""
     fits = torch.zeros(1, dtype=torch.bool)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutKey.misfits", lambda key, layout: fits)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: fits)
 
 
 def is_bare(model: Any) -> bool:

@@ -140,7 +140,7 @@ def interruptible() -> Iterator[None]:
 
 def interrupted_after(steps: int, monkeypatch) -> None:
     """Let the process be interrupted while it computes the step after so many."""
-    run, calls = bench.Step.run, []
+    run, calls = bench.BenchStep.run, []
 
     def counting(self, *args):
         calls.append(args)
@@ -148,7 +148,7 @@ def interrupted_after(steps: int, monkeypatch) -> None:
             signal.raise_signal(signal.SIGINT)
         return run(self, *args)
 
-    monkeypatch.setattr(bench.Step, "run", counting)
+    monkeypatch.setattr(bench.BenchStep, "run", counting)
 
 
 OPTIONS = shlex.split("bench --data lengths:9/5 --pairs 2 --steps 4 --shape tiny --device cpu --peak-tflops 1000")
@@ -168,6 +168,19 @@ def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monke
     assert {variant["name"]: variant["steps"] for variant in found["variants"]}["trl"] == counted
     assert f"PARTIAL: stopped after {counted} of 4 counted steps" in result.output
     assert ("without token_budget" in result.output) == (counted < 4)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_impossible_figures_of_an_interrupted_run_are_marked_as_partial(monkeypatch, tmp_path):
+    interrupted_after(7, monkeypatch)
+    path = tmp_path / "figures.json"
+    result = trl_padfix_command(*OPTIONS, "--warmup", "0", "--peak-tflops", "1e-9", "--json", str(path))
+    assert result.exit_code == 1, result.output
+    assert "PARTIAL: stopped after 2 of 4 counted steps" in result.output
+    assert "No step does more than the device can" in result.output
+    figures = json.loads(path.read_text())
+    assert figures["partial"]
+    assert figures["impossible"]
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -10,8 +10,7 @@ import gpu_report
 import pytest
 import torch
 from gpu_checks import Check, check_device
-from gpu_counts import launches_and_waits
-from gpu_expected import DEVICES, Counted, Device, Operation, expected_seconds, known_device, on_simulated_device
+from gpu_expected import DEVICES, Device, expected_seconds, known_device, on_simulated_device
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
@@ -21,6 +20,7 @@ from kit.simulated_cuda import simulated_cuda, to_simulated
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools import bench
+from trl_padfix.tools.bench.counts import Operation, OperationCounter, launches_and_waits
 from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 
@@ -205,7 +205,7 @@ def test_the_slower_of_arithmetic_and_memory_counts_and_the_host_beside_them():
     device = Device(half=2, single=1, bandwidth=1, launch=1e6, source="")
     product, copy = Operation("mm", 6e12, int(1e12), True), Operation("add", 0, int(4e12), False)
     assert expected_seconds([product], device) == 3  # arithmetic
-    assert expected_seconds([dataclasses.replace(product, half=False)], device) == 6
+    assert expected_seconds([dataclasses.replace(product, is_half=False)], device) == 6
     assert expected_seconds([product, copy], device) == 7
     assert expected_seconds([dataclasses.replace(copy, bytes=1)] * 9, device) == 9  # launches
     assert expected_seconds([product, copy], dataclasses.replace(device, overlaps=False)) == 9
@@ -213,7 +213,7 @@ def test_the_slower_of_arithmetic_and_memory_counts_and_the_host_beside_them():
 
 def test_arithmetic_bytes_and_launches_are_counted():
     left, right = torch.ones(3, 5), torch.ones(5, 7, requires_grad=True)
-    with Counted() as counted:
+    with OperationCounter() as counted:
         (left @ right).t().sum().backward()
     products = [(o.flops, o.bytes) for o in counted.operations if o.name == "mm"]
     assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))] * 2  # a view is no launch, nor is a gradient nobody needs
@@ -228,7 +228,9 @@ def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch,
     monkeypatch.setattr(gpu_expected, "_this_cpu", lambda: device)
     monkeypatch.setattr("sys.argv", ["gpu_expected.py", "--cpu"])
     gpu_expected.main()
-    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    output = capsys.readouterr().out
+    lines = output[output.index("| variant") :].splitlines()  # after what other packages print at their import
+    rows = [[word.strip() for word in line.split("|")[1:-1]] for line in lines]
     assert [row[0] for row in rows[2:5]] == ["TRL, padded", "padding-free", "prefix sharing"]
     seconds = torch.tensor([[float(figure) for figure in row[1:]] for row in rows[2:5]])
     assert (seconds[:-1, 0] > seconds[1:, 0]).all()
@@ -240,7 +242,7 @@ def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch,
 def test_without_numbers_the_same_is_counted():
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
     settings = bench.BenchSettings(pairs=2, shape="tiny", device="cuda", dtype="autocast")
-    shapes, numbers = (on_simulated_device(settings, (24, 9), shapes_only=only) for only in (True, False))
+    shapes, numbers = (on_simulated_device(settings, "lengths:24/9", shapes_only=only) for only in (True, False))
     assert all(shapes[name] == numbers[name] for name in ("trl", "padding_free"))
     flops, same = (
         {name: sum(o.flops for o in operations) for name, (operations, _) in found.items()}

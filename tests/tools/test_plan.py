@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Qwen2Con
 
 import trl_padfix
 from trl_padfix.tools import counted_step
-from trl_padfix.tools.counted_step import Step
+from trl_padfix.tools.counted_step import CountedStep
 from trl_padfix.tools.plan import (
     FOUR_BITS,
     ModelSizes,
@@ -225,7 +225,7 @@ def sizes(monkeypatch):
 
     def step(self, how):
         kept, working = (5_000, 20_000) if how.checkpointing else (40_000, 2_000)
-        return Step(how.lora * 1_000 or self.parameters, kept, working, 2 * self.parameters * how.autocast)
+        return CountedStep(how.lora * 1_000 or self.parameters, kept, working, 2 * self.parameters * how.autocast)
 
     monkeypatch.setattr(ModelSizes, "step", step)
     return ModelSizes.of(SHAPES["wide"])

@@ -18,16 +18,16 @@ from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.tools.data import load_rows, rename_columns
-from trl_padfix.tools.formats import as_trl_takes_them, of_trainer
+from trl_padfix.tools.formats import rows_for_trainer, to_trl_format
 from trl_padfix.tools.stats import (
     Lengths,
     batch_tokens,
     measure,
     memory_of,
+    simulate_waiting,
     texts_of,
     token_rows,
-    truncated,
-    waiting,
+    truncation_counts,
     with_completions,
 )  # fmt: skip
 from trl_padfix.tools.tiny import train_tokenizer
@@ -91,7 +91,7 @@ def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
     else:
         trainer = trl.SFTTrainer(args=trl.SFTConfig(**settings), **given)
         trained = {"text": [len(ids) for ids in trainer.train_dataset["input_ids"]]}
-    found = {name: part.tolist() for name, part in measure(rows, tokenizer).parts.items()}
+    found = {name: part.tolist() for name, part in measure(rows, tokenizer).columns.items()}
     assert found == trained
     assert len({*map(tuple, found.values())}) == len(found)
     assert all(len(set(part)) > 3 for part in found.values())
@@ -99,10 +99,10 @@ def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("max_length", [None, 40])
 def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_path):
-    lengths = Lengths(measure(build_rows("pairs with prompts", 8), tokenizer).kept(max_length).parts)
+    lengths = Lengths(measure(build_rows("pairs with prompts", 8), tokenizer).kept_rows(max_length).columns)
     examples = [  # ids that only the prompts of a pair have in common
         {"prompt_ids": [3 * i] * p, "chosen_ids": [3 * i + 1] * c, "rejected_ids": [3 * i + 2] * r}
-        for i, (p, c, r) in enumerate(zip(*lengths.parts.values(), strict=True))
+        for i, (p, c, r) in enumerate(zip(*lengths.columns.values(), strict=True))
     ]
     batch = trl.trainer.dpo_trainer.DataCollatorForPreference(0, max_length=max_length)(examples)
     (found,) = batch_tokens(lengths, [len(examples), 64], max_length=max_length)
@@ -114,7 +114,7 @@ def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_p
 
 def test_answers_are_those_that_kto_trains_on(tokenizer, tmp_path):
     pairs = build_rows("conversations with prompts", 8)
-    rows = of_trainer(pairs, "kto")
+    rows = rows_for_trainer(pairs, "kto")
     assert len(rows) == 16
     trainer = trl.KTOTrainer(
         args=trl.KTOConfig(str(tmp_path), **SETTINGS, max_length=None, loss_type="apo_zero_unpaired"),
@@ -123,18 +123,18 @@ def test_answers_are_those_that_kto_trains_on(tokenizer, tmp_path):
     )  # fmt: skip
     trained = {part: [len(ids) for ids in trainer.train_dataset[f"{part}_ids"]] for part in ("prompt", "completion")}
     found = measure(rows, tokenizer, trainer="kto")
-    assert {name: sorted(part.tolist()) for name, part in found.parts.items()} == {
+    assert {name: sorted(part.tolist()) for name, part in found.columns.items()} == {
         name: sorted(lengths) for name, lengths in trained.items()
     }
     assert found.sequences.shape == (16, 1)
 
 
 def test_the_completions_of_a_prompt_share_it(tokenizer):
-    prompts = of_trainer(build_rows("completions", 8), "grpo")
+    prompts = rows_for_trainer(build_rows("completions", 8), "grpo")
     assert prompts.column_names == ["prompt"]
     lengths = with_completions(measure(prompts, tokenizer, trainer="grpo"), 4, 20)
     (found,) = batch_tokens(lengths, [8])
-    completions, prompt = lengths.parts["completion"], lengths.parts["prompt"]
+    completions, prompt = lengths.columns["completion"], lengths.columns["prompt"]
     assert completions.shape == (8, 4)
     assert 15 <= completions.min() <= completions.max() <= 25
     assert found.real == completions.sum() + 4 * prompt.sum()
@@ -142,7 +142,7 @@ def test_the_completions_of_a_prompt_share_it(tokenizer):
     rows = sample(prompts, tokenizer, None, "grpo", completions)
     assert found.distinct <= completions.sum() + prompt.sum()
     verdict = advise(rows, batch_size=8, budget=0, trainer="grpo")
-    assert (verdict.groups, verdict.generations, verdict.speed) == (False, 4, None)
+    assert (verdict.groups, verdict.generations) == (False, 4)
     assert verdict.real / verdict.auto > 1.2
 
 
@@ -150,7 +150,7 @@ def test_the_completions_of_a_prompt_share_it(tokenizer):
 def test_a_trainer_that_does_not_take_the_columns_is_an_error(columns, trainer):
     rows = Dataset.from_dict({column: ["a"] for column in columns})
     with pytest.raises(ValueError, match=f"and {trainer} needs `"):
-        of_trainer(rows, trainer)
+        rows_for_trainer(rows, trainer)
 
 
 ASKED, SAID = "alpha beta?", "gamma."
@@ -189,13 +189,13 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_of_other_programs_are_those_that_trl_takes(name):
     theirs, trls = FORMATS[name]
-    assert as_trl_takes_them(Dataset.from_list([theirs])).to_list() == [trls]
+    assert to_trl_format(Dataset.from_list([theirs])).to_list() == [trls]
 
 
 def test_keys_of_messages_are_renamed():
     rows = Dataset.from_list([{"talk": [{"who": "human", "said": ASKED}, {"who": "gpt", "said": SAID}]}])
     renamed = rename_columns(rows, "talk=conversations,who=from,said=value")
-    assert as_trl_takes_them(renamed).to_list() == [{"messages": CHAT}]
+    assert to_trl_format(renamed).to_list() == [{"messages": CHAT}]
     with pytest.raises(
         ValueError, match=r"no column \['when'\]; it has \['talk'\], and messages have \['said', 'who'\]"
     ):
@@ -204,7 +204,7 @@ def test_keys_of_messages_are_renamed():
 
 def test_the_chosen_side_of_pairs_keeps_its_tools():
     pair = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:], "tools": "[]", "id": 1}
-    rows = of_trainer(Dataset.from_list([pair]), "sft").to_list()
+    rows = rows_for_trainer(Dataset.from_list([pair]), "sft").to_list()
     assert rows == [{"prompt": CHAT[:1], "completion": CHAT[1:], "tools": "[]"}]
 
 
@@ -225,7 +225,7 @@ SYSTEM = "Question: alpha beta gamma delta "
 def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, tokenizer):
     name = "text" if kind == "texts" else "prompt"
     rows = build_rows(kind, 8).map(lambda row: {name: SYSTEM + row[name]})
-    lengths = measure(rows, tokenizer).kept(max_length)
+    lengths = measure(rows, tokenizer).kept_rows(max_length)
     (found,) = batch_tokens(lengths, [len(lengths)], max_length=max_length)
     sequences = []
     for row in token_rows(list(rows), tokenizer):
@@ -250,13 +250,13 @@ def test_grouped_batches_hold_rows_that_begin_alike(tokenizer):
     assert grouped.real == random.real
     assert grouped.distinct < 0.7 * random.distinct
     how = {"batch_size": 2, "accumulation": 2, "grouped": True}
-    assert waiting(lengths.costs(None), 1, **how).fixed == 1
-    assert 0 < waiting(lengths.costs(None), 2, **how).budget <= 1
+    assert simulate_waiting(lengths.costs(None), 1, **how).fixed == 1
+    assert 0 < simulate_waiting(lengths.costs(None), 2, **how).budget <= 1
 
 
 def test_rows_that_are_truncated_at_their_beginning_have_nothing_in_common(tokenizer):
     lengths = measure(build_rows("texts", 8).map(lambda row: {"text": SYSTEM + row["text"]}), tokenizer)
-    shortest = int(lengths.parts["text"].min())
+    shortest = int(lengths.columns["text"].min())
     (found,) = batch_tokens(lengths, [8], max_length=shortest - 1, truncation_mode="keep_end")
     assert found.real == found.distinct == 8 * (shortest - 1)
 
@@ -265,25 +265,25 @@ def test_what_max_length_does_is_what_trl_does():
     lengths = Lengths(
         {name: np.array(x) for name, x in dict(prompt=[5, 9, 12], chosen=[5, 1, 1], rejected=[2, 3, 1]).items()}
     )
-    assert truncated(lengths, 10) == {"rows": 3, "truncated": 1, "dropped": 1}
-    assert truncated(lengths, 10, "keep_end") == {"rows": 3, "truncated": 2, "dropped": 0}
-    assert truncated(lengths, None) == {"rows": 3, "truncated": 0, "dropped": 0}
-    assert len(lengths.kept(10)) == 2
+    assert truncation_counts(lengths, 10) == {"rows": 3, "truncated": 1, "dropped": 1}
+    assert truncation_counts(lengths, 10, "keep_end") == {"rows": 3, "truncated": 2, "dropped": 0}
+    assert truncation_counts(lengths, None) == {"rows": 3, "truncated": 0, "dropped": 0}
+    assert len(lengths.kept_rows(10)) == 2
 
 
 def test_processes_wait_less_when_rows_are_dealt_out_evenly():
     costs = text_costs(np.random.default_rng(0).lognormal(5, 0.8, 500).astype(int).clip(1, 1024))
-    found = [waiting(costs, processes) for processes in (1, 2, 8)]
+    found = [simulate_waiting(costs, processes) for processes in (1, 2, 8)]
     assert found[0].fixed == found[0].budget == 1
     for wait in found[1:]:
         assert 1 - wait.budget < 0.5 * (1 - wait.fixed)
     assert found[2].fixed < found[1].fixed
-    assert memory_of(costs, 8) > 8 * costs.each.mean()
+    assert memory_of(costs, 8) > 8 * costs.tokens.mean()
 
 
 def test_the_share_of_time_is_that_of_the_slowest_process():
     # Two processes, one row each: 100 and 300 tokens in every forward.
-    wait = waiting(text_costs([100, 300]), 2, batch_size=1, accumulation=1)
+    wait = simulate_waiting(text_costs([100, 300]), 2, batch_size=1, accumulation=1)
     assert wait.fixed == pytest.approx(400 / (2 * 300))
 
 

@@ -33,7 +33,7 @@ from trl.trainer.utils import create_model_from_path
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
-from trl_padfix.trainers.attention_choice import _resolved, _workload, set_attention
+from trl_padfix.trainers.attention_choice import _resolve, _workload, set_attention
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -337,18 +337,18 @@ def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
     build_vision_model().save_pretrained(tmp_path)
     parts = {"text_config": "eager", "vision_config": "sdpa"}
     config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
-    resolved = _resolved(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
+    resolved = _resolve(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
     loaded = create_model_from_path(str(tmp_path), attn_implementation=resolved).config
     assert {part: getattr(loaded, part)._attn_implementation for part in parts} == parts
     with pytest.raises(ValueError, match=r"names \['tower'\].*'text_config', 'vision_config'"):
-        _resolved({"tower": "sdpa"}, _workload(str(tmp_path), config), "attn_implementation")
+        _resolve({"tower": "sdpa"}, _workload(str(tmp_path), config), "attn_implementation")
 
 
 def test_auto_is_resolved_for_each_part(tmp_path):
     build_vision_model().save_pretrained(tmp_path)
     config = DPOConfig(output_dir=str(tmp_path / "run"), **ON_CPU)
     asked = {"text_config": "auto", "vision_config": "eager"}
-    resolved = _resolved(asked, _workload(str(tmp_path), config), "attn_implementation")
+    resolved = _resolve(asked, _workload(str(tmp_path), config), "attn_implementation")
     assert resolved == {"text_config": "sdpa", "vision_config": "eager"}
 
 

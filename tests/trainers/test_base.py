@@ -28,7 +28,8 @@ import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
 from trl_padfix.trainers.metrics.finite_values import FiniteValues
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
-from trl_padfix.trainers.parts import Settings, Step
+from trl_padfix.trainers.parts import Step
+from trl_padfix.trainers.settings import Settings
 from trl_padfix.trainers.task import Task
 
 
@@ -140,6 +141,33 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
 
 
+def test_a_task_with_old_names_still_works():
+    def define() -> tuple[type[Task], type[Task]]:
+        class Ranked(Task):
+            takes_layouts = False
+
+            def compares_rows(self):
+                return not super().compares_rows()
+
+        class Paired(Ranked):
+            def needs_all_rows(self):
+                return super().needs_all_rows() and self.trainer.aux_loss_enabled
+
+        return Ranked, Paired
+
+    with pytest.warns(DeprecationWarning, match="is now called") as warned:
+        ranked_class, paired_class = define()
+    assert [str(w.message).partition(",")[0] for w in warned] == [
+        "`Ranked.compares_rows` is now called `needs_all_rows`",
+        "`Ranked.takes_layouts` is now called `layout_policy`",
+    ]
+    trainer = SimpleNamespace(aux_loss_enabled=True)
+    ranked, plain = ranked_class(trainer), Task(trainer)
+    assert (plain.needs_all_rows(), ranked.needs_all_rows(), ranked.compares_rows()) == (True, False, False)
+    assert ranked.precomputes_layouts(is_training=True) is False
+    assert paired_class.compares_rows is paired_class.needs_all_rows
+
+
 def test_arguments_that_a_class_passes_on_are_seen():
     with pytest.raises(TypeError, match="`processing_class` is a `str`"):
         padding_free_trainer(Weighted)(build_model(), processing_class="a name")
@@ -173,7 +201,7 @@ def step_on(ids: list[list[int]]) -> Step:
 
 def test_tokens_are_counted_without_a_trainer():
     part, step, logs = TokenCounts(stand_in()), step_on([[5, 6, 0], [7, 8, 9]]), {}
-    with part.step(step):
+    with part.around_step(step):
         pass
     (counts,) = part.counters["train"].sums.values()
     assert counts.tolist() == [6, 5, 6, 0, 0]
@@ -184,8 +212,8 @@ def test_tokens_are_counted_without_a_trainer():
 def test_a_loss_that_is_not_finite_stops_without_a_trainer():
     part, step = FiniteValues(stand_in(stop_on_nonfinite=True)), step_on([[5, 6, 0], [7, 8, 9]])
     said = r"loss of training in step 1 is nan, over the rows .*\[5, 6\]"
-    with pytest.raises(FloatingPointError, match=said), part.step(step):
+    with pytest.raises(FloatingPointError, match=said), part.around_step(step):
         step.result = torch.tensor(float("nan"))
     part = FiniteValues(stand_in(stop_on_nonfinite=True))
-    with part.step(step):
+    with part.around_step(step):
         step.result = torch.tensor(1.0)

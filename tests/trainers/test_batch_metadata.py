@@ -26,10 +26,10 @@ import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.core.layout.layout import Layout
-from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES, halved
+from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES, to_equal_count
 from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
 from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
-from trl_padfix.trainers.metrics.exact_eval_means import without_repeated_rows
+from trl_padfix.trainers.metrics.exact_eval_means import drop_duplicate_rows
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
 from trl_padfix.trainers.online import OnlineLayouts
 
@@ -181,7 +181,7 @@ def test_images_repeat_only_if_their_grids_do():
 
     def repeat(**more: torch.Tensor) -> bool:
         collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
-        return collated.to("cpu")[BATCH_LAYOUT].facts[""].halves_equal
+        return collated.to("cpu")[BATCH_LAYOUT].forward_metadata[""].halves_equal
 
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     assert repeat()
@@ -221,7 +221,11 @@ def test_a_stream_brings_the_layouts_of_its_batches(kind, tmp_path, monkeypatch)
 
 def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch):
     trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
-    loading, stream, rows = trainer.accelerator.dataloader_config, trainer.train_dataset, trainer.eval_dataset
+    config, stream, rows = (
+        trainer.accelerator.dataloader_config,
+        trainer.train_dataset,
+        trainer.eval_dataset,
+    )
 
     def bring_layouts() -> list[bool]:
         return [
@@ -231,9 +235,9 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     assert bring_layouts() == [True, True]
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     assert bring_layouts() == [True, True]  # TRL has each process read the stream for itself
-    loading.dispatch_batches = None
+    config.dispatch_batches = None
     assert bring_layouts() == [False, True]  # accelerate's default
-    loading.dispatch_batches = True
+    config.dispatch_batches = True
     assert bring_layouts() == [False, False]
     assert BATCH_LAYOUT not in next(iter(trainer.get_train_dataloader()))
 
@@ -255,7 +259,7 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     for micro_batch in batch[MICRO_BATCHES]:
         assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
     pieces = [(b, 1.0) for b in batch[MICRO_BATCHES]]
-    cut = [b for b, _ in halved(pieces, len(pieces) + 1, 1)]
+    cut = [b for b, _ in to_equal_count(pieces, len(pieces) + 1, 1)]
     assert sum(BATCH_LAYOUT in b for b in cut) == len(pieces) - 1
     assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=2)
 
@@ -266,10 +270,10 @@ def test_rows_that_are_left_out_of_an_evaluation_leave_the_layout_behind():
     )
     state = SimpleNamespace(end_of_dataloader=True, remainder=2)
     accelerator: Any = SimpleNamespace(gradient_state=state, num_processes=2, process_index=0)
-    own, has_own = without_repeated_rows(accelerator, batch, 1)
+    own, has_own = drop_duplicate_rows(accelerator, batch, 1)
     assert (own["input_ids"].shape[0], BATCH_LAYOUT in own, has_own) == (2, False, True)
     state.remainder = 4
-    whole, _ = without_repeated_rows(accelerator, batch, 1)
+    whole, _ = drop_duplicate_rows(accelerator, batch, 1)
     assert whole is batch
 
 
@@ -315,7 +319,7 @@ def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch[BATCH_LAYOUT].facts, FlatIndexMaps)
+    assert isinstance(batch[BATCH_LAYOUT].forward_metadata, FlatIndexMaps)
     assert batch.to("cpu")[BATCH_LAYOUT].layouts.keys() == {"", "KL_"}
 
 

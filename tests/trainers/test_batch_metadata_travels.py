@@ -15,7 +15,7 @@ from kit.trainer_runs import build_model, build_pairs
 import trl_padfix
 from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
-from trl_padfix.core.call.layout_of import LayoutKey
+from trl_padfix.core.call.layout_of import LayoutInputs
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
 
@@ -72,7 +72,7 @@ def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path,
         return gpu.synchronisations.total(), loss, gradients
 
     found, loss, gradients = count()
-    monkeypatch.setattr(heads, "_without_selecting", lambda forward: forward)
+    monkeypatch.setattr(heads, "_score_every_position", lambda forward: forward)
     selecting, same_loss, same_gradients = count()
     forwards = 2 if make is dpo else 1
     assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
@@ -132,7 +132,7 @@ def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
         assert torch.equal(getattr(layout, name), getattr(want, name))
     assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
     labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
-    assert torch.equal(batch_metadata.facts[""].scored, labels.flatten().nonzero().squeeze(1))
+    assert torch.equal(batch_metadata.forward_metadata[""].label_positions, labels.flatten().nonzero().squeeze(1))
     assert BATCH_LAYOUT not in plain
 
 
@@ -152,7 +152,7 @@ def sft_batch_layout():
     batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
         [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
     )
-    return batch[BATCH_LAYOUT].facts.to("cpu")[""].layout
+    return batch[BATCH_LAYOUT].forward_metadata.to("cpu")[""].layout
 
 
 @pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])
@@ -168,8 +168,8 @@ def test_what_is_no_batch_of_tokens_is_left_as_it_is(batch):
 def test_ids_alone_do_not_say_what_rows_of_images_share(more):
     ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
     text = {"input_ids": ids, "attention_mask": mask}
-    assert LayoutKey.read(text, prefix_sharing=True).shares
-    assert not LayoutKey.read(text | more, prefix_sharing="auto").shares
+    assert LayoutInputs.read(text, prefix_sharing=True).shares
+    assert not LayoutInputs.read(text | more, prefix_sharing="auto").shares
     with pytest.raises(PaddingRemovalError, match="compares token ids and positions, and the call also carries"):
-        LayoutKey.read(text | more, prefix_sharing=True)
+        LayoutInputs.read(text | more, prefix_sharing=True)
     assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it

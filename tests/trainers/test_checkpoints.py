@@ -82,7 +82,7 @@ def test_and_none_where_none_is_asked_for(asked, tmp_path):
 
 
 def test_without_a_whole_one_the_error_says_what_there_is(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no whole checkpoint in .* to begin anew"):
+    with pytest.raises(ValueError, match=r"there is no whole checkpoint in .* to begin from the start"):
         checkpoint_to_resume("true", tmp_path / "nowhere")
     shutil.rmtree(write(tmp_path / "checkpoint-2"))
     (tmp_path / "checkpoint-2").mkdir()

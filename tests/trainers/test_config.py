@@ -185,10 +185,10 @@ def test_every_field_of_ours_has_a_help_text(capsys):
         parse("--help")
     assert done.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Compute no padding: batches are packed at the decoder's door" in text
+    assert "Compute no padding: the decoder's inputs are packed into one row of real tokens" in text
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
-    assert "compare packed with padded on a few rows" in text
+    assert "on a few rows of the first training" in text
     methods = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
     for method in [*methods, *(["Distillation"] if hasattr(trl, "DistillationConfig") else [])]:
         ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))

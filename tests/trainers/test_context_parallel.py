@@ -19,7 +19,7 @@ from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.trainers import context_parallel
 from trl_padfix.trainers.context_parallel import ContextParallel
 from trl_padfix.trainers.packing import Padding
-from trl_padfix.trainers.parts import Settings
+from trl_padfix.trainers.settings import Settings
 
 
 def part(
@@ -27,7 +27,7 @@ def part(
     own: dict[str, Any] | None = None, **settings: Any,
 ) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(layout_policy=layouts, generates_for_groups=generates)
+    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
@@ -56,14 +56,15 @@ def two_processes(monkeypatch):
 def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
     split = part(cp_attention=attention)
     split.attach()
-    assert [(h.split.group.size, h.split.attention) for h in split.trainer.padding.handles] == [(2, attention)]
+    groups = [h.context_parallel for h in split.trainer.padding.handles]
+    assert [(group.group.size, group.attention) for group in groups] == [(2, attention)]
 
 
 @pytest.mark.parametrize("given", [{"cp_size": 1}, {"padding_free": False}])
 def test_without_context_parallelism_or_packing_nothing_is_split(given, two_processes):
     split = part(**given)
     split.attach()
-    assert [handle.split for handle in split.trainer.padding.handles] == [None]
+    assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_without_context_parallelism_or_packing_nothing_is_split(given, two_proc
     [
         ({"layouts": False}, "generates rows on every process"),
         ({"generates": True, "own": {"tools": [print]}}, "Tools, environments and `rollout_func` may answer"),
-        ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is dealt out by processes"),
+        ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is distributed to processes"),
         ({"tp_size": 2}, "`tp_size` splits the weights"),
         ({"deepspeed": True}, "not split with DeepSpeed"),
     ],
@@ -80,7 +81,7 @@ def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
     split = part(**given)
     with pytest.raises(PaddingRemovalError, match=f"{says}.*`cp_size=1`"):
         split.attach()
-    assert [handle.split for handle in split.trainer.padding.handles] == [None]
+    assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ from transformers import PreTrainedModel
 
 import trl_padfix
 from trl_padfix import remove_padding
+from trl_padfix.core.context import within
+from trl_padfix.core.model.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching import sub_batches
-from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
+from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
 pytestmark = pytest.mark.skipif(
@@ -115,8 +117,8 @@ def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tupl
     model.zero_grad()
     with (
         remove_padding(model, prefix_sharing=sharing),
-        attach_splitting(model),
-        splitting(budget and Splits(budget, sharing)),
+        attach_runner_patch(model),
+        within(runner=budget and SubBatches(budget, sharing)),
     ):
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True)
         (output.logits[mask.bool()].log_softmax(-1)[:, 3].mean() + output.aux_loss).backward()

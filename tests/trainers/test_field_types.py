@@ -8,7 +8,7 @@ from kit.rows import build_rows
 from kit.trainer_runs import SETTINGS
 
 import trl_padfix
-from trl_padfix.trainers.field_types import check_field_types
+from trl_padfix.trainers.settings import check_field_types
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO"])

@@ -22,7 +22,7 @@ def make(makers):
 )
 def test_rows_stay_where_their_micro_batch_counts(case, make):
     settings, _ = make.method.cases[case]
-    assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_group()
+    assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
 
 
 def test_rows_are_moved_whole():

@@ -33,9 +33,11 @@ from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build
 from transformers import LlavaForConditionalGeneration
 
 import trl_padfix
+from trl_padfix.core.context import within
+from trl_padfix.core.model.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching import micro_batches, token_budget
 from trl_padfix.trainers.batching.image_measures import check_images_of_processes, measure_images
-from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
+from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
@@ -127,7 +129,7 @@ def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(c
         runs.append(figures(trainer.state.log_history))
         assert all(len(step) > 1 for step in steps) == (library is trl_padfix)
     assert_same(*runs)
-    monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "averages_tokens", lambda task: False)
+    monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "loss_is_token_mean", lambda task: False)
     trainer = make_on_images(trl_padfix, "SFT", "llava", tmp_path, **config)
     trainer.train()
     trainer.evaluate()
@@ -158,7 +160,7 @@ def test_rows_cost_what_their_batches_hold(family, kind, tmp_path):
     measure.check(range(IMAGE_ROWS), batch)
     if kind == "DPO":  # a prompt counts once
         prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:IMAGE_ROWS].sum(1)
-        assert (measure.dataset(data).each - shared.dataset(data).each).tolist() == prompts.tolist()
+        assert (measure.dataset(data).tokens - shared.dataset(data).tokens).tolist() == prompts.tolist()
 
 
 def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
@@ -171,7 +173,7 @@ def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
         patch.setattr(gather, lambda rows: parts.extend(rows) or parts)
         for process in range(3):
             found = measure_images(data, collator, processes=(process, 3))
-    assert found.tokens.tolist() == whole.tokens.tolist()
+    assert found.sequence_tokens.tolist() == whole.sequence_tokens.tolist()
     with pytest.raises(ValueError, match=r"2 of 7 rows of the train dataset have no image \(row 1\)"):
         check_images_of_processes(whole)
     check_images_of_processes(measure_images(build_captions(3), collator))
@@ -220,8 +222,10 @@ def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
 
 
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
-    halved = micro_batches.halved
-    monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    to_equal_count = micro_batches.to_equal_count
+    monkeypatch.setattr(
+        token_budget, "to_equal_count", lambda pieces, count, rows: to_equal_count(pieces, count + 2, rows)
+    )
     data = build_pairs(IMAGE_ROWS, (2, 1, 1))
     runs = []
     for library, config in ((trl_padfix, {"padding_free": True, "max_tokens_per_batch": 10**6}), (trl, {})):
@@ -238,7 +242,7 @@ def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_witho
 def test_a_text_is_cut_before_images_are_repeated():
     text = {"input_ids": torch.arange(4).view(4, 1)}
     image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
-    pieces = micro_batches.halved([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
+    pieces = micro_batches.to_equal_count([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
     assert [(len(batch["input_ids"]), weight) for batch, weight in pieces] == [
         (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
     ]  # fmt: skip
@@ -248,8 +252,8 @@ def test_a_forward_with_images_is_never_cut():
     processor = build_processor("llava")
     model = build_vlm("llava", processor)
     batch = trl_padfix.DataCollatorForVisionLanguageModeling(processor)(list(build_captions(4)))
-    with attach_splitting(model), splitting(Splits(20, False)):
-        with pytest.raises(ValueError, match="its images are not rows of their own"):
+    with attach_runner_patch(model), within(runner=SubBatches(20, False)):
+        with pytest.raises(ValueError, match="it is unknown which images belong to which row"):
             model(**batch, use_cache=False)
         model(input_ids=batch["input_ids"] * 0 + 5, attention_mask=batch["attention_mask"], use_cache=False)
 
@@ -260,5 +264,5 @@ def test_losses_that_compare_rows_with_images_are_refused(kind, tmp_path):
     more = {"DPO": {"loss_type": ["aot"]}, "KTO": {"train_dataset": data, "eval_dataset": None}}[kind]
     if kind == "KTO" and not trl_padfix.KTOTrainer.task_class.takes_images:
         pytest.skip("this TRL has no images in KTO")
-    with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
+    with pytest.raises(ValueError, match="unknown there which of the images in a batch belong to which row"):
         make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)

@@ -8,7 +8,7 @@ import pytest
 import trl
 
 import trl_padfix
-from trl_padfix.trainers.generation.config import EvaluationConfig
+from trl_padfix.trainers.settings import EvaluationConfig
 
 
 ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
@@ -38,10 +38,10 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
 EVERY = {
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "evaluate", "train", "log"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler"),
-    *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_get_grad_norm"),
+    *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_get_grad_norm", "_prepare_inputs"),
     *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "create_model_card"),
 }
-GENERATING = {"_prepare_inputs", "_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
+GENERATING = {"_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
 OWN = {
     "DPOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
     "KTOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},

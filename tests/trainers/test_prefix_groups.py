@@ -68,5 +68,5 @@ def test_a_group_larger_than_a_step_fills_steps_of_its_own():
     grouped = group_rows(np.random.default_rng(0).permutation(24), costs, 8).reshape(3, 8)
     assert sorted(int((step < 16).sum()) for step in grouped) == [0, 8, 8]
     # Its prefix counts for more than what every row begins with.
-    assert costs.common_to_all == 1
-    assert costs.joined.sum() == 15
+    assert costs.shared_by_all == 1
+    assert costs.same_group.sum() == 15

@@ -13,12 +13,14 @@ from peft import LoraConfig, get_peft_model
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
 from trl_padfix.core.call.prefix_states import ForwardStates
+from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, reason_to_compute_again
-from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
+from trl_padfix.core.model.runner_patch import attach_runner_patch
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, sharing_obstacle
+from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
 PARTS = {
@@ -32,8 +34,8 @@ STATES = [(name, None) for name in ("qwen3_next", "qwen3_5_text", "kimi_linear",
 
 
 @pytest.fixture(autouse=True)
-def every_trunk_pays(monkeypatch):
-    monkeypatch.setattr(planning, "FORWARD", 1)
+def every_shared_prefix_pays(monkeypatch):
+    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
 
 
 def built(name, implementation):
@@ -76,14 +78,14 @@ def whole(model, ids, mask):
 def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), counted(model) as entered:
         once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
-        with splitting(once):
+        with within(runner=once):
             for i, (own_ids, own_mask) in enumerate(batches):
-                once.begin(i)
+                once.start(i)
                 score(model, own_ids, own_mask).sum().backward()
             once.check()
-    return gradients(model), entered, sum(prefix.tokens for prefix in once.planned.prefixes.values() if prefix.again)
+    return gradients(model), entered, sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute)
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
@@ -115,7 +117,7 @@ def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, bu
 ROWS = [0, 1, 2, 3, 4, 5, 6, 0]
 
 
-def test_trunks_of_another_process_are_run_and_change_nothing():
+def test_prefixes_of_another_process_are_run_and_change_nothing():
     """As under FSDP2, where all processes run like forwards: here with one token each."""
     ids, mask = batch("right")
     model = build("qwen2").train()
@@ -132,7 +134,7 @@ def test_trunks_of_another_process_are_run_and_change_nothing():
         ).prefixes.values()
         found, entered, again = in_micro_batches(model, ids, mask, parts, ENOUGH, gather)
         assert_same(found, expected)
-        alike = [prefix for prefix in prefixes if prefix.first < prefix.last]
+        alike = [prefix for prefix in prefixes if prefix.first_user < prefix.last_user]
         assert len(entered) == len(parts) + sum(len(prefix.layouts) for prefix in alike)
         assert sum(entered) == distinct + again + sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
         assert any(not prefix.tokens for prefix in alike)
@@ -141,8 +143,8 @@ def test_trunks_of_another_process_are_run_and_change_nothing():
 
 def in_one_forward(model, ids, mask, budget, once=True):
     """A loss that compares rows, whose forward is computed in pieces."""
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model), counted(model) as entered:
-        with splitting(Splits(budget, True, once=once)):
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), counted(model) as entered:
+        with within(runner=SubBatches(budget, True, share_across_sub_batches=once)):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), gradients(model), sum(entered)
@@ -174,16 +176,16 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
     ids, mask = batch("right")
     model = build_family("qwen3_next").train()
     expected = whole(model, ids, mask)
-    closes = PrefixSchedule._closes
+    closes = PrefixSchedule._pending_backward
 
     def but_one_kind(schedule, prefixes):
         for n in prefixes:
-            schedule.made[n] = ForwardStates(
-                {k: x for k, x in schedule.made[n].items() if not isinstance(k, KINDS[left_out])}
+            schedule.graph_states[n] = ForwardStates(
+                {k: x for k, x in schedule.graph_states[n].items() if not isinstance(k, KINDS[left_out])}
             )
         return closes(schedule, prefixes)
 
-    monkeypatch.setattr(PrefixSchedule, "_closes", but_one_kind)
+    monkeypatch.setattr(PrefixSchedule, "_pending_backward", but_one_kind)
     found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
     with pytest.raises(AssertionError, match="not close"):
         assert_same(found, expected)
@@ -220,30 +222,32 @@ def test_sums_over_many_micro_batches_are_in_float32():
 def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_needed():
     ids, mask = batch("right")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
         expected = score(model, ids, mask)
         batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
         once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, 8), batches)
-        with splitting(once):
+        with within(runner=once):
             for i, part in enumerate(PARTS["depth first"]):
-                once.begin(i)
+                once.start(i)
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
                 (schedule,) = once.schedules.values()
-                alive = {n for n, t in once.planned.prefixes.items() if t.first <= i <= t.last}
-                assert schedule.leaves.keys() == alive
-                assert not any(x.requires_grad for n in alive for xs in schedule.leaves[n].values() for x in xs)
+                alive = {n for n, t in once.plan.prefixes.items() if t.first_user <= i <= t.last_user}
+                assert schedule.detached_states.keys() == alive
+                assert not any(
+                    x.requires_grad for n in alive for xs in schedule.detached_states[n].values() for x in xs
+                )
 
 
 def test_a_micro_batch_without_its_forward_is_an_error():
     ids, mask = batch("right")
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
         once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
-        with splitting(once):
-            once.begin(0)
+        with within(runner=once):
+            once.start(0)
             score(model, *batches[0]).sum().backward()
-            once.begin(2)
+            once.start(2)
             with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
                 score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
@@ -255,35 +259,35 @@ WRITTEN_AT = [(which, at, budget) for which in ("ids", "mask") for at in (0, 1, 
 
 @pytest.mark.parametrize(("which", "at", "budget"), slow_but([("ids", 2, ENOUGH), ("mask", 1, 12)], WRITTEN_AT))
 def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budget, monkeypatch):
-    """What was seen of trunks before has its gradient, and all from there on is computed anew."""
+    """Prefixes that were read before have their gradient, and later micro-batches compute theirs anew."""
     ids, mask = batch("right")
     model, parts = build("qwen2").train(), PARTS["nested"]
 
     def step(planned):
         batches = [(ids[part], mask[part]) for part in parts]
-        with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+        with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
             once = (
                 MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget), batches)
                 if planned
                 else None
             )
-            with splitting(once):
+            with within(runner=once):
                 for i, given in enumerate(batches):
                     if once is not None:
-                        once.begin(i)
+                        once.start(i)
                     if i == at:
                         given[which == "mask"][:, 1] = 0 if which == "mask" else 30
                     score(model, *given).sum().backward()
                 if once is not None:
                     once.check()
-                    assert any(prefix.first < at <= prefix.last for prefix in once.planned.prefixes.values()) == (
-                        at > 0
-                    )
+                    assert any(
+                        prefix.first_user < at <= prefix.last_user for prefix in once.plan.prefixes.values()
+                    ) == (at > 0)
         return gradients(model)
 
     expected = step(planned=False)
     assert_same(step(planned=True), expected)
-    monkeypatch.setattr(PrefixSchedule, "abandon", lambda schedule, run: setattr(schedule, "is_over", True))
+    monkeypatch.setattr(PrefixSchedule, "finish_early", lambda schedule, run: setattr(schedule, "finished", True))
     if at > 0:
         with pytest.raises(AssertionError, match="not close"):
             assert_same(step(planned=True), expected)
@@ -294,14 +298,14 @@ def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
     ids, mask = batch("right")
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model):
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
         once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
         # Alike in all rows of this micro-batch.
         batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
         deferred_checks = []
-        with splitting(once), share_layouts(deferred_checks=deferred_checks):
+        with within(runner=once), share_layouts(deferred_checks=deferred_checks):
             for i in range(2):
-                once.begin(i)
+                once.start(i)
                 score(model, *batches[i]).sum().backward()
         with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
             run_deferred_checks(deferred_checks)
@@ -315,13 +319,13 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
     parts = torch.randperm(9, generator=draw).split([2, 3, 1, 2, 1])
     found = planning.plan_shared_prefixes([(ids[part], mask[part]) for part in parts], 5)
-    layouts = [*found.layouts.values(), *(prefix.layouts[prefix.first] for prefix in found.prefixes.values())]
+    layouts = [*found.layouts.values(), *(prefix.layouts[prefix.first_user] for prefix in found.prefixes.values())]
     assert sum(layout.computed_tokens for layout in layouts) == prefix_sharing_layout(ids, mask).packed_tokens
     for n, prefix in found.prefixes.items():
-        assert all(m < n for m in prefix.layouts[prefix.first].outer)
+        assert all(m < n for m in prefix.layouts[prefix.first_user].prefixes)
         assert {layout.computed_tokens for layout in prefix.layouts.values()} == {prefix.tokens}
     for part, layout in zip(parts, found.layouts.values(), strict=True):
-        outer = sum(found.prefixes[n].tokens for n in layout.outer)
+        outer = sum(found.prefixes[n].tokens for n in layout.prefixes)
         assert layout.packed_tokens == outer + layout.computed_tokens
         # Each real token of the piece is computed where its packed token has its id and its position.
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
@@ -333,7 +337,7 @@ def reason(name="qwen2", is_sharded=False, **config):
     model = build(name)
     settings = {"gradient_checkpointing": False, "use_cpu": True, "bf16": False}
     with remove_padding(model, prefix_sharing=True) as handle:
-        return reason_to_compute_again(handle, DPOConfig(**settings | config), is_sharded)
+        return sharing_obstacle(handle, DPOConfig(**settings | config), is_sharded)
 
 
 def test_what_cannot_see_the_states_of_others_is_named():
@@ -343,4 +347,4 @@ def test_what_cannot_see_the_states_of_others_is_named():
     assert "reentrant gradient checkpointing" in reason(**checkpoints)
     assert "equally many forwards" in reason(is_sharded=True)
     with remove_padding(build_family("mamba"), prefix_sharing=True) as handle:
-        assert "hands no state on" in reason_to_compute_again(handle, None, False)
+        assert "hands no state on" in sharing_obstacle(handle, None, False)

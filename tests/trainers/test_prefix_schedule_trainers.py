@@ -20,8 +20,8 @@ from trl_padfix.trainers.task import Task
 
 
 @pytest.fixture(autouse=True)
-def every_trunk_pays(monkeypatch):
-    monkeypatch.setattr(planning, "FORWARD", 1)
+def every_shared_prefix_pays(monkeypatch):
+    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
 
 
 BUDGET = {"sft": 44, "dpo": 60, "reward": 60, "kto": 44}
@@ -38,7 +38,7 @@ def watched(trainer):
 
     def checked(once):
         again.append(
-            sum(prefix.tokens for prefix in once.planned.prefixes.values() if prefix.again) if once.planned else 0
+            sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute) if once.plan else 0
         )
         check(once)
 
@@ -105,7 +105,7 @@ def test_kto_computes_the_distinct_tokens_of_both_its_forwards(config, tmp_path)
 
 
 def test_a_kl_term_of_each_piece_is_another_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(KTOTrainer.task_class, "in_pieces", Task.in_pieces)
+    monkeypatch.setattr(KTOTrainer.task_class, "with_sub_batches", Task.with_sub_batches)
     ours, _, theirs = train_both("kto", tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         assert_same_trajectory(ours, theirs)
@@ -135,12 +135,12 @@ def test_a_run_that_is_resumed_with_another_budget_keeps_its_trajectory(name, tm
 @pytest.mark.parametrize("name", slow_but(["sft"], ["sft", "dpo"]))
 def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
     """As where another process has more of them: the largest is cut, and one comes again without a weight."""
-    halved = micro_batches.halved
+    to_equal_count = micro_batches.to_equal_count
 
     def more(pieces, count, rows):
-        return [*halved(pieces, count + 2, rows), (pieces[0][0], 0.0)]
+        return [*to_equal_count(pieces, count + 2, rows), (pieces[0][0], 0.0)]
 
-    monkeypatch.setattr(token_budget, "halved", more)
+    monkeypatch.setattr(token_budget, "to_equal_count", more)
     ours, _, theirs = train_both(name, tmp_path)
     assert_same_trajectory(ours, theirs, ("num_tokens",))
 

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import trl_padfix.core.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardConfig, RewardTrainer
-from trl_padfix.core.call.batch_metadata import Pooled
+from trl_padfix.core.call.batch_metadata import PooledTokens
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +75,13 @@ def looks(monkeypatch):
     """Batches at which the model had to look to know which tokens it scores."""
     seen = []
 
-    class Looking(Pooled):
+    class Looking(PooledTokens):
         @classmethod
         def of(cls, ids, mask, pad_token_id):
             seen.append(ids)
-            return Pooled.of(ids, mask, pad_token_id)
+            return PooledTokens.of(ids, mask, pad_token_id)
 
-    monkeypatch.setattr(trl_padfix.core.heads, "Pooled", Looking)
+    monkeypatch.setattr(trl_padfix.core.heads, "PooledTokens", Looking)
     return seen
 
 

@@ -12,7 +12,7 @@ from kit.trainer_runs import build_tokenizer, trajectory
 
 import trl_padfix
 from trl_padfix.trainers.data.columns import ids_outside
-from trl_padfix.trainers.data.row_checks import check_row, sound_rows
+from trl_padfix.trainers.data.row_checks import check_row, validate_rows
 
 
 TEXT = {"text": "w3 w4"}
@@ -133,9 +133,9 @@ def test_a_bad_row_is_found_where_a_loop_finds_it(values):
     looped = [bad(row) for row in dataset]
     if any(looped):
         with pytest.raises(ValueError, match=f"Row {looped.index(True)} "):
-            sound_rows(dataset, "train", ("prompt",))
+            validate_rows(dataset, "train", ("prompt",))
     else:
-        assert sound_rows(dataset, "train", ("prompt",)) is dataset
+        assert validate_rows(dataset, "train", ("prompt",)) is dataset
 
 
 @given(st.lists(st.lists(st.sampled_from([-100, -1, 0, 39, 40]), max_size=3), min_size=1, max_size=6))

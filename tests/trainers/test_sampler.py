@@ -102,7 +102,7 @@ def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path):
 
 def test_a_stream_is_grouped_within_its_buffer(tmp_path):
     rows = [{"input_ids": [i % 8, 20, 20, 20, 21, i]} for i in range(70)]
-    plan = StepPlan(0, micro_batch=4, accumulated=2)
+    plan = StepPlan(0, micro_batch=4, accumulation_steps=2)
     for _ in range(2):
         stream = list(GroupedStream(rows, TextMeasure(sharing=True), plan, buffer=35))
         assert sorted(row["input_ids"][5] for row in stream) == list(range(70))

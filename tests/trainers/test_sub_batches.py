@@ -12,17 +12,19 @@ from kit.trainer_runs import assert_same, build_model, run
 import trl_padfix
 from trl_padfix import GRPOConfig, RLOOTrainer, remove_padding
 from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
+from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.trainers.batching.sub_batches import Splits, attach_splitting, splitting
-from trl_padfix.trainers.batching.token_budget import Splitting
+from trl_padfix.core.model.runner_patch import attach_runner_patch
+from trl_padfix.trainers.batching.sub_batches import SubBatches
+from trl_padfix.trainers.batching.token_budget import SubBatchBudget
 
 
 @pytest.fixture(autouse=True)
-def every_trunk_pays(monkeypatch):
+def every_shared_prefix_pays(monkeypatch):
     """So that trainers compute prefixes of a few tokens once for all pieces."""
-    monkeypatch.setattr(planning, "FORWARD", 1)
+    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
 
 
 def batch():
@@ -43,8 +45,8 @@ def gradients(model, budget, sharing=True):
     entered = []
     layer = model.model.layers[0]
     hook = layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-    with remove_padding(model, prefix_sharing=sharing), attach_splitting(model):
-        with splitting(budget and Splits(budget, sharing)):
+    with remove_padding(model, prefix_sharing=sharing), attach_runner_patch(model):
+        with within(runner=budget and SubBatches(budget, sharing)):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logps = (logits.log_softmax(-1)[..., 3] * mask).sum(1)
         (logps.sort().values * torch.arange(6.0)).sum().backward()
@@ -74,8 +76,11 @@ def test_pieces_have_the_outputs_and_gradients_of_the_whole_forward(checkpointin
 def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
     (ids, mask), model = batch(), build_model()
     deferred_checks = []
-    with remove_padding(model, prefix_sharing=True), attach_splitting(model), torch.no_grad():
-        with share_layouts(deferred_checks=deferred_checks), splitting(Splits(24, True, once=once)):
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
+        with (
+            share_layouts(deferred_checks=deferred_checks),
+            within(runner=SubBatches(24, True, share_across_sub_batches=once)),
+        ):
             model(input_ids=ids, attention_mask=mask, use_cache=False)
             ids[:, 5] = 3
             found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -102,10 +107,10 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     ids, mask = batch()
     entered = []
     model.model.layers[0].register_forward_pre_hook(lambda m, args: entered.append(len(args[0])))
-    first = attach_splitting(model)
-    second = attach_splitting(model)  # takes the place of the first
+    first = attach_runner_patch(model)
+    second = attach_runner_patch(model)  # takes the place of the first
     model(input_ids=ids, attention_mask=mask)
-    with splitting(Splits(20, False)):
+    with within(runner=SubBatches(20, False)):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         second.remove()
         model(input_ids=ids, attention_mask=mask)
@@ -118,7 +123,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
 
 def test_all_processes_have_the_pieces_of_the_one_with_most():
     ids, mask = batch()
-    pieces = Splits(10**6, True, agree=lambda count: count + 3).of(ids, mask).rows
+    pieces = SubBatches(10**6, True, sync_count=lambda count: count + 3).split(ids, mask).rows
     assert len(pieces) == 4
     assert sorted(torch.cat(pieces).tolist()) == list(range(6))
 
@@ -157,19 +162,19 @@ def test_deepspeed_is_refused(name, policy, tmp_path):
     trainer = build(name, policy, tmp_path, ours=True)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match="DeepSpeed does not compute forwards a second time within a backward"):
-        trainer.padding.part(Splitting).attach()
+        trainer.padding.part(SubBatchBudget).attach()
 
 
 def watch_losses(monkeypatch):
     """The batches whose loss the trainers of this package compute in training."""
-    batches, compute = [], Splitting.compute_loss
+    batches, compute = [], SubBatchBudget.compute_loss
 
     def computed(part, of_trl, model, inputs, *args, **kwargs):
         if part.trainer.model.training:
             batches.append(tuple(part.trainer.padding.task.padded_batches(inputs)[0].values()))
         return compute(part, of_trl, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(Splitting, "compute_loss", computed)
+    monkeypatch.setattr(SubBatchBudget, "compute_loss", computed)
     return batches
 
 
@@ -211,7 +216,7 @@ def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory
 
 def test_other_weights_of_pieces_are_another_trajectory(policy, tmp_path, monkeypatch):
     right = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
-    monkeypatch.setattr(RLOOTrainer.task_class, "loss_weight", lambda task, piece, whole: 0.5)
+    monkeypatch.setattr(RLOOTrainer.task_class, "sub_batch_weight", lambda task, piece, whole: 0.5)
     wrong = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(wrong.trajectory(*METRICS), right.trajectory(*METRICS))

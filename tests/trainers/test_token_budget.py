@@ -109,7 +109,7 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, 
     trainer = make(name, tmp_path, ours=True, max_steps=9)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
-    monkeypatch.setattr(trainer.padding.task, "metric_items", lambda batch: {})
+    monkeypatch.setattr(trainer.padding.task, "num_metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -140,9 +140,9 @@ def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_
     name, config = COMPARING[case]
     trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
     task = trainer.padding.task
-    monkeypatch.setattr(task, "compares_rows", lambda: False)
-    monkeypatch.setattr(task, "loss_items", lambda batch: len(batch["input_ids"]))
-    monkeypatch.setattr(task, "metric_items", lambda batch: {})
+    monkeypatch.setattr(task, "needs_all_rows", lambda: False)
+    monkeypatch.setattr(task, "num_loss_items", lambda batch: len(batch["input_ids"]))
+    monkeypatch.setattr(task, "num_metric_items", lambda batch: {})
     trainer.train()
     ours, theirs = (
         torch.tensor([log["loss"] for log in history if "loss" in log][:3])
@@ -303,12 +303,12 @@ def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
     config = {"per_device_train_batch_size": 4, "max_steps": 4, "train_dataset": data}
     theirs = make("dpo", tmp_path, ours=False, **config)
     theirs.train()
-    shares = micro_batches.StepPlan.shares
+    shares = micro_batches.StepPlan.rows_per_process
 
     def sorted_shares(plan, order, costs, **how):
         return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
 
-    monkeypatch.setattr(micro_batches.StepPlan, "shares", sorted_shares)
+    monkeypatch.setattr(micro_batches.StepPlan, "rows_per_process", sorted_shares)
     ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
     ours.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -380,8 +380,10 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed,
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
-    halved = micro_batches.halved
-    monkeypatch.setattr(token_budget, "halved", lambda pieces, count, rows: halved(pieces, count + 2, rows))
+    to_equal_count = micro_batches.to_equal_count
+    monkeypatch.setattr(
+        token_budget, "to_equal_count", lambda pieces, count, rows: to_equal_count(pieces, count + 2, rows)
+    )
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
     steps = watched(trainer)
@@ -392,7 +394,7 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
 
 def test_a_process_with_too_few_rows_computes_one_without_a_weight():
     batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
-    pieces = micro_batches.halved([(batch, 0.75)], 4, rows_per_item=2)
+    pieces = micro_batches.to_equal_count([(batch, 0.75)], 4, rows_per_item=2)
     assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
         ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
     ]  # fmt: skip
@@ -407,7 +409,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
         trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
         steps = watched(trainer)
     dataset = trainer.train_dataset
-    tokens = PairMeasure(max_length=26).dataset(dataset).each
+    tokens = PairMeasure(max_length=26).dataset(dataset).tokens
     message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
     assert sum(message in text for text in caplog.messages) == 1
     assert any(sum(batch) > 26 for step in steps for batch in step)
@@ -476,7 +478,7 @@ def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
     trainer = make("kto", tmp_path, ours=True)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"The loss compares rows .*, and DeepSpeed does not compute"):
-        trainer.padding.part(token_budget.Budget).attach()
+        trainer.padding.part(token_budget.MicroBatchBudget).attach()
 
 
 def test_a_stream_is_refused(tmp_path):
@@ -486,7 +488,7 @@ def test_a_stream_is_refused(tmp_path):
 
 def test_another_sampling_strategy_is_refused(tmp_path):
     trainer = make("sft", tmp_path, ours=True, train_sampling_strategy="group_by_length")
-    with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which does the same in another way"):
+    with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which rearranges them differently"):
         trainer.get_train_dataloader()
 
 
@@ -508,7 +510,7 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert trainer.accelerator.gather == gather
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
-    assert trainer.padding.part(token_budget.Budget).weight is None
+    assert trainer.padding.part(token_budget.MicroBatchBudget).weight is None
 
 
 def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):

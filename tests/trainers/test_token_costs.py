@@ -7,8 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from trl_padfix.core.layout.shared_prefixes import STATES
-from trl_padfix.trainers.batching.bin_packing import StepPlan, assign, balance, pack_depth_first, split
+from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
+from trl_padfix.trainers.batching.bin_packing import (
+    StepPlan,
+    pack_by_budget,
+    pack_depth_first,
+    partition_by_tokens,
+    partition_equal_rows,
+)
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import prefix_costs, text_costs
@@ -54,12 +60,12 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
     everywhere = min(len(row) for row in rows) if len(rows) > 1 else 0
     while everywhere and len({tuple(row[:everywhere]) for row in rows}) > 1:
         everywhere -= 1
-    assert costs.common_to_all == everywhere
+    assert costs.shared_by_all == everywhere
 
 
 @given(drawn_costs(), st.integers(1, 60))
 def test_a_split_has_every_row_once_within_the_budget(costs, budget):
-    parts = split(costs, budget)
+    parts = pack_by_budget(costs, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     for part in parts:
         assert costs.total(part) <= budget or len(part) == 1
@@ -70,7 +76,7 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
 def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
     costs = pairs_of(prompts, 3, 4)
-    parts = split(costs, budget)
+    parts = pack_by_budget(costs, budget)
     for prompt in set(prompts):
         rows = np.flatnonzero(np.array(prompts) == prompt)
         holding = [part for part in parts if set(part) & set(rows.tolist())]
@@ -79,38 +85,38 @@ def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, bu
 
 @given(drawn_costs(), st.integers(1, 60))
 def test_no_two_micro_batches_fit_into_one(costs, budget):
-    sizes = sorted(costs.total(part) for part in split(costs, budget))
-    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.common.any()
+    sizes = sorted(costs.total(part) for part in pack_by_budget(costs, budget))
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
 
 
 def test_a_split_is_even_where_the_budget_allows_it():
     lengths = [30, 28, 26, 24, 6, 5, 4, 3, 2]
-    sizes = [sum(lengths[i] for i in part) for part in split(text_costs(lengths), budget=70)]
+    sizes = [sum(lengths[i] for i in part) for part in pack_by_budget(text_costs(lengths), budget=70)]
     assert sizes == [65, 63]
 
 
 def test_a_row_beyond_the_budget_is_alone():
-    assert split(text_costs([50, 3, 4]), budget=10) == [[0], [1, 2]]
+    assert pack_by_budget(text_costs([50, 3, 4]), budget=10) == [[0], [1, 2]]
 
 
 @given(drawn_costs(), st.integers(1, 4))
 def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
     costs = costs[: len(costs) // processes * processes]
-    parts = assign(costs, processes)
+    parts = partition_equal_rows(costs, processes)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     assert {len(part) for part in parts} == {len(costs) // processes}
 
 
 def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
-    with pytest.raises(ValueError, match="5 rows cannot be dealt out evenly to 2 processes"):
-        assign(text_costs([1, 2, 3, 4, 5]), 2)
+    with pytest.raises(ValueError, match="5 rows cannot be partitioned into 2 equal parts"):
+        partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
 
 
 @pytest.mark.parametrize("processes", [2, 8, 64])
 def test_processes_have_even_work(processes):
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 8 * processes).astype(int).clip(1, 1024)
     costs = text_costs(lengths)
-    dealt = [costs.total(part) for part in assign(costs, processes)]
+    dealt = [costs.total(part) for part in partition_equal_rows(costs, processes)]
     in_order = [costs.total(part) for part in np.arange(len(costs)).reshape(processes, 8)]
     waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (dealt, in_order))
     assert waiting < 0.5 * waiting_in_order
@@ -119,21 +125,21 @@ def test_processes_have_even_work(processes):
 
 def test_rows_of_one_prompt_go_to_one_process():
     prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
-    parts = assign(pairs_of(prompts, 2, 3), 2)
+    parts = partition_equal_rows(pairs_of(prompts, 2, 3), 2)
     assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
 @given(drawn_costs(), st.integers(1, 4))
 def test_balanced_processes_have_each_row_once(costs, processes):
     processes = min(processes, len(costs))
-    parts = balance(costs, processes)
+    parts = partition_by_tokens(costs, processes)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))
     assert len(parts) == processes
     assert all(parts)
 
 
 def test_rows_that_are_all_alike_are_given_to_all_processes():
-    assert balance(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
+    assert partition_by_tokens(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("processes", [8, 64])
@@ -149,18 +155,18 @@ def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
                 rows.append(row)
     costs = costs_of(rows[: 32 * processes])
     waiting = {}
-    for deal in (balance, assign):
+    for deal in (partition_by_tokens, partition_equal_rows):
         tokens = [costs.total(part) for part in deal(costs, processes)]
         waiting[deal] = 1 - np.mean(tokens) / max(tokens)
-    assert waiting[balance] < 0.05 < waiting[assign]
+    assert waiting[partition_by_tokens] < 0.05 < waiting[partition_equal_rows]
 
 
 @given(drawn_costs(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulated, processes, draw):
+def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulation_steps, processes, draw):
     order = draw.sample(range(len(costs)), len(costs))
-    plan = StepPlan(len(costs), micro_batch, accumulated, processes)
-    dealt = list(plan.in_micro_batches(order, costs))
-    assert dealt == list(plan.in_micro_batches(order, costs))
+    plan = StepPlan(len(costs), micro_batch, accumulation_steps, processes)
+    dealt = list(plan.order_by_micro_batch(order, costs))
+    assert dealt == list(plan.order_by_micro_batch(order, costs))
     size = plan.per_process * processes
     for begin in range(0, len(order), size):
         assert sorted(dealt[begin : begin + size]) == sorted(order[begin : begin + size])
@@ -176,7 +182,9 @@ def steps_of_trl(plan, order):
     shards = [list(shard) for shard in shards]
     count = len(shards[0])
     assert all(len(shard) == count for shard in shards)
-    steps = [range(begin, min(begin + plan.accumulated, count)) for begin in range(0, count, plan.accumulated)]
+    steps = [
+        range(begin, min(begin + plan.accumulation_steps, count)) for begin in range(0, count, plan.accumulation_steps)
+    ]
     return [[[shard[i] for i in step] for shard in shards] for step in steps]
 
 
@@ -188,14 +196,14 @@ def steps_of_trl(plan, order):
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulated, processes, drop_last, draw):
-    plan = StepPlan(rows, micro_batch, accumulated, processes, drop_last)
+def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulation_steps, processes, drop_last, draw):
+    plan = StepPlan(rows, micro_batch, accumulation_steps, processes, drop_last)
     order = list(range(rows))
     draw.shuffle(order)
     costs = text_costs([draw.randint(1, 9) for _ in order])
     expected = steps_of_trl(plan, order)
     for equal in (False, True):
-        dealt = list(plan.shares(order, costs, equal=equal))
+        dealt = list(plan.rows_per_process(order, costs, equal=equal))
         assert len(dealt) == len(plan) == len(expected) * processes
         check_steps(plan, [dealt[i : i + processes] for i in range(0, len(dealt), processes)], expected, equal)
 
@@ -249,8 +257,8 @@ def test_pairs_cost_at_least_what_is_computed(data):
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
         tokens = prefix_sharing_layout(alone["input_ids"], alone["attention_mask"]).packed_tokens
-        assert costs.each[i] >= tokens
-        assert costs.each[i] == tokens or settings["truncation_mode"] == "keep_end"
+        assert costs.tokens[i] >= tokens
+        assert costs.tokens[i] == tokens or settings["truncation_mode"] == "keep_end"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -270,14 +278,14 @@ def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
     for i, part in enumerate(parts):
         later = [row for other in parts[i + 1 :] for row in other]
         needed_later = costs.total(part) + costs.total(later) - costs.total(part + later) if later else 0
-        assert len(part) == 1 or costs.total(part) - (1 - STATES) * needed_later <= budget
-    assert len(parts) <= len(split(costs, budget)) + 2
+        assert len(part) == 1 or costs.total(part) - (1 - KV_MEMORY_FRACTION) * needed_later <= budget
+    assert len(parts) <= len(pack_by_budget(costs, budget)) + 2
 
 
 def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
     each = np.full(32, 1152)
     costs = prefix_costs(each, each, np.arange(32), np.array([0] + [1024] * 31))
-    assert [len(part) for part in split(costs, 1280)] == [2] * 16
+    assert [len(part) for part in pack_by_budget(costs, 1280)] == [2] * 16
     parts = pack_depth_first(costs, 1280)
     assert len(parts) == 5
     assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it

@@ -98,7 +98,7 @@ def test_conversations_that_cannot_be_expanded_are_counted(caplog):
     for text in (
         "2 of 5 conversations of the train dataset have no turn of the assistant to train on",
         "2 of 5 conversations of the train dataset begin with the assistant",
-        "1 of 5 conversations of the train dataset have messages of the assistant that follow one another",
+        "1 of 5 conversations of the train dataset have consecutive messages of the assistant",
     ):
         assert text in caplog.text
     with pytest.raises(ValueError, match="None of the 2 conversations"):

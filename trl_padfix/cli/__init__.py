@@ -1,4 +1,4 @@
-"""The `trl-padfix` command, a module for each of its commands; they import what they need when they run."""
+"""The `trl-padfix` command, a module for each of its commands. Heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from importlib.util import find_spec
 
 
-__all__ = ["count_nothing", "main", "require_extra"]
+__all__ = ["disable_telemetry", "main", "require_extra"]
 
 NEEDED = ("typer", "rich", "matplotlib")
 """Packages of the extra `cli`."""
 
-_COUNTERS = {
+_TELEMETRY_OFF = {
     "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL's trainers report their class when they are built
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # `datasets` counts uses of its builders, for local files too
 }
@@ -28,12 +28,13 @@ def require_extra() -> None:
         )
 
 
-def count_nothing() -> None:
+def disable_telemetry() -> None:
     """
-    No connection that nobody asked for: switch the counters of `datasets` and `huggingface_hub` off before these are
-    imported; what the user has set stays.
+    Switch the telemetry of `datasets` and `huggingface_hub` off; environment variables of the user stay.
+
+    Both libraries read these variables at import, so call it before.
     """
-    for name, value in _COUNTERS.items():
+    for name, value in _TELEMETRY_OFF.items():
         os.environ.setdefault(name, value)
 
 

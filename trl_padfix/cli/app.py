@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..core.version import __version__
-from . import bench, count_nothing, doctor, parity, plan, recipe, stats, train
+from . import bench, disable_telemetry, doctor, parity, plan, recipe, stats, train
 from .methods import METHODS
 from .user_errors import DEBUG, UserErrorGroup
 
@@ -37,7 +37,7 @@ def _first(
     version: Annotated[bool, Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of every error.")] = False,
 ) -> None:
-    count_nothing()
+    disable_telemetry()
     if debug:
         os.environ[DEBUG] = "1"  # for the processes of a training too
     if version:

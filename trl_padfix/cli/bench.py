@@ -1,4 +1,4 @@
-"""`trl-padfix bench`."""
+"""`trl-padfix bench`: options, tables and files of a benchmark. [`trl_padfix.tools.bench`] measures."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from .user_errors import user_errors_of
 
 if TYPE_CHECKING:
     from ..tools.bench import BenchSettings, VariantResult
+    from ..tools.bench.steps import BenchStep
 
 __all__ = ["bench"]
 
@@ -40,7 +41,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 QUICK: dict[str, Any] = {"shape": "tiny", "steps": 3, "warmup": 1, "memory": False}
-"""What `--quick` sets, where the option itself is not given."""
+"""Values of the options that `--quick` changes, unless they are given."""
 
 
 def bench(
@@ -134,128 +135,134 @@ def bench(
 ) -> None:
     """Time a step of TRL's and the same without padding, side by side; losses and gradients must agree."""
     options = dict(locals())
-    device = device_of(device)
-    warnings.simplefilter("ignore", FutureWarning)  # transformers', of what TRL calls
-    from ..core.attention.attention import refuse_implementation
+    # transformers' warnings about deprecated fields that TRL sets; no user can change them.
+    warnings.simplefilter("ignore", FutureWarning)
     from ..tools import bench as b
-    from ..tools.reading import load_tokenizer
-    from ..tools.tiny import BENCH_SHAPES
 
-    fields = b.BenchSettings.__dataclass_fields__
-    given = {name: value for name, value in options.items() if name in fields and value is not None}
-    given = (QUICK if quick else {}) | given
-    one_of("--shape", given.get("shape", "small"), BENCH_SHAPES)
-    one_of("--trainer", trainer, b.TRAINERS)
-    one_of("--dtype", dtype, ["autocast", *(str(known).removeprefix("torch.") for known in b.TOLERANCE)])
-    if data is None and trainer != "grpo":
-        data, split = "Anthropic/hh-rlhf", "test"
-    if reason := refuse_implementation(attn):
-        raise typer.BadParameter(reason, param_hint="--attn")
-    with user_errors_of("--data"):
-        tree = b.parse_tree(data or "")
-    if expand_turns and (trainer != "sft" or tree is not None):
-        raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
-    if tree is not None:
-        given = {"max_length": max(tree.longest, 1024), "shuffle": group_by_prefix} | given
-    try:
-        settings = b.BenchSettings(
-            **given | {"device": device, "variants": _named(variants, compile, group_by_prefix)}
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--variants") from error
-    if peak_tflops is not None and not peak_tflops > 0:
-        raise typer.BadParameter(f"{peak_tflops} is no speed: give more than 0.", param_hint="--peak-tflops")
-    if lora and find_spec("peft") is None:
-        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
-    if liger and device == "cpu":
-        raise typer.BadParameter("Liger's layers are Triton kernels, which run on GPUs only.", param_hint="--liger")
-    if liger and find_spec("liger_kernel") is None:
-        raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
+    settings, data, split = _settings(options)
     outputs(json=json, plot=plot)
-    if tokenizer is not None:
-        with user_errors_of("--tokenizer"):
-            load_tokenizer(tokenizer)
-    with user_errors_of("--data"):
-        dataset, name = _dataset(data, settings, spread, split, columns)
-        try:
-            step = b.prepare(dataset, settings)
-        except ImportError as error:
-            raise typer.BadParameter(str(error), param_hint="--attn") from error
-    partial_results, impossible = False, None
-    with progress() as watch:
-        try:
-            results = b.measure(step, settings, watch=watch)
-        except b.Interrupted as interrupted:
-            results, partial_results = interrupted.results, True
-        except b.ImpossibleFigureError as error:
-            results, impossible = error.results, str(error)
-    about = b.describe(settings, name) | {
+    _check_settings(settings)
+    step, data_name = _prepare(data, settings, spread, split, columns)
+    results, is_partial, impossible = _measure(step, settings)
+    about = b.describe(settings, data_name) | {
         "chat_template": step.rendered,
         "rough": quick,
-        "partial": partial_results,
+        "partial": is_partial,
         "impossible": impossible,
     }
-    sizes = {"dpo": f"DPO step, {pairs} pairs", "sft": f"SFT step, {pairs} rows"}
-    what = sizes.get(trainer, f"GRPO step without generation, {pairs} x {generations} completions")
-    family = "Qwen3.5" if settings.shape.startswith("hybrid") else "Qwen2"
-    title = f"{what}, {family} shape '{settings.shape}', {dtype} on {about['device']}, {attn}"
+    title = settings.title(about["device"])
     console.print(_table(results, title))
-    print_as_is(*_notes(results, step.rendered, settings, quick, partial_results))
-    if profile and not (partial_results or impossible):
+    print_as_is(*_notes(results, step.rendered, settings, quick, is_partial))
+    if profile and not (is_partial or impossible):
         for variant, operations in b.profile(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
         from ..tools.report import plot_bench
 
-        write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{name}, {about['threads']} threads"))
+        subtitle = f"{data_name}, {about['threads']} threads"
+        write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{subtitle}"))
     if impossible is not None:
         typer.echo(impossible, err=True)
         raise typer.Exit(1)
-    if partial_results:
+    if is_partial:
         raise typer.Exit(INTERRUPTED)
 
 
+def _settings(options: dict[str, Any]) -> tuple[BenchSettings, str | None, str]:
+    """Settings, data and split of the options; a value that cannot be measured is an error about its option."""
+    from ..core.attention.attention import implementation_obstacle
+    from ..tools import bench as b
+    from ..tools.tiny import BENCH_SHAPES
+
+    data, split, trainer = options["data"], options["split"], options["trainer"]
+    device = device_of(options["device"])
+    fields = b.BenchSettings.__dataclass_fields__
+    values = {name: value for name, value in options.items() if name in fields and value is not None}
+    values = (QUICK if options["quick"] else {}) | values
+    one_of("--shape", values.get("shape", "small"), BENCH_SHAPES)
+    one_of("--trainer", trainer, b.TRAINERS)
+    one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in b.TOLERANCE)])
+    if data is None and trainer != "grpo":
+        data, split = "Anthropic/hh-rlhf", "test"
+    if reason := implementation_obstacle(options["attn"]):
+        raise typer.BadParameter(reason, param_hint="--attn")
+    with user_errors_of("--data"):
+        tree = b.parse_tree(data or "")
+    if options["expand_turns"] and (trainer != "sft" or tree is not None):
+        raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
+    groups = options["group_by_prefix"]
+    if tree is not None:
+        # Rows of a tree stay in the order of its turns, unless batches are formed by prefix.
+        values = {"max_length": max(tree.longest, 1024), "shuffle": groups} | values
+    variants = b.select_variants(options["variants"], compiled=options["compile"], group_by_prefix=groups)
+    try:
+        return b.BenchSettings(**values | {"device": device, "variants": variants}), data, split
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--variants") from error
+
+
+def _check_settings(settings: BenchSettings) -> None:
+    """Refuse settings that this machine cannot measure."""
+    from ..tools.reading import load_tokenizer
+
+    peak = settings.peak_tflops
+    if peak is not None and not peak > 0:  # not `<=`: NaN must be refused
+        raise typer.BadParameter(f"{peak} is no speed: give more than 0.", param_hint="--peak-tflops")
+    if settings.lora and find_spec("peft") is None:
+        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    if settings.liger and settings.device == "cpu":
+        raise typer.BadParameter("Liger's layers are Triton kernels, which run on GPUs only.", param_hint="--liger")
+    if settings.liger and find_spec("liger_kernel") is None:
+        raise typer.BadParameter("Liger is not installed: `pip install liger-kernel`.", param_hint="--liger")
+    if settings.tokenizer is not None:
+        with user_errors_of("--tokenizer"):
+            load_tokenizer(settings.tokenizer)
+
+
+def _prepare(
+    data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None
+) -> tuple[BenchStep, str]:
+    """The step to measure, and the name of its data."""
+    from ..tools import bench as b
+
+    with user_errors_of("--data"):
+        rows, name = b.select_rows(data, settings, spread=spread, split=split, columns=columns)
+        try:
+            return b.prepare(rows, settings), name
+        except ImportError as error:  # of an attention's package: transformers imports it with the model
+            raise typer.BadParameter(str(error), param_hint="--attn") from error
+
+
+def _measure(step: BenchStep, settings: BenchSettings) -> tuple[list[VariantResult], bool, str | None]:
+    """Figures, whether Ctrl-C ended the measurement, and the message about a figure that cannot be true."""
+    from ..tools import bench as b
+
+    with progress() as watch:
+        try:
+            return b.measure(step, settings, watch=watch), False, None
+        except b.Interrupted as interrupted:
+            return interrupted.results, True, None
+        except b.ImpossibleFigureError as error:
+            return error.results, error.is_partial, str(error)
+
+
 def _notes(
-    results: list[VariantResult], rendered: str | None, settings: BenchSettings, quick: bool, stopped: bool
+    results: list[VariantResult], rendered: str | None, settings: BenchSettings, is_rough: bool, is_partial: bool
 ) -> Iterator[str]:
-    """What is to be known of the figures."""
+    """Lines below the table: what holds for all figures, and their restrictions."""
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
     if rendered is not None:
         yield f"Conversations were rendered with {rendered}."
-    if quick:
+    if is_rough:
         yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
-    if stopped:
-        left_out = sorted(set(settings.variants) - {result.name for result in results})
+    if is_partial:
+        missing = sorted(set(settings.variants) - {result.name for result in results})
         yield (
             f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"
-            + (f"; without {', '.join(left_out)}, whose batches hold other rows" if left_out else "")
+            + (f"; without {', '.join(missing)}, whose batches hold other rows" if missing else "")
             + "."
         )
-
-
-def _named(variants: str, compile: bool, group_by_prefix: bool) -> tuple[str, ...]:
-    named = variants.split(",")
-    if group_by_prefix and "group_by_prefix" not in named:
-        named.append("group_by_prefix")
-    packed = [name for name in named if name in ("padding_free", "prefix_sharing")] if compile else []
-    return (*named, *(f"{name}_compiled" for name in packed))
-
-
-def _dataset(
-    data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None
-) -> tuple[Any, str]:
-    from ..tools import bench as b
-
-    if data is None:
-        return None, "random"
-    count = settings.pairs * (settings.steps + settings.warmup)
-    if (rows := b.synthetic_rows(data, settings.trainer, count, spread, settings.seed)) is not None:
-        if settings.trainer == "grpo":
-            raise ValueError(f"{data} is for dpo and sft: of grpo give --prompt-length and --completion-length.")
-        return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
-    rows = b.load_examples(data, settings.trainer, expand_turns=settings.expand_turns, split=split, columns=columns)
-    return rows, Path(data).name
 
 
 def _table(results: list[VariantResult], title: str) -> Table:

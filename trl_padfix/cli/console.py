@@ -1,4 +1,4 @@
-"""What the commands share: the console that they print to, checks of their options, and how they write files."""
+"""Shared by the commands: the console, checks of options, tables, and atomic writes of files."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = [
 console = Console()
 
 LONGEST = 10**9
-"""The largest number of tokens that an option takes: beyond it numbers no longer fit their types."""
+"""Largest number of tokens that an option takes: sums of larger ones would overflow 64 bits."""
 
-_figures: TextIO | None = None  # where `--json -` of this command writes; `None` without it
+_json_output: TextIO | None = None  # the stream of `--json -` in this command; `None` without it
 
 
 def _leave_it_to_json(ctx: typer.Context, path: Path | None) -> Path | None:
-    """With `-`, standard output is the JSON's alone: whatever else the command prints goes to standard error."""
-    global _figures
-    _figures = sys.stdout if str(path) == "-" else None
-    if _figures is not None:
+    """With `-`, standard output carries only the JSON: all other output of the command goes to standard error."""
+    global _json_output
+    _json_output = sys.stdout if str(path) == "-" else None
+    if _json_output is not None:
         ctx.with_resource(redirect_stdout(sys.stderr))
     return path
 
@@ -56,12 +56,12 @@ JsonOption = Annotated[
 
 
 def print_as_is(*lines: str) -> None:
-    """Print lines that rich neither colours nor wraps."""
+    """Print lines without colours and wrapping, so that commands in them can be copied."""
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
 def figure_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **style: Any) -> Table:
-    """A table whose first column names what the others, aligned to the right, are figures of."""
+    """A table with names in the first column and figures, aligned to the right, in the others."""
     table = Table(**style)
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=bool(style))
@@ -70,39 +70,39 @@ def figure_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **style:
     return table
 
 
-def one_of(option: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a value of an option that is not among the `known`."""
-    if value not in known:
-        raise typer.BadParameter(f"{value!r} is not one of {', '.join(known)}.", param_hint=option)
+def one_of(option: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a value of an option that is not among its `choices`."""
+    if value not in choices:
+        raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}.", param_hint=option)
 
 
 def device_of(device: str) -> str:
-    """The device that `--device` names, if it is there; `auto` is the GPU where there is one."""
+    """The device of `--device`, refused if the machine lacks it; `auto` is the GPU if there is one."""
     import torch
 
-    there = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if device == "auto":
-        return there[0]
-    if device == "cuda" and device not in there:
+        return devices[0]
+    if device == "cuda" and device not in devices:
         raise typer.BadParameter(f"torch {torch.__version__} finds no GPU here.", param_hint="--device")
-    one_of("--device", device, ["cpu", "auto"] if there == ["cpu"] else ["cpu", "cuda", "auto"])
+    one_of("--device", device, ["cpu", "auto"] if devices == ["cpu"] else ["cpu", "cuda", "auto"])
     return device
 
 
 def outputs(**paths: Path | None) -> None:
-    """Refuse files (options by their names) that cannot be written, before the command works for them."""
-    from ..files import refuse_output
+    """Refuse files that cannot be written, by the names of their options, before the command starts its work."""
+    from ..files import output_obstacle
 
-    given = {name: path for name, path in paths.items() if path is not None and str(path) != "-"}
-    for name, path in given.items():
-        if reason := refuse_output(path):
+    files = {name: path for name, path in paths.items() if path is not None and str(path) != "-"}
+    for name, path in files.items():
+        if reason := output_obstacle(path):
             raise typer.BadParameter(reason, param_hint=f"--{name}")
-    if len({path.resolve() for path in given.values()}) < len(given):
-        raise typer.BadParameter(f"{' and '.join(given)} write the same file.", param_hint=f"--{next(iter(given))}")
+    if len({path.resolve() for path in files.values()}) < len(files):
+        raise typer.BadParameter(f"{' and '.join(files)} write the same file.", param_hint=f"--{next(iter(files))}")
 
 
 def write_output(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all, after the figures were printed."""
+    """Write a file completely or not at all; call it after the figures are printed."""
     from ..files import write_whole
     from .user_errors import describe
 
@@ -116,13 +116,13 @@ def write_output(option: str, path: Path, write: Callable[[Path], object]) -> No
         ) from error
 
 
-def write_json(path: Path | None, found: Any) -> None:
-    """What `--json` asks for: nothing without it. Figures that cannot be written are printed: they are not lost."""
+def write_json(path: Path | None, figures: Any) -> None:
+    """Write the figures of `--json`, if it is given. If the file cannot be written, print them, so none is lost."""
     if path is None:
         return
-    text = json.dumps(found, indent=2)
-    if _figures is not None:
-        return typer.echo(text, file=_figures)
+    text = json.dumps(figures, indent=2)
+    if _json_output is not None:
+        return typer.echo(text, file=_json_output)
     try:
         write_output("--json", path, lambda beside: beside.write_text(text + "\n"))
     except typer.BadParameter:

@@ -1,4 +1,4 @@
-"""`trl-padfix doctor`."""
+"""`trl-padfix doctor`: options and printing; [`~trl_padfix.tools.doctor`] does the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["describe", "doctor"]
 
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model: whether and how it is packed.")] = None,
-    attn: Annotated[str | None, Option(help="Attention implementation that is to run.")] = None,
+    attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
     dtype: Annotated[
         str | None, Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
     ] = None,
@@ -47,54 +47,55 @@ def doctor(
 
     from ..tools.doctor import diagnose
 
-    found = diagnose(model, attn, dtype)
-    for line in describe(found):
+    diagnosis = diagnose(model, attn, dtype)
+    for line in describe(diagnosis):
         typer.echo(line)
-    write_json(json, found.to_dict())
-    raise typer.Exit(1 if found.problems else 0)
+    write_json(json, diagnosis.to_dict())
+    raise typer.Exit(1 if diagnosis.problems else 0)
 
 
-def describe(found: Diagnosis) -> list[str]:
-    """What `trl-padfix doctor` prints: the verdict first, in lines of at most 80 characters."""
-    system, machine, versions = found.system, found.machine, found.versions
+def describe(diagnosis: Diagnosis) -> list[str]:
+    """The printed lines of a diagnosis, of at most 80 characters, the verdict first."""
+    system, machine, versions = diagnosis.system, diagnosis.machine, diagnosis.versions
     count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
     gpus = ", ".join(f"{n} x {name}" for name, n in count.items()) or f"{machine.name} ({system['cores']} cores)"
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
-    precisions = ", ".join(f"{name} ({word})" for name, word in found.dtypes.items())
+    precisions = ", ".join(f"{name} ({word})" for name, word in diagnosis.dtypes.items())
     tested = ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
     pair = "a pair that is tested together"
     lines = [
-        *(("", text) for text in _verdict(found)),
+        *(("", text) for text in _verdict(diagnosis)),
         ("", ""),
         ("machine", f"{gpus}{capability}; {precisions}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
-        ("stack", f"transformers and TRL are {pair if found.tested else f'not {pair}; tested: {tested}'}"),
+        ("stack", f"transformers and TRL are {pair if diagnosis.tested else f'not {pair}; tested: {tested}'}"),
         ("", ""),
-        ("", f"attention in {found.dtype}:"),
-        *_attention(found),
+        ("", f"attention in {diagnosis.dtype}:"),
+        *_attention(diagnosis),
     ]
-    to_install = [f"{'to install':12}{command}" for command in found.to_install()]  # as it is typed, so not wrapped
-    return _wrapped(lines) + to_install + ([] if found.model is None else ["", *_wrapped(_model(found.model))])
+    # Commands are not wrapped, so that they can be copied.
+    to_install = [f"{'to install':12}{command}" for command in diagnosis.to_install()]
+    return _wrapped(lines) + to_install + ([] if diagnosis.model is None else ["", *_wrapped(_model(diagnosis.model))])
 
 
-def _verdict(found: Diagnosis) -> list[str]:
-    if found.problems:
-        return ["NOT READY.", *found.problems]
-    attention = f"`{found.auto.name}` attention"
-    if found.model is None:
+def _verdict(diagnosis: Diagnosis) -> list[str]:
+    if diagnosis.problems:
+        return ["NOT READY.", *diagnosis.problems]
+    attention = f"`{diagnosis.auto.name}` attention"
+    if diagnosis.model is None:
         return [f"READY. Padding can be removed here, with {attention}."]
-    refused = any(mixer.how == "whole rows" for mixer in found.model.mixers)
+    refused = any(mixer.how == "whole rows" for mixer in diagnosis.model.mixers)
     sharing = "; prefix_sharing is refused, because its decoder is given whole rows" if refused else ""
-    return [f"READY. {found.model.architecture}: padding is removed exactly, with {attention}{sharing}."]
+    return [f"READY. {diagnosis.model.architecture}: padding is removed exactly, with {attention}{sharing}."]
 
 
-def _attention(found: Diagnosis) -> list[tuple[str, str]]:
+def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     groups: dict[tuple[str, str], list[str]] = {}
-    for backend in found.backends:
+    for backend in diagnosis.backends:
         state = "runs" if backend.usable and backend.packs else "padded only" if backend.usable else "cannot run"
-        # Of a model, names alone; without one, the first obstacle. All of them are in the JSON.
-        reason = "" if found.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
+        # With a model only names are printed; without one the first obstacle, too. The JSON has all of them.
+        reason = "" if diagnosis.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
         groups.setdefault((state, reason), []).append(backend.name)
     states = ("runs", "padded only", "cannot run")
     return [
@@ -122,19 +123,19 @@ def _model(model: ModelReport) -> list[tuple[str, str]]:
 
 
 def _wrapped(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Texts with their labels, continued below themselves; words are not cut, and labels without a text left out."""
-    found = []
+    """Texts wrapped at words, with their labels on the left; a label without a text is left out."""
+    result = []
     for label, text in lines:
         first, below = (f"{label:12}", " " * 12) if label else ("", "  ")
         wrapped = textwrap.wrap(
             text, 80, initial_indent=first, subsequent_indent=below, break_long_words=False, break_on_hyphens=False
         )
-        found += wrapped or ([] if label else [""])
-    return found
+        result += wrapped or ([] if label else [""])  # no label and no text is an empty line
+    return result
 
 
 def _explain(text: str, json: Path | None) -> int:
-    """Print what is known of a text; the exit status."""
+    """Print the known errors in a text, and return the exit status."""
     from ..tools.known_errors import KNOWN_ERRORS, explain, last_error
 
     errors = explain(text)

@@ -1,8 +1,8 @@
 """
-TRL's training scripts with this package's trainers and configurations: what `trl-padfix dpo` has `accelerate` launch.
+TRL's training scripts with the trainers and configurations of this package; `accelerate` launches this module.
 
-[`main`] calls the `main` of `trl.scripts.dpo` (or of another method) and lets it find our classes where it imports
-TRL's. Flags, YAML, data mixtures, rewards and whatever comes after training are TRL's own.
+[`main`] calls the `main` of `trl.scripts.dpo` (or of another method) while `trl` holds our classes instead of its own.
+Flags, YAML, data mixtures, rewards and all work after training are TRL's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from . import count_nothing, require_extra
+from . import disable_telemetry, require_extra
 from .methods import METHODS
 
 
@@ -27,43 +27,50 @@ if TYPE_CHECKING:
 __all__ = ["main", "make_parser", "parse", "run"]
 
 TINY = ("dpo", "sft")
-"""Methods that can train a tiny model, built on the spot."""
+"""Methods that can train a tiny model that is built on the spot."""
 
 
 def make_parser(method: str) -> TrlParser:
-    """The parser of TRL's script for our configuration, whose own fields `--help` shows first."""
+    """The parser of TRL's script for our configuration; its `--help` shows the fields of this package first."""
     from transformers import TrainingArguments
 
-    with _ours_in_trl(method) as (_, config):
+    with _patched_trl(method) as (_, config):
         parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
     package = __name__.partition(".")[0]
     ours = [c for c in config.__mro__ if c.__module__.partition(".")[0] == package]
     mixins = [c for c in ours if not issubclass(c, TrainingArguments)]
-    own = {field.name for mixin in mixins for field in fields(mixin)} | {"tiny_model"}
+    our_fields = {field.name for mixin in mixins for field in fields(mixin)} | {"tiny_model"}
     rest, group = parser._optionals, parser.add_argument_group("padding removal")
-    group._group_actions = [action for action in rest._group_actions if action.dest in own]
-    rest._group_actions = [action for action in rest._group_actions if action.dest not in own]
-    parser._action_groups.insert(0, parser._action_groups.pop())
+    # argparse cannot move an action to another group: the lists that `--help` prints are changed.
+    group._group_actions = [action for action in rest._group_actions if action.dest in our_fields]
+    rest._group_actions = [action for action in rest._group_actions if action.dest not in our_fields]
+    parser._action_groups.insert(0, parser._action_groups.pop())  # the new group comes first
     return parser
 
 
 def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     """
-    Read the flags of a command (of TRL's script, our configuration and `accelerate launch`, in any order) and its
-    YAML.
+    Read the flags and the YAML of a command.
 
-    Returns what the parser of the script makes of them (script, training, model and data arguments), and what
-    `accelerate launch` is to be called with to run the script with the same flags.
+    Args:
+        method (`str`):
+            One of [`METHODS`].
+        args (`Sequence[str]`):
+            Flags of TRL's script, of our configuration and of `accelerate launch`, in any order.
+
+    Returns:
+        `tuple`: The parsed script, training, model and data arguments, and the arguments of the `accelerate launch`
+        that runs the script with the same flags.
 
     Raises:
-        ValueError: For flags and keys that neither of them knows.
+        ValueError: For flags and keys that neither of them has, and for values that they refuse.
     """
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from ..files import refuse_folder
+    from ..files import folder_obstacle
     from ..tools.data import load_recipe
     from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
 
@@ -74,7 +81,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     try:
         *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     except ValueError as error:
-        if unknown := _unknown_flags(parser, args, config):  # a value may be refused because its flag is misspelt
+        if unknown := _unknown_flags(parser, args, config):  # a misspelt flag may be the reason for a refused value
             raise ValueError(_unknown_message(method, unknown)) from error
         if "setup doesn't support bf16" in str(error):
             raise ValueError(_without_bf16(config)) from error
@@ -86,7 +93,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         raise ValueError(_unknown_message(method, unknown or [launch.training_script]))
     training = parsed[1]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
-    if reason := refuse_folder(training.output_dir):
+    if reason := folder_obstacle(training.output_dir):
         raise ValueError(f"`output_dir`: {reason}")
     return parsed, launch
 
@@ -99,7 +106,7 @@ def _unknown_message(method: str, unknown: Sequence[str]) -> str:
 
 
 def _without_bf16(config: str | None) -> str:
-    """What to set on a machine that has no bfloat16."""
+    """The error for a machine without bfloat16, with the settings to change."""
     import torch
 
     if torch.cuda.is_available():
@@ -111,7 +118,7 @@ def _without_bf16(config: str | None) -> str:
 
 
 def _config_of(args: Sequence[str]) -> str | None:
-    """The YAML that the flags name."""
+    """The path of the YAML in the flags."""
     if "--config" not in args:
         return None
     following = args[args.index("--config") + 1 :]
@@ -127,15 +134,16 @@ def _unknown_flags(parser: TrlParser, args: Sequence[str], config: str | None) -
     from ..tools.data import load_recipe
 
     actions = [*parser._actions, *launch_command_parser()._actions]
-    known = {flag for action in actions for flag in action.option_strings} | {"--config", "--accelerate_config"}
-    given = [arg.split("=")[0] for arg in args if arg.startswith("--")]
+    supported = {flag for action in actions for flag in action.option_strings} | {"--config", "--accelerate_config"}
+    flags = [arg.split("=")[0] for arg in args if arg.startswith("--")]
     keys = [] if config is None else [f"--{key}" for key in load_recipe(config) if key != "env"]
-    spelled = [(flag, flag.replace("-", "_")) for flag in (*given, *keys)]  # argparse takes what a flag begins with
-    return [flag for flag, under in spelled if not any(k.startswith((flag, under)) for k in known)]
+    spelled = [(flag, flag.replace("-", "_")) for flag in (*flags, *keys)]
+    # argparse accepts the beginning of a flag.
+    return [flag for flag, under in spelled if not any(s.startswith((flag, under)) for s in supported)]
 
 
 def main(method: str, args: Sequence[str]) -> None:
-    """Train, in this process, as TRL's script does; flags as for [`parse`]."""
+    """Train in this process with TRL's script; for the flags see [`parse`]."""
     import torch
     from transformers import set_seed
 
@@ -143,33 +151,34 @@ def main(method: str, args: Sequence[str]) -> None:
     from . import recipe_run
 
     parsed, _ = parse(method, args)
-    # TRL's script ends the process group while its DDP model lives. If the model were the last to hold the group, its
-    # end would wait for the threads of gloo, and they for the interpreter: `trl dpo` on CPU hangs in one of two runs.
+    # TRL's script destroys the process group while its DDP model is alive. If the model held the last reference, its
+    # destructor would wait for the threads of gloo, which wait for the interpreter: half of the runs of `trl dpo` on
+    # CPU hang. This reference outlives the model.
     _group = torch.distributed.group.WORLD
     set_seed(parsed[1].seed)  # `test_split_size` draws the held-out rows: the same ones in every process
     if method in TINY:
         parsed[2].model_name_or_path = recipe_run.model_to_train(*parsed)
         set_seed(parsed[1].seed)
-    with saying_what_is_safe(parsed[1].output_dir), _ours_in_trl(method, reports=True):
+    with saying_what_is_safe(parsed[1].output_dir), _patched_trl(method, reports=True):
         importlib.import_module(f"trl.scripts.{method}").main(*parsed)
 
 
 def run(method: str, args: Sequence[str]) -> None:
-    """[`main`] in a process of its own: what a user did wrong is a message and an exit code there too."""
+    """Run [`main`] in a launched process, where a mistake of the user is a message and an exit code, too."""
     require_extra()
     from .user_errors import explain_errors
 
-    count_nothing()
+    disable_telemetry()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explain_errors(f"trl-padfix {method}{rank}"):
         main(method, args)
 
 
 @contextmanager
-def _ours_in_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
+def _patched_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
     """
-    Let `from trl import ...` find our trainer (with `reports`, one that ends with a report) and configuration
-    meanwhile.
+    Within the block `from trl import ...` imports our trainer and configuration; with `reports` the trainer writes a
+    report at the end.
     """
     import trl
 

@@ -11,4 +11,4 @@ METHODS = {
     "rloo": "RLOO",
     "distillation": "Distillation",
 }
-"""Commands, and what the names of their trainers and configurations begin with."""
+"""Commands, and the first part of the names of their trainers and configurations."""

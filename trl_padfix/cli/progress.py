@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar on a terminal, and elsewhere a line now and then."""
+"""Progress of a command on stderr: a bar on a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = 30.0
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives what is to be called before each step: with its name, how many are done, and of how many."""
+    """Yield a function to call before each step, with its name, the number of finished steps and of all steps."""
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps,"))

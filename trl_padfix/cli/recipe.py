@@ -11,13 +11,13 @@ import typer
 from typer import Argument
 
 from .console import console
-from .user_errors import WholeSummaries
+from .user_errors import WrappedSummaries
 
 
 __all__ = ["app", "folder"]
 
 app = typer.Typer(
-    cls=WholeSummaries,
+    cls=WrappedSummaries,
     no_args_is_help=True,
     help="List, show and copy the recipes and configurations of accelerate.",
     rich_markup_mode=None,
@@ -27,7 +27,7 @@ _SHIPPED = (".yaml", ".py", ".md")
 
 
 def folder() -> Path:
-    """Where the recipes are: in the package when it is installed from a wheel, beside it in a clone."""
+    """The folder of the recipes: in the package if it is installed from a wheel, beside it in a clone."""
     package = Path(__file__).parents[1]
     places = (package / "recipes", package.parent / "recipes")
     return next(place for place in places if (place / "README.md").exists())
@@ -35,11 +35,11 @@ def folder() -> Path:
 
 def _find(name: str) -> Path:
     root = folder()
-    known = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in _SHIPPED)
-    if f"{name}.yaml" in known:
+    recipes = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.suffix in _SHIPPED)
+    if f"{name}.yaml" in recipes:
         name = f"{name}.yaml"
-    if name not in known:
-        near = get_close_matches(name, [*known, *(path.removesuffix(".yaml") for path in known)], n=1)
+    if name not in recipes:
+        near = get_close_matches(name, [*recipes, *(path.removesuffix(".yaml") for path in recipes)], n=1)
         mean = f" Is {near[0]!r} meant?" if near else ""
         raise typer.BadParameter(
             f"there is no recipe {name!r}.{mean} `trl-padfix recipe list` names them.", param_hint="NAME"
@@ -49,7 +49,7 @@ def _find(name: str) -> Path:
 
 @app.command("list")
 def list_recipes() -> None:
-    """Name every recipe with what it trains."""
+    """Name every recipe and what it trains."""
     root = folder()
     for path in sorted([*root.glob("*.yaml"), *root.glob("accelerate/*.yaml")]):
         about = path.read_text().splitlines()[0].lstrip("# ").rstrip(":.")
@@ -74,9 +74,9 @@ def copy(
     else:
         files = [_find(name)]
     targets = {path: to / path.relative_to(root) for path in files}
-    if there := next((target for target in targets.values() if target.exists()), None):
+    if existing := next((target for target in targets.values() if target.exists()), None):
         raise typer.BadParameter(
-            f"{str(there)!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
+            f"{str(existing)!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
         )
     for path, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)

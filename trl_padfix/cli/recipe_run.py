@@ -1,6 +1,6 @@
 """
-What a training of the command does beside TRL's script: it may build a tiny model first, takes preference pairs for
-SFT too, and ends with a report.
+Additions of `trl-padfix` trainings to TRL's scripts: a tiny model built on the spot, preference pairs for SFT, and a
+report at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import trl
 from datasets import load_dataset
 from rich.console import Console
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..tools.data import texts_of_row
 from ..tools.formats import to_dialogues
@@ -27,7 +27,7 @@ __all__ = ["RecipeArguments", "ReportCallback", "build_tiny", "model_to_train", 
 
 @dataclass
 class RecipeArguments(trl.ScriptArguments):
-    """TRL's script arguments, and the model that is built rather than loaded."""
+    """TRL's script arguments, and the shape of a model that is built instead of loaded."""
 
     tiny_model: str | None = field(
         default=None,
@@ -40,9 +40,11 @@ class RecipeArguments(trl.ScriptArguments):
 
 
 class ReportCallback(TrainerCallback):
-    """Prints where a training came out, and writes `report.json` and `curves.png` into its output folder."""
+    """Prints first and last metrics of a training; writes `report.json` and `curves.png` into its output folder."""
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
@@ -53,7 +55,7 @@ class ReportCallback(TrainerCallback):
 
 
 def reporting(trainer_class: type, convert: Callable[[Any], Any] = lambda dataset: dataset) -> Callable[..., Any]:
-    """The trainer class as TRL's script calls it, with [`ReportCallback`], and with its data converted."""
+    """A stand-in for the trainer class in TRL's script, which converts the data and adds [`ReportCallback`]."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         for name in ("train_dataset", "eval_dataset"):
@@ -66,9 +68,15 @@ def reporting(trainer_class: type, convert: Callable[[Any], Any] = lambda datase
     return build
 
 
-def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | None:
-    """The model that is named, or a tiny one built for the data; asking for both is a `ValueError`."""
-    if not getattr(script, "tiny_model", None):
+def model_to_train(
+    script: trl.ScriptArguments,
+    training: TrainingArguments,
+    model: trl.ModelConfig,
+    data: trl.DatasetMixtureConfig,
+) -> str | None:
+    """The model that is named, or a tiny one built for the data; raises a `ValueError` if both are requested."""
+    tiny_model = getattr(script, "tiny_model", None)
+    if not tiny_model:
         return model.model_name_or_path
     if model.model_name_or_path:
         raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
@@ -79,11 +87,11 @@ def model_to_train(script: Any, training: Any, model: Any, data: Any) -> str | N
     else:
         split, name = script.dataset_train_split, script.dataset_config
         rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
-    return build_tiny(script.tiny_model, rows, Path(training.output_dir) / "initial_model")
+    return build_tiny(tiny_model, rows, Path(training.output_dir) / "initial_model")
 
 
 def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
-    """A tokenizer trained on the data and a random model for it, saved like a downloaded one."""
+    """Train a tokenizer on the data, build a random model for it, and save both like a downloaded model."""
 
     def build(folder: Path) -> None:
         tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from subprocess import CalledProcessError
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
@@ -15,14 +15,17 @@ from .methods import METHODS
 from .user_errors import MISTAKE
 
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
 __all__ = ["SETTINGS", "TrainingCommand", "training"]
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""All arguments are left to the parser of TRL's script, `--help` included."""
+"""Settings of click that leave all arguments, `--help` included, to the parser of TRL's script."""
 
 
 class TrainingCommand(TyperCommand):
-    """A command that takes the fields of a configuration as flags."""
+    """A command whose flags are the fields of a configuration."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         actions = make_parser(str(self.name))._actions
@@ -30,12 +33,13 @@ class TrainingCommand(TyperCommand):
         return [
             SimpleNamespace(type="plain", value=flag, help=text.split(". ")[0])
             for flag, text in flags
-            if flag.startswith(incomplete) and "-" not in flag[2:]  # each is there with underscores and with hyphens
+            if flag.startswith(incomplete)
+            and "-" not in flag[2:]  # each flag exists with underscores and with hyphens
         ]
 
 
 def training(method: str) -> Callable[[typer.Context], None]:
-    """The command that trains with one of [`METHODS`]."""
+    """Make the command of one of [`METHODS`]."""
 
     def train(ctx: typer.Context) -> None:
         from accelerate.commands.launch import launch_command
@@ -44,7 +48,7 @@ def training(method: str) -> Callable[[typer.Context], None]:
         _, launch = parse(method, ctx.args)
         try:
             launch_command(launch)
-        except (CalledProcessError, ChildFailedError) as error:  # the processes have said why
+        except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
             raise typer.Exit(_exit_code(error)) from error
 
     train.__doc__ = (
@@ -53,8 +57,8 @@ def training(method: str) -> Callable[[typer.Context], None]:
     return train
 
 
-def _exit_code(error: Any) -> int:
-    """That of a process that explained a mistake, else 1."""
+def _exit_code(error: CalledProcessError | ChildFailedError) -> int:
+    """[`MISTAKE`] if a process explained a mistake of the user, else 1."""
     failures = getattr(error, "failures", {})
     codes = [failure.exitcode for failure in failures.values()] or [getattr(error, "returncode", 1)]
     return MISTAKE if MISTAKE in codes else 1

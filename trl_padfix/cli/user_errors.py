@@ -1,8 +1,8 @@
 """
-Errors that a user can mend, as messages with exit code 2; all others are bugs of this package, with their traceback.
+Print errors that a user can fix as messages, with exit code 2; all others are bugs of this package, with traceback.
 
-[`UserErrorGroup`] is the group that all commands belong to, and [`explain_errors`] does the same for a process of a
-training. `--debug` (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
+[`UserErrorGroup`] is the group of all commands, and [`explain_errors`] does the same in a process of a training.
+`--debug` (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from typer.core import TyperGroup
 from .methods import METHODS
 
 
-__all__ = ["DEBUG", "MISTAKE", "UserErrorGroup", "WholeSummaries", "describe", "explain_errors", "user_errors_of"]
+__all__ = ["DEBUG", "MISTAKE", "UserErrorGroup", "WrappedSummaries", "describe", "explain_errors", "user_errors_of"]
 
 DEBUG = "TRL_PADFIX_DEBUG"
-"""Environment variable that `--debug` sets, so that the processes of a training see it."""
+"""Environment variable that `--debug` sets, because the processes of a training inherit it."""
 
 MISTAKE = 2
-"""Exit code of a mistake of the user, as of a wrong option."""
+"""Exit code of a mistake of the user; click uses the same for a wrong option."""
 
 _READERS = {"datasets", "fsspec", "huggingface_hub", "jinja2", "pyarrow", "safetensors", "tokenizers", "yaml"}
-"""Packages that read what a user names: what they raise is about that."""
+"""Packages that read files of the user: their errors are about these files."""
 
-_WORDED = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers", "trl", "trl_padfix"}
-"""Packages that check what they are given, and raise `ValueError` and the like with a message for their user."""
+_CHECKERS = {"accelerate", "datasets", "huggingface_hub", "peft", "transformers", "trl", "trl_padfix"}
+"""Packages that check their arguments, and raise `ValueError` or the like with a message for the user."""
 
-_OF_THE_SYSTEM = {
+_SYSTEM_ERRORS = {
     errno.EACCES: "no permission. Change the permission, or name another path",
     errno.ENOENT: "there is no such file or folder. Check the path",
     errno.EISDIR: "it is a folder, and a file is needed. Name a file",
@@ -45,8 +45,8 @@ _OF_THE_SYSTEM = {
 }
 
 
-class WholeSummaries(TyperGroup):
-    """Commands whose summaries are wrapped in `--help`, where click would cut them."""
+class WrappedSummaries(TyperGroup):
+    """A group that wraps the summaries of its commands in `--help`, where click would cut them."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -56,11 +56,11 @@ class WholeSummaries(TyperGroup):
             )
 
 
-class UserErrorGroup(WholeSummaries):
-    """The commands, with the errors that they do not explain themselves explained in one place."""
+class UserErrorGroup(WrappedSummaries):
+    """The group of all commands, which explains the errors that a command does not explain itself."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if "--debug" in args[1:] and args[0] not in METHODS:  # there TRL has a field of this name
+        if "--debug" in args[1:] and args[0] not in METHODS:  # trainings have a field `debug` of TRL
             os.environ[DEBUG] = "1"
             args = [arg for arg in args if arg != "--debug"]
         return super().resolve_command(ctx, args)
@@ -78,14 +78,19 @@ class UserErrorGroup(WholeSummaries):
 @contextmanager
 def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
     """
-    End the process with a message and exit code 2 for a mistake of the user. An error that is none goes on, after a
-    line that asks to report it. `command` is what the message begins with, or says it.
+    End the process with a message and exit code 2 after a mistake of the user in the block.
+
+    Any other error is raised again, after a line that asks the user to report it.
+
+    Args:
+        command (`str` or `Callable[[], str]`):
+            The beginning of the message, or a function that returns it, called when the error is there.
     """
     from typer.exceptions import TyperException
 
     try:
         yield
-    except (TyperException, typer.Exit, typer.Abort, BrokenPipeError):  # of the last, `| head`, nothing is said
+    except (TyperException, typer.Exit, typer.Abort, BrokenPipeError):  # the last one: `| head` has closed the pipe
         raise
     except Exception as error:
         message = describe(error)
@@ -105,7 +110,7 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def user_errors_of(option: str) -> Iterator[None]:
-    """Mistakes in the block, by [`describe`], as usage errors of an option."""
+    """Turn mistakes of the user in the block (see [`describe`]) into usage errors of an option."""
     try:
         yield
     except Exception as error:
@@ -117,10 +122,10 @@ def user_errors_of(option: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str | None:
     """
-    What an error says to the user who made a mistake, or `None` if it looks like a bug of this package.
+    The message for a user who made a mistake, or `None` if the error looks like a bug of this package.
 
-    It is a mistake of the user if the system refused a path, if a package that reads files raised it, or if it is an
-    error with a message that was raised on purpose by code that checks what it is given.
+    It is a mistake of the user in three cases: the system refused a path; a package that reads files raised the error;
+    or code that checks its arguments raised it on purpose, with a message.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
@@ -136,7 +141,7 @@ def describe(error: BaseException) -> str | None:
         return f"{why}."
     if isinstance(error, OSError) and error.errno is not None:
         path = "" if error.filename is None else f"{str(error.filename)!r}: "
-        return f"{path}{_OF_THE_SYSTEM.get(error.errno) or error.strerror or error}."
+        return f"{path}{_SYSTEM_ERRORS.get(error.errno) or error.strerror or error}."
     if isinstance(error, (UnreadableError, PaddingRemovalError)):
         return str(error)
     package, defined_in = package_of(error), type(error).__module__.split(".")[0]
@@ -146,12 +151,12 @@ def describe(error: BaseException) -> str | None:
     if package in _READERS and not isinstance(error, bugs):
         return reason(error)
     worded = (ImportError, NotImplementedError, ValueError, *((TypeError,) if package == "trl_padfix" else ()))
-    if package in _WORDED and isinstance(error, worded) and defined_in == "builtins" and _on_purpose(error):
+    if package in _CHECKERS and isinstance(error, worded) and defined_in == "builtins" and _on_purpose(error):
         return str(error).strip() or None
     return None
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Whether an error comes from a `raise`, not from an operation that failed."""
+    """Whether an error comes from a `raise` statement instead of a failed operation."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and (frames[-1].line or "").startswith("raise")

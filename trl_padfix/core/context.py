@@ -1,32 +1,48 @@
 """
-What is running in this thread, in one context variable.
+The calls that run in this thread, in one context variable.
 
-Calls of several threads, and calls within calls, do not see each other's. Every field is read and set through here.
+Threads have contexts of their own, and so have nested calls. Every field is read with [`context`] and set with
+[`within`] or [`set_until_reset`].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 
-__all__ = ["Context", "context", "outside_calls", "set_until_reset", "within"]
+if TYPE_CHECKING:
+    from .call.batch_metadata import KnownBatches
+    from .call.calls import ModelCall, PackedCall, RowsCall
+    from .call.layers import LayerCall
+    from .model.patching import Attachment
+
+
+__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
+
+
+class ForwardRunner(Protocol):
+    """Computes the forwards of models within a step: each as one micro-batch, or in sub-batches."""
+
+    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """The output of `forward`, that of `model`, for the keyword arguments `call` with padded ids and a mask."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is running, where something is."""
+    """The running calls, and the settings that hold for them. A field is `None` while no such call runs."""
 
-    model: Any = None  # [`ModelCall`]: the call of an attached model
-    packed: Any = None  # [`PackedCall`]: the packed forward of a decoder
-    rows: Any = None  # [`RowsCall`]: the forward of a decoder over rows
-    layer: Any = None  # [`LayerCall`]: the call of a layer within a packed forward
-    step: Any = None  # [`Step`]: the step of training or evaluation
-    disabled: frozenset[Any] = frozenset()  # attachments that are switched off
-    attention: str | None = None  # what padded forwards compute with, if not with what their config names
+    model: ModelCall | None = None  # call of a model that padding is removed from
+    packed: PackedCall | None = None  # packed forward of its decoder
+    rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
+    layer: LayerCall | None = None  # call of a layer within a packed forward
+    known_batches: KnownBatches | None = None  # metadata for the batches of a training or evaluation step
+    runner: ForwardRunner | None = None  # computes forwards of models in parts
+    disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
+    attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
 
 _NOTHING = Context()
@@ -34,13 +50,13 @@ _context: ContextVar[Context] = ContextVar("trl_padfix", default=_NOTHING)
 
 
 def context() -> Context:
-    """What is running."""
+    """The context of this thread."""
     return _context.get()
 
 
 @contextmanager
 def within(**fields: Any) -> Iterator[None]:
-    """Fields of the [`Context`] have other values until the block ends."""
+    """Set fields of the [`Context`] until the block ends."""
     token = _context.set(replace(_context.get(), **fields))
     try:
         yield
@@ -49,10 +65,12 @@ def within(**fields: Any) -> Iterator[None]:
 
 
 def set_until_reset(**fields: Any) -> None:
-    """Fields of the [`Context`] have other values until the innermost [`within`] that is running ends."""
+    """Set fields of the [`Context`] until the innermost running [`within`] ends. Call it inside of one only."""
+    # No token is kept: the `within` of a patch further out restores the value when its module returns. Outside of any
+    # `within` nothing would restore it, and the fields would leak into later calls of the thread.
     _context.set(replace(_context.get(), **fields))
 
 
-def outside_calls() -> Any:
-    """A block that runs as if no model, decoder or layer were being called."""
+def outside_calls() -> AbstractContextManager[None]:
+    """A block without a running model, decoder or rows call: forwards in it are calls of their own."""
     return within(model=None, packed=None, rows=None)

@@ -1,4 +1,4 @@
-"""Generation from batches of any padding side."""
+"""Generation from batches of either padding side."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .model.find import find_decoder, find_pretrained
 from .model.positions import position_embeddings, takes_positions
@@ -22,7 +23,7 @@ def left_align(
     input_ids: torch.Tensor, attention_mask: torch.Tensor, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """
-    Move the padding of a batch to the left, and drop the columns that hold nothing else.
+    Move the padding of a batch to the left, and drop columns that hold only padding.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`):
@@ -30,14 +31,14 @@ def left_align(
         attention_mask (`torch.Tensor` of shape `(B, L)`):
             1 for real tokens, 0 for padding, anywhere: left, right, both ends, holes.
         *tensors (`torch.Tensor` of shape `(B, L, ...)`):
-            More values of each token, such as `mm_token_type_ids`.
+            Further values for each token, such as `mm_token_type_ids`.
 
     Returns:
-        `tuple[torch.Tensor, ...]`: the arguments, in their order, with the real tokens of each row in their order at
-        its right end. Their second dimension is the length of the longest row.
+        `tuple[torch.Tensor, ...]`: the arguments in their order, each `(B, l, ...)` for a longest row of `l` tokens.
+        The real tokens of each row are at its right end, in their order.
 
     Raises:
-        ValueError: If the mask holds other values than 0 and 1, or shapes disagree.
+        ValueError: If the mask holds other values than 0 and 1, or if shapes disagree.
 
     Example:
 
@@ -53,51 +54,53 @@ def left_align(
 
     ```
     """
-    given = (input_ids, attention_mask, *tensors)
-    for tensor in given:
+    all_tensors = (input_ids, attention_mask, *tensors)
+    for tensor in all_tensors:
         if attention_mask.dim() != 2 or tensor.shape[:2] != attention_mask.shape:
             raise ValueError(
                 f"The attention mask has shape {tuple(attention_mask.shape)} and the values to align have shapes "
-                f"{[tuple(t.shape) for t in given if t is not attention_mask]}. All must begin with the same `(B, L)`."
+                f"{[tuple(t.shape) for t in all_tensors if t is not attention_mask]}. All must begin with the same "
+                "`(B, L)`."
             )
     if ((attention_mask != 0) & (attention_mask != 1)).any():
         raise ValueError(
             f"The attention mask holds {attention_mask.unique()[:5].tolist()}; aligning needs 1 for real tokens and 0 "
             "for padding. Additive and weighted masks do not say what is padding."
         )
+    # A stable sort of 0 and 1 moves padding to the front and keeps the order of the real tokens.
     order = attention_mask.long().argsort(dim=1, stable=True)
     columns = order[:, order.shape[1] - int(attention_mask.sum(1).max()) :]
     rows = torch.arange(columns.shape[0], device=columns.device)[:, None]
-    return tuple(tensor[rows, columns] for tensor in given)
+    return tuple(tensor[rows, columns] for tensor in all_tensors)
 
 
 def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     """
-    `model.generate`, for a batch of any padding side.
+    `model.generate` for a batch of either padding side: every prompt is continued as it would be alone.
 
-    It appends tokens to the right of every row, so the rows have to end together: padding belongs on the left. Every
-    prompt is continued as it would be alone: the batch is left-aligned first, with all its values for each
-    token; its images stay as they are. The model generates in evaluation mode and is then as it was, after
-    an exception too. Padding removal that is attached stays attached.
+    `model.generate` appends tokens to the right of every row, so padding must be on the left. The batch is left-
+    aligned first ([`left_align`]), with all its values for each token; images stay unchanged. The model generates in
+    evaluation mode. Afterwards, also after an exception, each module is in its earlier mode. Attached padding removal
+    stays attached.
 
     Args:
         model (`torch.nn.Module`):
-            A [`~transformers.PreTrainedModel`] that generates, or one within PEFT, DDP or a compiled module. The batch
-            of an encoder-decoder is passed on as it is.
+            A [`~transformers.PreTrainedModel`] that generates, or one within PEFT, DDP or a compiled module. For an
+            encoder-decoder the batch is passed on unchanged.
         inputs (`Mapping`):
-            What a tokenizer, processor or collator made: `input_ids` of shape `(B, L)`, `attention_mask`, and what
-            else the model takes.
+            Output of a tokenizer, processor or collator: `input_ids` of shape `(B, L)`, `attention_mask`, and further
+            arguments of the model.
         **kwargs:
             As [`~transformers.GenerationMixin.generate`].
 
     Returns:
-        What `model.generate` returns. The new tokens begin at column `L`, the length that the prompts had in `inputs`.
+        The output of `model.generate`. The new tokens begin at column `L`, the length of the prompts in `inputs`.
 
     Raises:
         TypeError: If the model does not generate.
-        ValueError: If several rows come without an attention mask, if a row is empty, if a cache is passed, and if the
-            longest prompt and the new tokens are more than the positions of the model.
-        NotImplementedError: If the model counts the columns of the batch, and the prompts differ in length.
+        ValueError: If several rows have no attention mask, if a row is empty, if a cache is passed, or if the longest
+            prompt and the new tokens need more positions than the model has.
+        NotImplementedError: If the model numbers columns, padding included, and the prompts differ in length.
 
     Example:
 
@@ -130,45 +133,47 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
         if model.config.is_encoder_decoder or call.get(main) is None:
             return model.generate(**call)
-        given = call[main].shape[1]
+        columns = call[main].shape[1]
         call |= _aligned(call, main)
         lengths = call["attention_mask"].sum(1)
         check_budget(model, int(lengths.max()), **kwargs)
         if int(lengths.min()) < int(lengths.max()):
             _refuse_counted_columns(model)
         if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
-            # For a balancing loss that is not wanted here, and that fails where a cache leaves one token of a row.
+            # Router logits are for the load-balancing loss. It is not needed here, and fails with a cache: the mask is
+            # longer than the one token of each row.
             call.setdefault("output_router_logits", False)
         output = model.generate(**call)
-    removed = given - call[main].shape[1]
+    removed = columns - call[main].shape[1]
     return output if removed == 0 or main != "input_ids" else _with_columns(output, removed, call, model)
 
 
 def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
-    """The arguments of a call that hold a value for each token, left-aligned."""
+    """The arguments of a call with a value for each token, left-aligned; `main` is the name of ids or embeddings."""
     ids, mask = call[main], call.get("attention_mask")
     if mask is None and ids.shape[0] > 1:
         raise ValueError(
-            f"A batch of {ids.shape[0]} prompts came without `attention_mask`, so padding cannot be told. Pass the "
-            "mask that the tokenizer made, or ones where the prompts are equally long."
+            f"A batch of {ids.shape[0]} prompts has no `attention_mask`, so its padding is unknown. Pass the mask "
+            "of the tokenizer, or ones if the prompts are equally long."
         )
     if call.get("past_key_values") is not None:
         raise ValueError(
-            "The call carries `past_key_values`, a cache of columns as they stood when it was made: the batch cannot "
-            "be aligned any more. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
+            "The call carries `past_key_values`, a cache for the columns of an earlier batch: this batch cannot be "
+            "aligned any more. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
         )
     mask = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device) if mask is None else mask
     empty = (mask.sum(1) == 0).nonzero().flatten().tolist() if mask.dim() == 2 else []
     if empty:
         raise ValueError(f"Prompts {empty} of the batch hold no real token: there is nothing to continue. Drop them.")
-    given = {main: ids, "attention_mask": mask} | {
+    # Ids and mask come first, as in the signature of `left_align`; the union keeps their places.
+    tensors = {main: ids, "attention_mask": mask} | {
         n: v for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]
     }
-    return dict(zip(given, left_align(*given.values()), strict=True))
+    return dict(zip(tensors, left_align(*tensors.values()), strict=True))
 
 
-def _with_columns(output: Any, count: int, call: dict[str, Any], model: Any) -> Any:
-    """Sequences with the columns of padding back that aligning removed, so that callers find the new tokens."""
+def _with_columns(output: Any, count: int, call: dict[str, Any], model: PreTrainedModel) -> Any:
+    """Sequences with the `count` padding columns that aligning removed: callers cut off the prompts at column `L`."""
     pad = next((p for p in (call.get("pad_token_id"), model.generation_config.pad_token_id) if p is not None), 0)
     if isinstance(output, torch.Tensor):
         return nn.functional.pad(output, (count, 0), value=pad)
@@ -176,26 +181,28 @@ def _with_columns(output: Any, count: int, call: dict[str, Any], model: Any) -> 
     return output
 
 
-def _refuse_counted_columns(model: Any) -> None:
-    """Refuse prompts of several lengths where padding before a prompt moves its tokens."""
+def _refuse_counted_columns(model: nn.Module) -> None:
+    """Refuse prompts of several lengths if padding before a prompt changes the positions of its tokens."""
     decoder = find_decoder(find_pretrained(model))
     inner = [module for module in decoder.modules() if module is not decoder]
     arguments = [inspect.signature(module.forward).parameters for module in inner]
-    # Without positions, order is in a bias of distances (ALiBi) or in a recurrence; both must skip what is masked.
-    ordered = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
+    # Without positions the order of tokens is in a bias of distances (ALiBi) or in a recurrence. Both need the mask to
+    # skip padding.
+    has_order = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
     takes_mask = "attention_mask" in inspect.signature(decoder.forward).parameters
-    sees_mask = ordered and takes_mask and any("attention_mask" in a for a in arguments)
-    counts = position_embeddings(decoder) or not (takes_positions(decoder) or sees_mask)
-    if counts or any(hasattr(module, "compressor") for module in inner):
+    skips_padding = has_order and takes_mask and any("attention_mask" in a for a in arguments)
+    counts_columns = position_embeddings(decoder) or not (takes_positions(decoder) or skips_padding)
+    # A compressor merges keys of adjacent columns, padding among them.
+    if counts_columns or any(hasattr(module, "compressor") for module in inner):
         raise NotImplementedError(
             f"{type(decoder).__name__} counts the columns of the batch, padding included, so a prompt with padding "
-            "before it is not continued as it would be alone. Generate from prompts of one length at a time, or from "
+            "before it would not be continued as it is alone. Generate from prompts of one length at a time, or from "
             "one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
         )
 
 
 def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
-    """Raise a `ValueError` if a prompt of `longest` tokens and the new ones are more than the positions of a model."""
+    """Raise a `ValueError` if a prompt of `longest` tokens and the new ones need more positions than a model has."""
     limit = _positions(model.config.get_text_config(decoder=True))
     config = kwargs.get("generation_config") or model.generation_config
     new = kwargs.get("max_new_tokens", config.max_new_tokens)
@@ -203,18 +210,18 @@ def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
     if limit is not None and total > limit:
         raise ValueError(
             f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} together, "
-            f"and {type(model).__name__} has {limit} positions; what lies beyond it has not seen, or cannot number. "
+            f"and {type(model).__name__} has {limit} positions. Later ones are untrained, or do not exist. "
             f"Generate at most {max(limit - longest, 0)} new tokens, or shorten the prompts."
         )
 
 
-def _positions(config: Any) -> int | None:
-    """Positions that a model was made for; those that its rotary embedding is stretched to, where it is."""
+def _positions(config: PretrainedConfig) -> int | None:
+    """Largest number of positions of a model, after scaling of its rotary embedding; `None` if there is no limit."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or limit < 1:  # XLNet has -1 of them
         return None
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for kind in (rope, *rope.values()):  # newer models have one for each type of layer
+    for kind in (rope, *rope.values()):  # newer models have one dict per type of layer
         if isinstance(kind, dict) and (kind.get("factor") or 1) > 1:
             original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
             limit = max(limit, int(original * kind["factor"]))
@@ -223,7 +230,8 @@ def _positions(config: Any) -> int | None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode until the block ends; then each module is in the mode that it was in."""
+    """Evaluation mode until the block ends; then each module returns to its earlier mode."""
+    # Per module: `model.train()` would also switch modules that the user keeps in evaluation mode.
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

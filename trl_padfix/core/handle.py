@@ -1,15 +1,16 @@
-"""The handle of padding removal, which counts tokens; what one forward has to remember is in `calls.py`."""
+"""The handle of padding removal: its parts, its settings and its token counts. State of one call is in `calls.py`."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
@@ -26,20 +27,23 @@ from .parallel.layout import ContextParallelConfig, ContextParallelLayout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .anatomy import Anatomy
+    from .mixers.mixers import Mixers
+
 __all__ = ["PaddingRemoval", "PaddingStats"]
 
 
 @dataclass
 class PaddingStats:
     """
-    Tokens of the forwards that went through the decoder packed, summed since attachment or [`PaddingStats.reset`].
+    Token counts of the packed forwards, summed since attachment or the last [`PaddingStats.reset`].
 
     Attributes:
-        padded_tokens (`int`): What the padded computation would have put through the decoder.
+        padded_tokens (`int`): Tokens that the decoder would have computed padded, `B * L` per forward.
         real_tokens (`int`): Tokens that are not padding.
-        packed_tokens (`int`): What was put through the decoder.
-        forwards (`int`): How many forwards there were.
-        shared_forwards (`int`): How many of them computed a prefix once for several rows.
+        packed_tokens (`int`): Tokens that the decoder computed.
+        forwards (`int`): Number of packed forwards.
+        shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
 
     Example:
 
@@ -61,55 +65,58 @@ class PaddingStats:
 
     @property
     def pad_fraction(self) -> float:
-        """Share of the padded batch that is padding."""
+        """Fraction of the padded tokens that is padding."""
         return 1 - self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
     def shared_fraction(self) -> float:
-        """Share of the real tokens that were computed once for several rows."""
+        """Fraction of the real tokens that needed no computation, because another row has the same prefix."""
         return 1 - self.packed_tokens / self.real_tokens if self.real_tokens else 0.0
 
     def add(self, layout: Layout) -> None:
-        """Count a forward."""
+        """Count one forward with this layout."""
         computed = layout.computed_tokens
         with _counting:
             self.packed_tokens += computed
             if isinstance(layout, PrefixedLayout) and layout.is_prefix:
-                return  # its batch is that of a piece, which counts
+                return  # a prefix forward: its rows are counted by the micro-batches that read the prefix
             self.padded_tokens += layout.padded_tokens
             self.real_tokens += layout.real_tokens
             self.forwards += 1
             self.shared_forwards += computed < layout.real_tokens
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
         self.padded_tokens = self.real_tokens = self.packed_tokens = self.forwards = self.shared_forwards = 0
 
 
 _counting = threading.Lock()
+"""Threads may share a model, and `+=` on an attribute is not atomic."""
 
 
 class PaddingRemoval(Attachment):
     """
-    Handle of an attachment made by [`remove_padding`]; a context manager that detaches at its end.
+    Handle that [`remove_padding`] returns; a context manager that detaches at its end.
 
     Attributes:
         decoder (`torch.nn.Module`):
             The decoder that packs its calls.
         multimodal (`torch.nn.Module`, *optional*):
-            The module around it that makes its inputs from more than text.
+            The module around the decoder that turns images and other inputs into embeddings.
+        anatomy ([`Anatomy`]):
+            All parts of the model that padding removal works on.
+        mixers ([`Mixers`]):
+            The modules of the decoder that mix tokens, each with its mode.
         prefix_sharing (`bool` or `"auto"`):
-            Whether repeated prefixes are computed once.
+            Whether a prefix that several rows have in common is computed once.
         pool_last_token (`bool`):
-            Whether a sequence classifier scores the last token of the mask, instead of the one that it looks for.
+            Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
         packs_padded (`bool`):
-            Whether padded calls are packed; rows that arrive packed are kept apart either way.
-        split ([`ContextParallelConfig`], *optional*):
-            Between which processes packed rows are split; see [`split_rows`].
+            Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
+        context_parallel ([`ContextParallelConfig`], *optional*):
+            The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
-        mixers ([`Mixers`]):
-            The modules of the decoder that mix tokens, and how each of them runs.
 
     Example:
 
@@ -131,44 +138,77 @@ class PaddingRemoval(Attachment):
     ```
     """
 
-    mixers: Any = None
-
-    def __init__(
-        self,
-        decoder: nn.Module,
-        multimodal: nn.Module | None = None,
-        *,
-        prefix_sharing: PrefixSharing = False,
-        pool_last_token: bool = False,
-    ):
+    def __init__(self, anatomy: Anatomy, *, prefix_sharing: PrefixSharing = False, pool_last_token: bool = False):
         super().__init__()
-        self.decoder: Any = decoder
-        self.multimodal: Any = multimodal
+        self.anatomy = anatomy
+        self.decoder, self.multimodal = anatomy.decoder, anatomy.multimodal
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.packs_padded = True
-        # Mamba's decoder is given the positions of a call, and does not look at them.
-        self.takes_positions = takes_positions(decoder) or takes_any_argument(decoder)
-        self.split: ContextParallelConfig | None = None
+        # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
+        self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
+        self.context_parallel: ContextParallelConfig | None = None
         self.stats = PaddingStats()
 
+    @property
+    def mixers(self) -> Mixers:
+        return self.anatomy.mixers
+
+    @property
+    def split(self) -> ContextParallelConfig | None:
+        """Deprecated name of `context_parallel`."""
+        warnings.warn(
+            "`PaddingRemoval.split` is called `context_parallel` now; the old name goes with the next minor release.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.context_parallel
+
+    def leave_padded_calls(self) -> None:
+        """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
+        self.packs_padded = False
+
+    def set_context_parallel(self, config: ContextParallelConfig | None) -> None:
+        """Let the processes of `config` compute each packed row together; `None`: each process computes whole rows."""
+        self.context_parallel = config
+
+    @contextmanager
+    def without_context_parallel(self) -> Iterator[None]:
+        """Compute whole packed rows on each process until the block ends."""
+        config, self.context_parallel = self.context_parallel, None
+        try:
+            yield
+        finally:
+            self.context_parallel = config
+
+    @contextmanager
+    def separate_stats(self) -> Iterator[PaddingStats]:
+        """Count the forwards of a block apart from those of the user; yields the counts of the block."""
+        stats, self.stats = self.stats, PaddingStats()
+        try:
+            yield self.stats
+        finally:
+            self.stats = stats
+
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
+        # transformers searches `position_ids` for packed sequences, which waits for the device: not needed for ours.
         spare_packed_search(self, _are_packed)
         return super().attach(patches)
 
     def remove(self) -> None:
         """
-        Detach: the model computes as it did before. Removing twice does no harm.
+        Detach: the model computes as before attachment. Removing twice does no harm.
 
-        Where gradient checkpointing has yet to recompute a packed forward, the attention modules stay able to do so,
-        and are restored when its graph is gone.
+        If gradient checkpointing still has to recompute a packed forward, the patches that this needs stay until the
+        graph of that forward is freed.
         """
         super().remove()
         if not self._patches:
             resume_packed_search(self)
 
     def remember(self, call: PackedCall) -> None:
-        """Keep track of a packed forward for as long as it can be recomputed."""
+        """Record a packed forward for as long as gradient checkpointing can recompute it."""
+        # The graph of the forward holds `call` in the arguments of its checkpoints: it is freed together with them.
         self._recomputable.add(id(call))
         weakref.finalize(call, self._forget, id(call)).atexit = False
 
@@ -178,22 +218,29 @@ class PaddingRemoval(Attachment):
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_recomputable": set()}  # a copy of the model has no graph
+        return vars(self) | {"_recomputable": set()}  # a copy of the model has no graph to recompute
 
     def layout_of(
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
     ) -> Layout | None:
-        """The layout of a decoder call, or `None` if the call is to go through as it is; see [`layout_of`]."""
+        """The layout of a decoder call; `None` if the call must run unchanged. See [`layout_of`]."""
         return layout_of(call, self, model_call, prepared)
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
-        """How a packed row is cut; `None` where every process computes all of it, one with fewer tokens than these."""
-        if self.split is None or layout is None or layout.packed_tokens < self.split.group.size:
+        """
+        The tokens of a packed row that each process computes; `None` if each process computes the whole row.
+
+        A row with fewer tokens than there are processes is computed whole: a process without tokens would have nothing
+        to exchange.
+        """
+        config = self.context_parallel
+        if config is None or layout is None or layout.packed_tokens < config.group.size:
             return None
-        return ContextParallelLayout(layout, self.split.group, self.split.attention)
+        return ContextParallelLayout(layout, config.group, config.attention)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:
-    """Whether `position_ids` are those of the packed forward that is running, or of a forward over its rows."""
+    """Whether `position_ids` belong to the running packed forward or, with `or_rows`, to its dry run over rows."""
     call = packed_call() or (rows_call() if or_rows else None)
+    # By address: the decoder passes on a view of the tensor. Comparing values would wait for the device.
     return call is not None and position_ids.data_ptr() == call.position_ids.data_ptr()

@@ -1,7 +1,8 @@
 """
-What is refused, and why.
+Why a model, a batch or a setting cannot be packed with exact results.
 
-Rules are about what a layer does, not about names of models. What no rule knows is caught by the parity check.
+The rules read the code of a layer; they do not look at names of models. The parity check covers cases that no rule
+foresees. A function `*_obstacle` returns the reason, or `None` if there is none.
 """
 
 from __future__ import annotations
@@ -13,76 +14,78 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
-from .attention.attention import refuse_implementation
+from .anatomy import Anatomy
+from .attention.attention import implementation_obstacle
 from .call.layers import takes_any_argument
 from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
-from .mixers.row_buckets import needs_whole_rows
-from .model.find import find_multimodal
-from .model.positions import position_embeddings
 from .model.sharded import gathers_in_parts
 
 
-__all__ = ["refusal", "refuse_batch", "refuse_devices", "refuse_sharing"]
+__all__ = ["batch_obstacle", "device_obstacle", "prefix_sharing_obstacle", "refusal"]
 
 logger = logging.getLogger(__name__)
 
-TOKENS = 4
-"""Tokens of the rows by which a decoder is tried."""
+PROBE_TOKENS = 4
+"""Tokens of the two rows on which a decoder is probed: few, so that the forward costs next to nothing."""
+
+ROUNDING_STEPS = 64
+"""Changes up to this many machine epsilons are rounding: another last token may change the order of a sum."""
+
+LARGEST_ROUNDING = 0.02
+"""Limit of the above: 64 epsilons of bfloat16 are 0.5, and would hide a real dependency on the last token."""
 
 
-def refusal(
-    wrapper: nn.Module, model: PreTrainedModel, decoder: nn.Module, mixers: Mixers | None = None
-) -> str | None:
-    """
-    Why a decoder cannot be packed with exact results: the layer or setting, and the reason; `None` if it can.
-
-    `wrapper` is what the user attached to: `model` itself, or a PEFT or other wrapper around it.
-    """
+def refusal(anatomy: Anatomy) -> str | None:
+    """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
+    model, decoder = anatomy.pretrained, anatomy.decoder
     config = getattr(decoder, "config", model.config)
-    for peft_config in _peft_configs(wrapper):
-        if reason := _not_by_token(peft_config):
+    for peft_config in anatomy.peft_configs:
+        if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
-    for table in position_embeddings(decoder):
+    for table in anatomy.position_tables:
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
-    if needs_whole_rows(decoder):
+    if anatomy.whole_rows:
         return None
-    mixers = mixers or Mixers.of(decoder)
+    mixers = anatomy.mixers
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        place = inspect.signature(inspect.unwrap(type(mixer.module).forward)).parameters.get("cache_position")
-        if mixer.how != PACKED and place is not None and place.default is inspect.Parameter.empty:
+        cache_position = inspect.signature(inspect.unwrap(type(mixer.module).forward)).parameters.get("cache_position")
+        is_required = cache_position is not None and cache_position.default is inspect.Parameter.empty
+        if mixer.mode != PACKED and is_required:
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
-                "rows that are computed together do not have; newer versions of transformers may have mended that"
+                "rows that are computed together do not have; newer versions of transformers may have fixed that"
             )
-    if not _is_given_masks(model, decoder) and (seen := _why_not_causal(decoder, config, mixers)):
-        return f"{seen}{_setting(decoder, config)}, and a packed batch is attended causally"
-    return refuse_implementation(str(config._attn_implementation))
+    # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
+    if not _gets_masks(anatomy) and (evidence := _why_not_causal(decoder, config, mixers)):
+        return f"{evidence}{_setting(decoder, config)}, and a packed batch is attended causally"
+    return implementation_obstacle(str(config._attn_implementation))
 
 
-def _why_not_causal(decoder: nn.Module, config: Any, mixers: Mixers) -> str | None:
-    """What shows that tokens of a decoder see later ones; `None` if they do not."""
+def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers) -> str | None:
+    """Evidence that tokens of a decoder attend to later ones; `None` if there is none."""
     for mixer in mixers.mixers:
-        parts = (m for m in mixer.module.modules() if not getattr(m, "is_cross_attention", False))
-        if not all(getattr(m, "is_causal", True) for m in parts):
-            what = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
-            return f"{what} attends in both directions or to another sequence"
+        # Cross-attention is not causal by nature; it does not run in a decoder without an encoder.
+        modules = (m for m in mixer.module.modules() if not getattr(m, "is_cross_attention", False))
+        if not all(getattr(m, "is_causal", True) for m in modules):
+            layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
+            return f"{layer} attends in both directions or to another sequence"
     names = inspect.unwrap(type(decoder).forward).__code__.co_names
-    asked = getattr(config, "use_bidirectional_attention", None)
-    # "vision": image tokens see each other; a call with images brings a mask that says so.
-    set_so = asked not in (None, False, "vision") or getattr(config, "causal", True) is False
-    if set_so or ("is_decoder" in names and not getattr(config, "is_decoder", True)):
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
+    is_set = bidirectional not in (None, False, "vision") or getattr(config, "causal", True) is False
+    if is_set or ("is_decoder" in names and not getattr(config, "is_decoder", True)):
         return "its tokens see later ones"
     if "create_causal_mask" in names and "create_bidirectional_mask" not in names:
-        return None
+        return None  # the code is proof enough: the probe below needs the weights
     if change := change_of_earlier_states(decoder):
         return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"
     return None
@@ -90,79 +93,80 @@ def _why_not_causal(decoder: nn.Module, config: Any, mixers: Mixers) -> str | No
 
 def change_of_earlier_states(decoder: Any) -> float:
     """
-    How much the states of a few tokens change when the token after them is another one, relative to how much its own
-    does: one forward in evaluation mode, with the random state left as it is.
+    Measure how far the states of a few tokens change when the token after them is replaced by another one.
 
-    0 if it is no more than rounding, as in a causal decoder, and where the decoder cannot be run: its weights are not
-    here (on the meta device, offloaded, or in shards of several processes), or it takes more than token ids.
+    Runs one forward in evaluation mode, and leaves the random state as it is. Returns the largest change of a state
+    before the last one, divided by the change of the last state.
+
+    Returns 0 for a change within rounding, as in a causal decoder. Returns 0 as well if the decoder cannot run: its
+    weights are not in this process (on the meta device, offloaded, or sharded), or it takes more than token ids.
     """
-    if not _is_here(decoder):
+    if not _is_whole(decoder):
         return 0.0
     device = next(decoder.parameters()).device
     try:
-        rows = decoder.get_input_embeddings().weight.shape[0]
-        ids = (rows // 2 + torch.arange(TOKENS, device=device).repeat(2, 1)) % rows
-        ids[1, -1] = (ids[0, -1] + 1) % rows
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+        vocabulary = decoder.get_input_embeddings().weight.shape[0]
+        # From the middle of the vocabulary: special tokens, one of them padding, have ids at its ends.
+        ids = (vocabulary // 2 + torch.arange(PROBE_TOKENS, device=device).repeat(2, 1)) % vocabulary
+        ids[1, -1] = (ids[0, -1] + 1) % vocabulary
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
         parameters = inspect.signature(decoder.forward).parameters
         if not takes_any_argument(decoder):
-            given = {k: v for k, v in given.items() if k in parameters}
-        if "is_decoder" in parameters:  # BLIP's, whose model says so in every call
-            given["is_decoder"] = decoder.config.is_decoder
+            arguments = {k: v for k, v in arguments.items() if k in parameters}
+        if "is_decoder" in parameters:  # BLIP passes it in every call of its text model
+            arguments["is_decoder"] = decoder.config.is_decoder
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), evaluating(decoder), torch.random.fork_rng(devices):
-            states = decoder(**given)[0]
+            states = decoder(**arguments)[0]
     except Exception as error:
-        logger.info(f"Whether {type(decoder).__name__} is causal was not tried ({type(error).__name__}: {error}).")
+        logger.info(f"Whether {type(decoder).__name__} is causal was not probed ({type(error).__name__}: {error}).")
         return 0.0
     if states.shape[:2] != ids.shape:
         return 0.0
     change = (states[0] - states[1]).abs().float().flatten(1).amax(1)
     relative = (change[:-1].max() / change[-1]).item()
-    # What is masked has no weight at all, so causal decoders change by nothing, or by the order of some sum.
-    return relative if relative > min(64 * torch.finfo(states.dtype).eps, 0.02) else 0.0
+    # A masked key has exactly zero weight, so states of a causal decoder change by at most the order of some sum.
+    return relative if relative > min(ROUNDING_STEPS * torch.finfo(states.dtype).eps, LARGEST_ROUNDING) else 0.0
 
 
-def _is_here(decoder: nn.Module) -> bool:
-    """Whether all weights of a decoder are whole and on one device of this process."""
+def _is_whole(decoder: nn.Module) -> bool:
+    """Whether all weights of a decoder are unsharded and on one device of this process."""
     parameters = list(decoder.parameters())
-    whole = not any(p.is_meta or isinstance(p, DTensor) for p in parameters) and not gathers_in_parts(decoder)
-    return whole and len({p.device for p in parameters}) == 1
+    if any(p.is_meta or isinstance(p, DTensor) for p in parameters) or gathers_in_parts(decoder):
+        return False
+    return len({p.device for p in parameters}) == 1
 
 
-def _setting(decoder: nn.Module, config: Any) -> str:
-    """The field of a configuration by which a decoder is not causal, if it has one and looks at it."""
+def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
+    """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
     source = inspect.getsource(inspect.getmodule(type(decoder)) or type(decoder))
     for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
-        own = getattr(config, name, causal)
-        if own not in (causal, None, "vision") and name in source:
-            return f" (`config.{name}={own!r}`; a causal model has {causal!r} there)"
+        value = getattr(config, name, causal)
+        if value not in (causal, None, "vision") and name in source:  # a field that the code never reads is no cause
+            return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""
 
 
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
-"""Kinds of prompt learning that hand a model embeddings and a mask that is as long, virtual tokens included."""
+"""Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
 
 
-def refuse_sharing(wrapper: nn.Module, decoder: nn.Module) -> str | None:
+def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
     """Why prefixes cannot be shared in a model whose padding can be removed; `None` if they can."""
-    if why := needs_whole_rows(decoder):
+    if anatomy.whole_rows:
         return (
-            f"{type(decoder).__name__} {why}, so it is given whole rows and has no tokens that several rows could "
-            "share"
+            f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it is given whole rows and has no tokens that "
+            "several rows could share"
         )
-    given = next((type(config).__name__ for config in _peft_configs(wrapper) if config.is_prompt_learning), None)
-    return given and (
-        f"{given} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
+    names = (type(config).__name__ for config in anatomy.peft_configs if config.is_prompt_learning)
+    name = next(names, None)
+    return name and (
+        f"{name} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
     )
 
 
-def _peft_configs(wrapper: nn.Module) -> list[Any]:
-    return [c for m in wrapper.modules() for c in (getattr(m, "peft_config", None) or {}).values()]
-
-
-def _not_by_token(config: Any) -> str | None:
-    """What an adapter of PEFT looks at beside each token, for which packing would change its numbers, if anything."""
+def _adapter_obstacle(config: Any) -> str | None:
+    """Why packing would change the results of a PEFT adapter that reads more than one token at a time, if it would."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
         return (
@@ -174,14 +178,15 @@ def _not_by_token(config: Any) -> str | None:
     return "weights its experts by the mean over all tokens of a batch, padding included" if kind == "LILY" else None
 
 
-def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | None:
+def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> str | None:
     """
-    Why a batch cannot be packed, with masked tokens between real ones for instance; `None` if it can. `is_given_masks`
-    says whether the decoder is given masks in which tokens of an image see each other.
+    Why a batch cannot be packed, for instance one with masked tokens between real ones; `None` if it can.
+
+    `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
-    others = [mixer for mixer in mixers.mixers if mixer.how != PACKED]
-    on_rows = mixers.that_are(ROWS) + mixers.that_are(WHOLE)
-    if is_given_masks and on_rows:
+    others = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
+    on_rows = mixers.in_mode(ROWS) + mixers.in_mode(WHOLE)
+    if has_prepared_masks and on_rows:
         return (
             f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
             f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
@@ -197,20 +202,21 @@ def refuse_batch(layout: Layout, is_given_masks: bool, mixers: Mixers) -> str | 
     )
 
 
-def _is_given_masks(model: PreTrainedModel, decoder: nn.Module) -> bool:
-    """Whether the module around a decoder makes masks for it, in which what is not causal can be read."""
-    multimodal = find_multimodal(model, decoder)
-    code = inspect.unwrap(type(multimodal).forward).__code__ if multimodal is not None else None
-    return code is not None and "create_causal_mask" in code.co_names
+def _gets_masks(anatomy: Anatomy) -> bool:
+    """Whether the multimodal module makes the masks of the decoder; they show which tokens are not causal."""
+    if anatomy.multimodal is None:
+        return False
+    return "create_causal_mask" in inspect.unwrap(type(anatomy.multimodal).forward).__code__.co_names
 
 
-def refuse_devices(decoder: nn.Module) -> str | None:
-    """Why a decoder whose layers are on several devices cannot be packed, or `None` if they are on one."""
-    found = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")
-    # Where accelerate sends the parts of a decoder while it runs, offloaded weights among them.
-    sent = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in decoder.modules())
-    found |= dict.fromkeys(str(d) for d in sent if d not in (None, "cpu", "disk"))
-    names = list(dict.fromkeys(f"cuda:{name}" if name.isdigit() else name for name in found))
+def device_obstacle(decoder: nn.Module) -> str | None:
+    """Why a decoder whose layers are on several devices cannot be packed; `None` if they are on one."""
+    # A `dict` is an ordered set here: the message lists the devices in the order of the layers.
+    devices = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")
+    # accelerate's hooks move modules while they run, offloaded weights among them, to `execution_device`.
+    targets = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in decoder.modules())
+    devices |= dict.fromkeys(str(d) for d in targets if d not in (None, "cpu", "disk"))
+    names = list(dict.fromkeys(f"cuda:{name}" if name.isdigit() else name for name in devices))
     if len(names) < 2:
         return None
     return (

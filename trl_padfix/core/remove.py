@@ -1,12 +1,12 @@
 """
-`remove_padding`: a model whose decoder computes no padding.
+`remove_padding`: let the decoder of a model compute real tokens only.
 
-The forward of the decoder is wrapped. A padded call is packed at its door and its hidden states are laid back out at
-its exit, so whoever calls the model (a trainer, a loss, a plain loop) sees `(B, L, H)` as before. In rows that arrive
-packed each sequence is attended by itself. Calls with a cache go through untouched.
+The forward of the decoder is wrapped. The wrapper packs the arguments of a padded call into one row of real tokens and
+unpacks its hidden states to `(B, L, H)`, so that trainers and losses see no difference. In a packed batch it keeps the
+sequences apart. Calls with a cache run unchanged.
 
-Within the decoder the layout travels in the keyword arguments of its layers, so gradient checkpointing recomputes each
-layer with the layout of its own forward.
+The layout travels through the decoder in the keyword arguments of its layers. Gradient checkpointing keeps these
+arguments, so it recomputes each layer with the layout of its own forward.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import logging
 from collections.abc import Iterator
 
 from torch import nn
-from transformers import PreTrainedModel
 
+from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
-from .call.layout_of import PrefixSharing
+from .call.layout_of import PrefixSharing, check_prefix_sharing
 from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
-from .mixers.mixers import Mixers
-from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
-from .model.positions import Numbering, length_dependent_ropes, position_embeddings, takes_positions
-from .refusals import refusal, refuse_devices, refuse_sharing
+from .model.positions import Numbering, takes_positions
+from .refusals import device_obstacle, prefix_sharing_obstacle, refusal
 from .towers import MultimodalPatch, TowerPatch, towers
 
 
@@ -42,25 +41,27 @@ def remove_padding(
     """
     Let the decoder of `model` compute real tokens only.
 
-    Every call of the model with a two-dimensional `attention_mask` then runs packed, in training and evaluation, on
-    either padding side, with any attention implementation, and returns what it returned before (but zeros where there
-    is padding, and no cache unless `use_cache=True` asks for one). A call without a mask whose `position_ids` start
-    anew within a row (or with `cu_seq_lens_q`) arrives packed: its sequences are kept apart, with any attention
-    implementation and without a mask of all tokens by all tokens. Generation and calls with a cache are not touched.
-    Nothing is stored in the model's config or checkpoints. What one call has to remember belongs to that call: models
-    may share a config, and threads a model.
+    Every call of the model with an `attention_mask` of shape `(B, L)` then runs packed: in training and evaluation, on
+    either padding side, with any attention implementation. It returns the outputs of the padded call, with zeros at
+    padding, and no cache unless the call sets `use_cache=True`.
+
+    A call without a mask is a packed batch if its `position_ids` restart within a row, or if it has `cu_seq_lens_q`.
+    Its sequences are kept apart with any attention implementation, without a mask of shape `(T, T)`.
+
+    Generation and calls with a cache run unchanged. Nothing is stored in the config or in checkpoints of the model.
+    The state of a call is local to the call: several models may share a config, and several threads a model.
 
     Args:
         model (`torch.nn.Module`):
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
             wrapper.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Whether to compute token prefixes that several rows have in common only once. A batch in which that would
-            cost more than it saves is computed without. With `"auto"` a model or a call that cannot share is not
-            refused: its padding is removed and nothing is shared.
+            Whether to compute a token prefix that several rows have in common only once. In a batch where this would
+            cost more than it saves, nothing is shared. With `"auto"` a model or a call that cannot share prefixes is
+            not refused: its padding is removed, and nothing is shared.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, whatever its id. By
-            default it scores what it scores without padding removal: the last token that is not the pad token.
+            default it scores the same token as without padding removal: the last one that is not the pad token.
 
     Returns:
         [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.
@@ -88,60 +89,57 @@ def remove_padding(
 
     ```
     """
-    if prefix_sharing not in (True, False, "auto"):
-        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
-    pretrained = find_pretrained(model)
-    decoder = find_decoder(pretrained)
-    if attachment_of(pretrained) is not None:
+    check_prefix_sharing(prefix_sharing)
+    anatomy = Anatomy.of(model)
+    decoder = anatomy.decoder
+    if _padding_removal_of(decoder) is not None:
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
             "`trainer.restore_padding()`."
         )
-    mixers = Mixers.of(decoder)
-    reason = refusal(model, pretrained, decoder, mixers) or refuse_devices(decoder)
+    # Before anything is wrapped: a model that is refused is left untouched.
+    reason = refusal(anatomy) or device_obstacle(decoder)
     if reason is not None:
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. Leave it padded: "
             "`padding_free=False` in a trainer's configuration."
         )
-    if prefix_sharing and (why := refuse_sharing(model, decoder)):
+    if prefix_sharing and (why := prefix_sharing_obstacle(anatomy)):
         if prefix_sharing != "auto":
             raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
         logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
-    multimodal = find_multimodal(pretrained, decoder)
-    handle = PaddingRemoval(decoder, multimodal, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
-    handle.mixers = mixers
+    handle = PaddingRemoval(anatomy, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
     register_packed_attention()
-    return handle.attach(_patches(pretrained, handle))
+    return handle.attach(_patches(anatomy, handle))
 
 
-def _patches(model: PreTrainedModel, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
-    """The patches that remove padding from `model`, from its decoder to its head."""
-    decoder, multimodal = handle.decoder, handle.multimodal
+def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
+    """The patches that remove padding from a model, in the order decoder, mixers, vision towers, head."""
+    decoder, multimodal = anatomy.decoder, anatomy.multimodal
+    # The first patch that cannot be put on ends the attachment, and the handle takes off all that were before it.
     yield DecoderPatch(decoder, handle)
-    yield from handle.mixers.patches(handle)
-    yield from (PositionPatch(m, handle) for m in position_embeddings(decoder))
-    yield from (RopePatch(m, handle) for m in length_dependent_ropes(decoder))
+    yield from anatomy.mixers.patches(handle)
+    yield from (PositionPatch(table, handle) for table in anatomy.position_tables)
+    yield from (RopePatch(rope, handle) for rope in anatomy.length_dependent_ropes)
     if multimodal is not None:
-        yield from (TowerPatch(m, handle) for m in towers(multimodal, decoder))
+        yield from (TowerPatch(tower, handle) for tower in towers(multimodal, decoder))
         yield MultimodalPatch(multimodal, handle)
-    # What calls the decoder or, of a multimodal model, the module around it.
-    head = model.get_output_embeddings()
-    if (multimodal or decoder) in model.children() and head is not None:
-        yield LMHeadPatch(model, handle)
-        yield HeadPatch(head, handle)
-    if pools_by_token_id(model):
-        yield PoolingPatch(model, handle)
+    if anatomy.head is not None:
+        # Two patches: the model's forward has the labels, the call of the head has the states.
+        yield LMHeadPatch(anatomy.pretrained, handle)
+        yield HeadPatch(anatomy.head, handle)
+    if anatomy.pools_by_token_id:
+        yield PoolingPatch(anatomy.pretrained, handle)
 
 
 def number_padded_rows(model: nn.Module) -> Attachment | None:
     """
-    Let the decoder of `model` number the tokens of each padded row from its first real one.
+    Let the decoder of `model` count positions in each padded row from the first real token.
 
-    Left padding then gives the numbers of right padding in models with absolute positions too. `None` if the decoder
-    takes no positions, or numbers its tokens itself.
+    Left padding then gives the same positions as right padding, also in models with absolute positions. Returns `None`
+    if the decoder takes no positions, or computes them from ids or mask.
     """
     decoder = find_decoder(find_pretrained(model))
     if not takes_positions(decoder) or not Numbering.of(decoder).by_columns:
@@ -151,14 +149,23 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
 
 
 def attachments_of(model: nn.Module) -> list[Attachment]:
-    """What is attached to the decoder of `model`, the last one first."""
-    patch, found = find_decoder(find_pretrained(model)).__dict__.get("forward"), []
-    while isinstance(patch, ForwardPatch):
-        found.append(patch.attachment)
-        patch = patch.below
-    return found
+    """The attachments of the decoder of `model`, the last attached first."""
+    return _attachments_on(find_decoder(find_pretrained(model)))
 
 
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
-    return next((a for a in attachments_of(model) if isinstance(a, PaddingRemoval)), None)
+    return _padding_removal_of(find_decoder(find_pretrained(model)))
+
+
+def _attachments_on(decoder: nn.Module) -> list[Attachment]:
+    # `__dict__`, because `getattr` would return the method of the class where no patch is.
+    patch, attachments = decoder.__dict__.get("forward"), []
+    while isinstance(patch, ForwardPatch):  # patches of several attachments are stacked on one module
+        attachments.append(patch.attachment)
+        patch = patch.below
+    return attachments
+
+
+def _padding_removal_of(decoder: nn.Module) -> PaddingRemoval | None:
+    return next((a for a in _attachments_on(decoder) if isinstance(a, PaddingRemoval)), None)

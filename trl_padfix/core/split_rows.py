@@ -1,8 +1,8 @@
-"""`split_rows`: packed rows of which each process of a group computes a part."""
+"""`split_rows`: context parallelism, in which several processes compute one packed row."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .attention.compiled import CompiledLayerPatch
 from .errors import PaddingRemovalError
@@ -15,32 +15,36 @@ from .parallel.layout import HEADS, KEYS, ContextParallelConfig
 from .parallel.mixers import CONTEXT_PARALLEL
 
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
 __all__ = ["split_rows"]
 
 
-def split_rows(handle: PaddingRemoval, group: Any = None, *, attention: str = HEADS) -> None:
+def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None, *, attention: str = HEADS) -> None:
     """
-    Let several processes compute one packed row, each its own slice of the tokens.
+    Let several processes compute one packed row, each its local tokens (context parallelism).
 
-    All processes of the group call the model with the same batch, and each is given what one process alone would be
-    given. Between attention and recurrences a process has its own tokens only, states of shape `(1, T / n, H)` of a
-    row of `T` packed tokens, so what it keeps for backward shrinks with their number. A gradient is the mean over the
-    processes, which DDP and FSDP2 take; a loop of your own has to take it.
+    All `n` processes of the group call the model with the same batch, and each gets the output that one process alone
+    would get. Token-wise layers run on the local tokens, with states of shape `(1, T / n, H)` for a row of `T` packed
+    tokens: activations kept for backward shrink to `1 / n`. The gradient is the mean over the processes. DDP and FSDP2
+    compute this mean; a training loop without them must compute it.
 
     Args:
         handle ([`PaddingRemoval`]):
-            What [`remove_padding`] returned; with `prefix_sharing` rows share prefixes across processes.
+            Handle from [`remove_padding`]. With `prefix_sharing` rows share prefixes across processes.
         group (`torch.distributed.ProcessGroup`, *optional*):
             The processes. Defaults to all of them.
         attention (`str`, *optional*, defaults to `"heads"`):
-            How attention sees all tokens. `"heads"`: tokens are exchanged for heads, each process attends with some
-            heads for all tokens; takes as many heads as processes. `"keys"`: all gather keys and values, and each
-            attends for its own tokens, the first and the last of the row; takes any number of heads. Recurrences
-            exchange their heads or channels either way.
+            Communication of attention. `"heads"`: all-to-all of tokens for heads (Ulysses); each process attends with
+            some heads for all tokens, so there must be at least as many heads as processes. `"keys"`: all-gather of
+            keys and values; each process attends with all heads for its local tokens, some from the front and some
+            from the back of the row. Recurrences and convolutions use an all-to-all in both cases.
 
     Raises:
         ValueError: If `attention` is neither, or there are fewer heads than processes.
-        PaddingRemovalError: If the model has a part that cannot be split; the message says which and why.
+        PaddingRemovalError: If a module of the model does not support context parallelism; the message names it.
 
     Example:
 
@@ -60,28 +64,33 @@ def split_rows(handle: PaddingRemoval, group: Any = None, *, attention: str = HE
             f"The rows of {type(handle.decoder).__name__} cannot be split over processes: {reason}. Train it without "
             "context parallelism: each process then computes whole rows of its own."
         )
-    split = ContextParallelConfig(Group.of(group), attention)
-    heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
-    if attention == HEADS and handle.mixers.counts()[PACKED] and heads is not None and heads < split.group.size:
+    config = ContextParallelConfig(Group.of(group), attention)
+    # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
+    heads, size = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None), config.group.size
+    if attention == HEADS and handle.mixers.counts()[PACKED] and heads is not None and heads < size:
         raise ValueError(
-            f"{type(handle.decoder).__name__} has {heads} attention heads, and {split.group.size} processes would "
-            f"share them. Gather the keys instead (`{KEYS!r}`), or take fewer processes."
+            f"{type(handle.decoder).__name__} has {heads} attention heads, and {size} processes would share them. "
+            f"Gather the keys instead (`{KEYS!r}`), or take fewer processes."
         )
-    handle.split = split
+    handle.set_context_parallel(config)
 
 
 def _obstacle(handle: PaddingRemoval) -> str | None:
+    """Why several processes cannot compute one row of this model; `None` if they can."""
     if handle.multimodal is not None:
-        return "it takes images, whose features every process would have to compute whole"
-    for mixer in (*handle.mixers.that_are(WHOLE), *handle.mixers.that_are(ROWS)):
+        return "it takes images, whose features every process would have to compute in full"
+    for mixer in (*handle.mixers.in_mode(WHOLE), *handle.mixers.in_mode(ROWS)):
         return (
             f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
         )
-    for mixer in handle.mixers.that_are(FORKED):
-        if left := primitives_of(mixer.module) - CONTEXT_PARALLEL.keys() - LEFT_OUT:
-            return f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(left)}, which need all channels"
+    # A recurrence is divided by heads or channels: all functions that it calls must treat these independently.
+    for mixer in handle.mixers.in_mode(FORKED):
+        if unsupported := primitives_of(mixer.module) - CONTEXT_PARALLEL.keys() - LEFT_OUT:
+            return (
+                f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(unsupported)}, which need all channels"
+            )
     if any(isinstance(patch, CompiledLayerPatch) for patch in handle._patches):
         return "its layers are compiled for whole packed rows"
     if position_embeddings(handle.decoder):
-        return "its positional embedding numbers the tokens that it is given"
+        return "its positional embedding numbers the tokens that it gets, here only the local ones"
     return None

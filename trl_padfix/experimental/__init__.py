@@ -1,8 +1,8 @@
 """
 TRL's experimental trainers without padding, by TRL's names: `from trl_padfix.experimental.orpo import ORPOTrainer`.
 
-A module is imported when it is asked for, and imports TRL's of the same name. TRL may change or remove these in any
-release; what it has removed is gone here too, with an error that says so.
+Each module imports TRL's module of the same name, and only when it is imported itself. TRL may change or remove these
+in any release; importing a module that TRL has removed raises an error with the last version that had it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["of_trl"]
 @contextmanager
 def of_trl(name: str) -> Iterator[None]:
     """
-    Around the import of `trl.experimental.NAME`.
+    A block that imports `trl.experimental.NAME`, with an error that names the remedy.
 
     Raises:
-        ImportError: If the installed TRL is older than those this was run with, or has the module no more.
+        ImportError: If the installed TRL is older than the tested versions, or does not have the module any more.
     """
     require("trl", "experimental")
     try:
         yield
     except ImportError as error:
-        if error.name != f"trl.experimental.{name}":
+        if error.name != f"trl.experimental.{name}":  # TRL has the module, but not what it needs
             raise
         tested = TESTED[-1].trl
         raise ImportError(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import PackingConfig, ReferenceAttentionConfig
+from ..trainers.settings import PackingConfig, ReferenceAttentionConfig
 from . import of_trl
 from .tasks import PromptTask
 

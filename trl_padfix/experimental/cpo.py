@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..trainers.config import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, PackingConfig
 from . import of_trl
-from .tasks import PairTask, PairTrainer
+from .tasks import JoinedPairTask, PairTrainer
 
 
 with of_trl("cpo"):
@@ -21,4 +21,4 @@ class CPOConfig(AttentionConfig, PackingConfig, trl_cpo.CPOConfig):
 class CPOTrainer(PairTrainer, trl_cpo.CPOTrainer):
     """TRL's [`~trl.experimental.cpo.CPOTrainer`] without padding."""
 
-    task_class = PairTask
+    task_class = JoinedPairTask

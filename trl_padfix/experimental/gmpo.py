@@ -1,11 +1,10 @@
-"""GMPO without padding; all that [`GRPOTrainer`] does."""
+"""GMPO without padding, with all features of [`GRPOTrainer`]."""
 
 from dataclasses import dataclass
 
-from ..trainers.batching.config import OnlineBudgetConfig
-from ..trainers.config import PackingConfig, ReferenceAttentionConfig
 from ..trainers.grpo import GRPOTask
 from ..trainers.online import OnlineTrainer
+from ..trainers.settings import OnlineBudgetConfig, PackingConfig, ReferenceAttentionConfig
 from . import of_trl
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import PackingConfig, TeacherAttentionConfig
+from ..trainers.settings import PackingConfig, TeacherAttentionConfig
 from . import of_trl
 from .tasks import MessagesTask
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import PackingConfig, ReferenceAttentionConfig
+from ..trainers.settings import PackingConfig, ReferenceAttentionConfig
 from . import of_trl
 from .tasks import PromptTask
 

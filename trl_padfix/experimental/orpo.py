@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..trainers.config import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, PackingConfig
 from . import of_trl
-from .tasks import PairTask, PairTrainer
+from .tasks import JoinedPairTask, PairTrainer
 
 
 with of_trl("orpo"):
@@ -21,4 +21,4 @@ class ORPOConfig(AttentionConfig, PackingConfig, trl_orpo.ORPOConfig):
 class ORPOTrainer(PairTrainer, trl_orpo.ORPOTrainer):
     """TRL's [`~trl.experimental.orpo.ORPOTrainer`] without padding."""
 
-    task_class = PairTask
+    task_class = JoinedPairTask

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, PackingConfig
 from . import of_trl
 from .tasks import PromptTask
 

@@ -1,11 +1,11 @@
-"""TPO without padding: the prompt once for three completions."""
+"""TPO without padding; prefix sharing computes the prompt once for three completions."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from ..trainers.base import PaddingFreeMixin
-from ..trainers.config import AttentionConfig, PaddingConfig
 from ..trainers.data.collators import SidedCollator
+from ..trainers.settings import AttentionConfig, PaddingConfig
 from ..trainers.task import Task
 from . import of_trl
 
@@ -24,11 +24,11 @@ class DataCollatorForTriplePreference(SidedCollator, TRLs):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples)
-        return self.on_side(self.without_empty_rows(super().torch_call(examples)))
+        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))
 
 
 class TPOTask(Task):
-    """Rows are the chosen completions of a batch, then its rejected ones, then the answers to imitate."""
+    """Batches of `N` examples have `3 * N` rows: chosen completions, then rejected ones, then reference answers."""
 
     columns = [{"chosen", "rejected", "reference"}]
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"

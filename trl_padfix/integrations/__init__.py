@@ -1,1 +1,1 @@
-"""Padding removal for trainers that are not this package's: a callback, and plug-ins of other stacks made of it."""
+"""Padding removal for trainers of other packages: a callback, and plug-ins of other stacks built on it."""

@@ -1,5 +1,5 @@
 """
-The plug-in of axolotl: padding removal by two lines of a YAML.
+Plug-in of axolotl: padding removal by two lines of YAML.
 
     plugins: [trl_padfix.integrations.axolotl.PaddingRemovalPlugin]
     padfix_prefix_sharing: true
@@ -40,13 +40,13 @@ class PaddingRemovalArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_unknown(cls, data: Any) -> Any:
-        """axolotl drops keys that it does not know, without a word."""
+        """Raise a `ValueError` for unknown keys `padfix_...`, which axolotl would drop silently."""
         settings_in(data)
         return data
 
 
 class PaddingRemovalPlugin(BasePlugin):
-    """Attaches to the models of the trainer that axolotl makes, before they are wrapped for several GPUs."""
+    """Attaches to the models of axolotl's trainer, before DeepSpeed or FSDP wraps them."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.{PaddingRemovalArgs.__name__}"

@@ -1,5 +1,5 @@
 """
-LLaMA-Factory with the callback: started by this module in place of `llamafactory-cli train`.
+Runs LLaMA-Factory with the callback: use this module instead of `llamafactory-cli train`.
 
     python -m trl_padfix.integrations.llamafactory config.yaml            # with `padfix_prefix_sharing: true` in it
     torchrun --nproc-per-node 2 -m trl_padfix.integrations.llamafactory config.yaml
@@ -28,18 +28,18 @@ def train(config: dict[str, Any] | None = None) -> None:
 
     Args:
         config (`dict`, *optional*):
-            What LLaMA-Factory's YAML holds, and `padfix_prefix_sharing`, `padfix_parity_check` and
-            `padfix_pool_last_token`. By default it is read as `llamafactory-cli train` does: the file that the command
-            line names, and `key=value` after it.
+            Keys of LLaMA-Factory's YAML, and `padfix_prefix_sharing`, `padfix_parity_check` and
+            `padfix_pool_last_token`. By default it is read from the command line as in `llamafactory-cli train`: a
+            file, and `key=value` after it.
 
     Raises:
-        ValueError: For another key that begins with `padfix_`, and without a file.
+        ValueError: For another key with the prefix `padfix_`, and without a file.
     """
-    given = read_args(config)
-    if not isinstance(given, dict):
-        raise ValueError(f"Name a YAML first (`config.yaml key=value ...`); the command line is {given}.")
-    callback = PaddingRemovalCallback(**settings_in(given))
-    run_exp({key: value for key, value in given.items() if not key.startswith(PREFIX)}, callbacks=[callback])
+    arguments = read_args(config)
+    if not isinstance(arguments, dict):  # without a file it is the list of the command line
+        raise ValueError(f"Name a YAML first (`config.yaml key=value ...`); the command line is {arguments}.")
+    callback = PaddingRemovalCallback(**settings_in(arguments))
+    run_exp({key: value for key, value in arguments.items() if not key.startswith(PREFIX)}, callbacks=[callback])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-The plug-in of ms-swift: callbacks named `padfix` (padding removal) and `padfix_sharing` (common prefixes once, too).
+Plug-in of ms-swift: callbacks named `padfix` (padding removal) and `padfix_sharing` (with prefix sharing, too).
 
 `--external_plugins` takes a file. It needs one line, `import trl_padfix.integrations.ms_swift`:
 
@@ -19,32 +19,35 @@ require_stack("ms-swift")
 from swift.callbacks import callbacks_map  # noqa: E402
 
 
-__all__ = ["PaddingRemoval", "PrefixSharing"]
+__all__ = ["PaddingRemoval", "PadfixCallback", "PrefixSharing"]
 
 
-class PaddingRemoval(PaddingRemovalCallback):
+class PadfixCallback(PaddingRemovalCallback):
     """
-    [`PaddingRemovalCallback`] as ms-swift makes its callbacks; attaches before DeepSpeed or FSDP wraps the models.
+    [`PaddingRemovalCallback`] with the constructor of ms-swift's callbacks; attaches before DeepSpeed or FSDP wraps.
 
     Args:
         args (`TrainingArguments`): ms-swift's arguments.
-        trainer (`Trainer`): ms-swift's trainer, which is being made.
+        trainer (`Trainer`): ms-swift's trainer, whose `__init__` is running.
     """
 
     sharing = False
 
     def __init__(self, args: Any, trainer: Any):
         super().__init__(self.sharing)
-        self.made_for = trainer
+        self._new_trainer = trainer  # it has no model yet
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.attach(self.made_for)
+        self.attach(self._new_trainer)
 
 
-class PrefixSharing(PaddingRemoval):
-    """The same with `prefix_sharing=True`."""
+class PrefixSharing(PadfixCallback):
+    """[`PadfixCallback`] with `prefix_sharing=True`."""
 
     sharing = True
 
 
-callbacks_map.update(padfix=PaddingRemoval, padfix_sharing=PrefixSharing)
+PaddingRemoval = PadfixCallback
+"""Former name, which plug-in files of users import."""
+
+callbacks_map.update(padfix=PadfixCallback, padfix_sharing=PrefixSharing)

@@ -1,1 +1,1 @@
-"""What is going on: doctor, stats, comparisons, benchmarks."""
+"""Diagnosis, data statistics, parity, benchmarks, memory plans: the work of the commands."""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..trainers.field_types import temporarily_set
+from ..trainers.temporary_attributes import temporarily_set
 from .reading import package_of, reason
 
 
@@ -35,7 +35,7 @@ except ImportError:  # before transformers 5
     moe = None
 
 
-__all__ = ["Numbers", "Step", "count_step", "experts_of"]
+__all__ = ["CountedStep", "StepSettings", "count_step", "experts_of"]
 
 TOKENS = (256, 65536)
 """Of the two steps that are counted. The most that is held is convex in the tokens (with few of them it is at the LM
@@ -48,7 +48,7 @@ DROPOUT = 0.05
 
 
 @dataclass(frozen=True)
-class Numbers:
+class StepSettings:
     """How a step computes: what its bytes depend on."""
 
     checkpointing: bool = False
@@ -60,7 +60,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Step:
+class CountedStep:
     """Bytes that a step holds beside weights, gradients and moments."""
 
     trained: int  # parameters, no bytes
@@ -69,7 +69,7 @@ class Step:
     fixed: int  # whatever the tokens
 
 
-def count_step(config: Any, how: Numbers, layers: tuple[int, int]) -> Step:
+def count_step(config: Any, how: StepSettings, layers: tuple[int, int]) -> CountedStep:
     """
     What a step of a text model holds; no memory is taken for it.
 
@@ -90,10 +90,10 @@ def count_step(config: Any, how: Numbers, layers: tuple[int, int]) -> Step:
         ) from error
     more = (config.num_hidden_layers - layers[0]) / max(layers[1] - layers[0], 1)
     trained, kept, peak, fixed = (a + (b - a) * more for a, b in zip(few, many, strict=True))
-    return Step(round(trained), kept, peak - kept, max(0, round(fixed)))
+    return CountedStep(round(trained), kept, peak - kept, max(0, round(fixed)))
 
 
-def _count(config: Any, how: Numbers) -> tuple[float, float, float, float]:
+def _count(config: Any, how: StepSettings) -> tuple[float, float, float, float]:
     """Trained parameters, bytes that a token keeps, bytes of a token at the peak, and bytes whatever the tokens."""
     with torch.device("meta"), _counted(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what these libraries say is for those who train
@@ -132,7 +132,7 @@ def experts_of(config: Any) -> tuple[int, int]:
     return count, min(getattr(config, "num_experts_per_tok", None) or count, count)
 
 
-def _build(config: Any, how: Numbers) -> nn.Module:
+def _build(config: Any, how: StepSettings) -> nn.Module:
     config.dtype = how.dtype if how.lora or not how.autocast else torch.float32
     has_experts = experts_of(config)[0] > 1
     experts = {"experts_implementation": "grouped_mm"} if has_experts and moe else {}
@@ -171,12 +171,12 @@ def _put_on_cpu(model: nn.Module) -> None:
                 tensors[name] = known[id(tensor)]
 
 
-def _run(model: nn.Module, how: Numbers, tokens: int) -> tuple[int, int]:
+def _run(model: nn.Module, how: StepSettings, tokens: int) -> tuple[int, int]:
     """Bytes held between a forward and its backward, and the most at any time."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     there = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers(), ids]
     scored: dict[str, Any] = {"labels": ids} if how.whole_head else {"logits_to_keep": 1}
-    with _Held(there) as held:
+    with _LiveBytes(there) as held:
         with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
             out = model(input_ids=ids, use_cache=False, **scored)
         loss = out.loss if how.whole_head else out.logits.float().sum()
@@ -186,7 +186,7 @@ def _run(model: nn.Module, how: Numbers, tokens: int) -> tuple[int, int]:
     return kept, held.peak
 
 
-class _Held(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of what operations allocate, until it is freed."""
 
     def __init__(self, there: list[torch.Tensor]):

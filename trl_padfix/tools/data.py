@@ -1,11 +1,11 @@
-"""Rows to measure, from wherever a user has them."""
+"""Load rows from a file, a folder, the Hub or a recipe, and check them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from datasets import Dataset, load_dataset
@@ -14,6 +14,9 @@ from ..trainers.data.row_checks import TRAINED, check_row
 from .formats import rename_message_keys
 from .reading import reading
 
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "check_row",
@@ -36,11 +39,17 @@ _FILES = {".gz", ".json", ".jsonl", ".parquet"}
 
 def load_rows(data: str, split: str = "train") -> Dataset:
     """
-    A dataset from a local `.jsonl`, `.json`, `.json.gz` or `.parquet`, a folder, a Hub id, or the YAML of a recipe.
+    Load a dataset.
+
+    Args:
+        data (`str`):
+            A local `.jsonl`, `.json`, `.json.gz` or `.parquet`, a folder, a Hub id, or the YAML of a recipe.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a folder or Hub id; a file has one split.
 
     Raises:
-        FileNotFoundError: If `data` looks like a local file and there is none.
-        ValueError: If what is there is no dataset, or has no such split or no row.
+        FileNotFoundError: If `data` looks like a local file that does not exist.
+        ValueError: If it is no dataset, has no such split, or no row.
     """
     rows = _load(data, split)
     if not len(rows):
@@ -57,7 +66,7 @@ def _load(data: str, split: str) -> Dataset:
     if path.suffix in _FILES:
         if path.is_dir():
             raise ValueError(f"{data} is a folder with the name of a file: give a file, or a folder of another name.")
-        if not path.stat().st_size:
+        if not path.stat().st_size:  # `datasets` fails on an empty file with an error about schemas
             raise ValueError(f"{data} is empty: it has no row.")
         with reading(f"the data {data!r}", _ADVICE):
             return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
@@ -67,8 +76,9 @@ def _load(data: str, split: str) -> Dataset:
 
 def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     """
-    Rows with columns renamed as `"question=prompt,answer=completion"` says, and keys of messages
-    (`"speaker=role,text=content"`); a column that has the new name is dropped.
+    Rename columns, as in `"question=prompt,answer=completion"`, and keys of messages (`"speaker=role,text=content"`).
+
+    A column that already has a new name is dropped.
     """
     if columns is None:
         return rows
@@ -78,13 +88,14 @@ def rename_columns(rows: Dataset, columns: str | None) -> Dataset:
     names = {old.strip(): new.strip() for old, new in pairs}
     in_messages = {old: names.pop(old) for old in names.keys() - set(rows.column_names)}
     rows = rename_message_keys(rows, in_messages)
+    # `&` binds weaker than `-`: columns with a new name, unless they are renamed themselves, as in a swap.
     replaced = set(names.values()) & set(rows.column_names) - names.keys()
     return rows.remove_columns(sorted(replaced)).rename_columns(names)
 
 
 def load_recipe(path: str) -> dict[str, Any]:
-    """The fields of a recipe; an [`UnreadableError`] if it is no YAML."""
-    with Path(path).open("rb") as file, reading(f"the YAML {path!r}", "Mend the file."):
+    """The fields of a recipe; raises an [`UnreadableError`] if the file is no YAML."""
+    with Path(path).open("rb") as file, reading(f"the YAML {path!r}", "Correct the file."):
         recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict):
         raise ValueError(f"{path} holds a {type(recipe).__name__}, and a recipe is a mapping of fields to values.")
@@ -92,11 +103,15 @@ def load_recipe(path: str) -> dict[str, Any]:
 
 
 def whole_number(recipe: dict[str, Any], name: str, default: int | None, at_least: int = 1) -> int | None:
-    """A whole number of a recipe, or a `ValueError`; 0 for a `max_length` that is null."""
+    """
+    A whole number of a recipe; raises a `ValueError` if the field holds anything else.
+
+    A `max_length` of null gives 0, which stands for any length.
+    """
     value = recipe.get(name, default)
     if value is None:
         return 0 if name == "max_length" else default
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:  # `True` is an `int`
         raise ValueError(f"`{name}` of the YAML is {value!r}, and a whole number of {at_least} or more is needed.")
     return value
 
@@ -119,21 +134,26 @@ def _of_recipe(recipe: dict[str, Any], path: str, split: str) -> Dataset:
     return splits[split]
 
 
-def give_template(tokenizer: Any) -> bool:
-    """Give a tokenizer without a chat template a plain one: roles, contents and its EOS; whether it had none."""
+def give_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Give a tokenizer without a chat template a plain one (roles, contents, EOS); returns whether it did."""
     from .tiny import CHAT_TEMPLATE, EOS, START
 
     if tokenizer.chat_template is not None:
         return False
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(START, "").replace(EOS, tokenizer.eos_token or "")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(START, "").replace(EOS, str(tokenizer.eos_token or ""))
     return True
 
 
 def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset from `start` to `stop`; a `ValueError` for one without text, see [`check_row`]."""
+    """
+    Yield the rows of a dataset from `start` to `stop`.
+
+    Raises:
+        ValueError: If a row has no text, see [`check_row`], or cannot be decoded.
+    """
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
         with reading(
-            f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or mend the row."
+            f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or correct the row."
         ):
             row = dataset[number]
         check_row(row, number)

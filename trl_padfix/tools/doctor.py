@@ -1,7 +1,7 @@
 """
-What this machine has, what of it can be used, and how a model is packed: the figures of `trl-padfix doctor`.
+Diagnosis of a machine and of a model for `trl-padfix doctor`: packages, attention backends, mode of each mixer.
 
-A model is judged by its configuration alone: it is built without weights.
+Only the configuration of the model is read, and the model is built without weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from ..core.anatomy import Anatomy
 from ..core.attention.backends import (
     FLASH_PACKAGES,
     Backend,
@@ -30,8 +31,6 @@ from ..core.attention.backends import (
     model_class,
 )
 from ..core.attention.varlen import torch_varlen_is_complete
-from ..core.mixers.mixers import Mixers
-from ..core.model.find import find_decoder, find_multimodal
 from ..core.refusals import refusal
 from ..versions import BOUNDS, TESTED, installed_version
 from .reading import reason
@@ -61,50 +60,60 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class MixerReport:
-    """A module that mixes tokens."""
+    """A mixer of a decoder: a module in which tokens see each other."""
 
     name: str
     module: str  # its class
-    how: str  # `packed`, `forked`, `rows` or `whole rows`
-    why: str  # what it is that a packed row cannot serve; empty for packed ones
+    how: str  # its mode: `packed`, `forked`, `rows` or `whole rows`
+    why: str  # why it cannot run on a packed row; empty in packed mode
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What `trl-padfix doctor` found."""
+    """The findings of `trl-padfix doctor`."""
 
     system: dict[str, Any]
     versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
-    tested: bool  # whether transformers and TRL are a pair that is tested together
+    tested: bool  # whether these versions of transformers and TRL are tested together
     machine: Machine
-    dtypes: dict[str, str]  # precisions, and what can be said of them here
-    dtype: str  # the one that the rest is for
+    dtypes: dict[str, str]  # precisions, and whether they run here
+    dtype: str  # the precision of which backends and model are judged
     backends: list[Backend]
     auto: Backend  # the one that `"auto"` chooses
     model: ModelReport | None
-    problems: list[str]  # why what was asked for cannot run
+    problems: list[str]  # reasons why the requested model, attention or precision cannot run
 
     def to_install(self) -> list[str]:
-        """Commands that install what is all that is missing; nothing that could not run here."""
+        """Install commands of backends for which only a package is missing."""
         if platform.system() != "Linux":
             return []
+        # With a second obstacle the backend would not run after the installation either.
         commands = [b.install for b in self.backends if b.install and len(b.obstacles) == 1]
+        # A package from git is compiled, which needs the CUDA compiler.
         return list(dict.fromkeys(c for c in commands if "git+" not in c or shutil.which("nvcc")))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a backend also says whether it is usable, and why not."""
-        found = asdict(self)
-        for described, backend in zip([*found["backends"], found["auto"]], [*self.backends, self.auto], strict=True):
-            described |= {"usable": backend.usable, "packs": backend.packs, "reason": backend.reason}
-        return found
+        """The findings for JSON, with the properties of each backend, which `asdict` leaves out."""
+        figures = asdict(self)
+        for entry, backend in zip([*figures["backends"], figures["auto"]], [*self.backends, self.auto], strict=True):
+            entry |= {"usable": backend.usable, "packs": backend.packs, "reason": backend.reason}
+        return figures
 
 
 def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
     """
-    Look at this machine, and at a model if one is named: of that nothing but its configuration is read.
+    Diagnose this machine, and a model if one is named.
 
-    `attn` is the implementation that is to run, `dtype` the precision that attention is computed in; by default
-    bfloat16 on a GPU that has it, else float32. What cannot be read or cannot run is among the `problems`.
+    Args:
+        model (`str`, *optional*):
+            Path or Hub id; only its configuration is read.
+        attn (`str`, *optional*):
+            Attention implementation that must run.
+        dtype (`str`, *optional*):
+            Precision of attention; by default bfloat16 on a GPU that has it, else float32.
+
+    Returns:
+        [`Diagnosis`], whose `problems` name everything that cannot be read or cannot run.
     """
     machine = Machine.of()
     dtypes = _dtypes(machine)
@@ -128,11 +137,11 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)
     if attn is not None:
-        asked = best_backend(workload) if attn == "auto" else assess(attn, workload)
-        if asked.name not in [backend.name for backend in backends]:
-            backends.append(asked)
-        if not asked.usable:
-            problems.append(f"`{attn}` cannot run: {asked.reason}")
+        requested = best_backend(workload) if attn == "auto" else assess(attn, workload)
+        if requested.name not in [backend.name for backend in backends]:
+            backends.append(requested)
+        if not requested.usable:
+            problems.append(f"`{attn}` cannot run: {requested.reason}")
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
@@ -154,30 +163,29 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
     cls = model_class(config) or AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            # Eager: every model has it, and the rules ask for the layers, not for their implementation.
+            # Eager: every model has it, and the rules depend on the layers, not on their implementation.
             build = cls._from_config if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
             model = build(config, attn_implementation="eager")
     except Exception as error:
         why = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
         return ModelReport(name, config.model_type, cls.__name__, why, False)
-    decoder = find_decoder(model)
-    why = refusal(model, model, decoder)
-    mixers = () if why else Mixers.of(decoder).mixers
+    anatomy = Anatomy.of(model)
+    why = refusal(anatomy)
+    mixers = () if why else anatomy.mixers.mixers
     return ModelReport(
         name=name,
         family=config.model_type,
         architecture=type(model).__name__,
         refusal=why,
         checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
-        mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.how, m.why) for m in mixers),
-        images=_images(model, decoder),
-        rows_share=_rows_share(decoder, mixers),
+        mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
+        images=_images(anatomy.multimodal),
+        rows_share=_rows_share(anatomy.decoder, mixers),
     )
 
 
-def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
-    """How images run, by the source of the model, since there is no batch."""
-    composite = find_multimodal(model, decoder)
+def _images(composite: PreTrainedModel | None) -> str:
+    """How batches with images run, read from the source of the model, because there is no batch to try."""
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
@@ -186,16 +194,17 @@ def _images(model: PreTrainedModel, decoder: nn.Module) -> str:
 
 
 def _rows_share(decoder: nn.Module, mixers: tuple[Any, ...] | list[Any]) -> float:
-    """Multiplications of a token go with the weights; those of the embeddings are looked up."""
+    """Share of the decoder's work that runs on padded rows, by the weights of its modules."""
+    # A token costs two operations for each weight; embeddings are looked up and cost none.
     weights = sum(p.numel() for p in decoder.parameters())
     weights -= sum(p.numel() for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-    whole = any(mixer.how == "whole rows" for mixer in mixers)
-    rows = sum(p.numel() for mixer in mixers if mixer.how == "rows" for p in mixer.module.parameters())
+    whole = any(mixer.mode == "whole rows" for mixer in mixers)
+    rows = sum(p.numel() for mixer in mixers if mixer.mode == "rows" for p in mixer.module.parameters())
     return 1.0 if whole else rows / max(weights, 1)
 
 
 def describe_system() -> dict[str, Any]:
-    """What a bug report needs of the machine; no path and no name of it."""
+    """Facts about the machine for a bug report, without paths and host names."""
     cuda = torch.cuda.is_available()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
     return {

@@ -1,4 +1,4 @@
-"""Rows as other programs write them, as rows that TRL's trainers take."""
+"""Convert rows of other programs (ShareGPT, Alpaca, GSM8K) into rows of TRL's formats."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from trl.data_utils import is_conversational, maybe_extract_prompt, unpair_prefe
 from .reading import reading
 
 
-__all__ = ["TAKES", "as_trl_takes_them", "of_trainer", "rename_message_keys", "to_dialogues", "trainer_of"]
+__all__ = ["TRAINER_COLUMNS", "rename_message_keys", "rows_for_trainer", "to_dialogues", "to_trl_format", "trainer_of"]
 
 ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant",
     "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-"""Names of roles in ShareGPT's messages, and what chat templates call them."""
+"""Roles of ShareGPT's messages, and their names in chat templates."""
 
-_ADVICE = "Text is UTF-8: convert the file, or mend the row."
+_ADVICE = "Text is UTF-8: convert the file, or correct the row."
 
-_PAIRS, _BESIDE = {"chosen", "rejected"}, {"tools", "chat_template_kwargs"}
+_PAIRS, _EXTRAS = {"chosen", "rejected"}, {"tools", "chat_template_kwargs"}
 
-TAKES: dict[str, tuple[set[str], ...]] = {
+TRAINER_COLUMNS: dict[str, tuple[set[str], ...]] = {
     "dpo": (_PAIRS,), "reward": (_PAIRS,), "kto": ({"prompt", "completion"}, _PAIRS),
     "sft": ({"prompt", "completion"}, {"messages"}, {"text"}, _PAIRS), "grpo": ({"prompt"},), "rloo": ({"prompt"},),
 }  # fmt: skip
-"""Columns that a trainer takes, one of these sets."""
+"""For each trainer the sets of columns of which it takes one, in the order in which they are tried."""
 
 
-def as_trl_takes_them(rows: Dataset) -> Dataset:
+def to_trl_format(rows: Dataset) -> Dataset:
     """
-    ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) as messages, and
-    `question` and `answer`, as GSM8K has them, as prompts and completions.
+    Convert rows of ShareGPT, Alpaca and GSM8K into TRL's formats; other rows stay unchanged.
 
-    Columns are those that axolotl and LLaMA-Factory name: also `system`, `tools`, `history`, `kto_tag`, and answers in
-    `chosen` and `rejected`. Alpaca's `input` stands below its instruction. Other rows are left as they are.
+    ShareGPT (`conversations` of `from` and `value`) and Alpaca (`instruction`, `input`, `output`) become messages;
+    Alpaca's `input` follows its instruction. GSM8K's `question` and `answer` become prompts and completions. Columns
+    `system`, `tools`, `history`, `kto_tag`, `chosen` and `rejected` are read as axolotl and LLaMA-Factory name them.
     """
     columns = set(rows.column_names)
     if columns >= {"question", "answer"} and not columns & {"prompt", "completion"}:
@@ -44,65 +44,70 @@ def as_trl_takes_them(rows: Dataset) -> Dataset:
     if not is_alpaca and "conversations" not in columns and "from" not in _message_keys(rows):
         return rows
     convert = _of_alpaca if is_alpaca else _of_sharegpt
-    kept = columns & _BESIDE
+    extras = columns & _EXTRAS
 
     def converted(row: dict[str, Any]) -> dict[str, Any]:
         label = row.get("kto_tag", row.get("label"))
-        return convert(row) | {name: row[name] for name in kept} | ({} if label is None else {"label": label})
+        return convert(row) | {name: row[name] for name in extras} | ({} if label is None else {"label": label})
 
     with reading("the data", _ADVICE):
         return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
 def trainer_of(rows: Dataset) -> str:
-    """The trainer that rows with these columns are for; a `ValueError` if they are for none."""
+    """The trainer that takes rows with these columns; raises a `ValueError` if none does."""
     columns = set(rows.column_names)
     if columns >= _PAIRS:
         return "dpo"
     if columns >= {"prompt", "completion", "label"}:
         return "kto"
-    found = next((name for name in ("sft", "grpo") if any(names <= columns for names in TAKES[name])), None)
-    if found is None:
+    trainer = next(
+        (name for name in ("sft", "grpo") if any(names <= columns for names in TRAINER_COLUMNS[name])), None
+    )
+    if trainer is None:
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
             "`messages`, or `prompt` and `completion`, and GRPO needs `prompt`: rename its columns (`--columns`)."
         )
-    return found
+    return trainer
 
 
-def of_trainer(rows: Dataset, trainer: str) -> Dataset:
+def rows_for_trainer(rows: Dataset, trainer: str) -> Dataset:
     """
-    The rows as a trainer makes them of its data: SFT takes the chosen answers of pairs, KTO each answer, GRPO prompts.
-    Columns that it does not take are left out.
+    Select and convert the columns that a trainer takes.
+
+    From pairs SFT takes the chosen answers, KTO each answer, and GRPO the prompts.
 
     Raises:
         ValueError: If the trainer does not take such data.
     """
     columns = set(rows.column_names)
-    taken = next((names for names in TAKES[trainer] if names <= columns), None)
+    taken = next((names for names in TRAINER_COLUMNS[trainer] if names <= columns), None)
     if taken is None:
-        needed = ", or ".join(" and ".join(f"`{name}`" for name in sorted(names)) for names in TAKES[trainer])
+        needed = ", or ".join(
+            " and ".join(f"`{name}`" for name in sorted(names)) for names in TRAINER_COLUMNS[trainer]
+        )
         raise ValueError(f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed} (`--columns`).")
-    beside = {*_BESIDE, "prompt"} if taken == _PAIRS else _BESIDE
-    rows = rows.select_columns([name for name in rows.column_names if name in taken | beside])
+    extras = {*_EXTRAS, "prompt"} if taken == _PAIRS else _EXTRAS
+    rows = rows.select_columns([name for name in rows.column_names if name in taken | extras])
     if taken == _PAIRS and trainer == "kto":
         return unpair_preference_dataset(rows.map(maybe_extract_prompt, load_from_cache_file=False))
     return to_dialogues(rows) if taken == _PAIRS and trainer == "sft" else rows
 
 
 def to_dialogues(rows: Any) -> Any:
-    """The chosen side of preference pairs (also of a stream), as completions, chats or texts; other data as it is."""
-    columns = set(rows.column_names or next(iter(rows)))
+    """The chosen side of preference pairs, as completions, chats or texts; other data stays unchanged."""
+    columns = set(rows.column_names or next(iter(rows)))  # a stream may not name its columns
     if "chosen" not in columns:
         return rows
     alone = "messages" if is_conversational(next(iter(rows))) else "text"
     name = "completion" if "prompt" in columns else alone
-    kept = columns & {"prompt", *_BESIDE}
-    return rows.rename_column("chosen", name).select_columns([name, *sorted(kept)])
+    extras = columns & {"prompt", *_EXTRAS}
+    return rows.rename_column("chosen", name).select_columns([name, *sorted(extras)])
 
 
 def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
-    """Rows whose messages have other keys; a `ValueError` for one that no message has."""
+    """Rename keys of messages; raises a `ValueError` for a key that no message has."""
     if not names:
         return rows
     keys = _message_keys(rows)
@@ -143,36 +148,37 @@ def _message(message: Any) -> Any:
 
 
 def _answer(value: Any) -> list[Any]:
-    """An answer as messages: a text, a message, or messages."""
+    """Messages of an answer, which may be a text, a message, or messages."""
     if isinstance(value, list):
         return [_message(message) for message in value]
     return [_message(value) if isinstance(value, dict) else {"role": "assistant", "content": value}]
 
 
 def _of_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
-    said = next((row[name] for name in ("conversations", "messages", "prompt") if name in row), None)
-    messages = [_message(message) for message in said or []]
+    conversation = next((row[name] for name in ("conversations", "messages", "prompt") if name in row), None)
+    messages = [_message(message) for message in conversation or []]
     if row.get("system"):
         messages.insert(0, {"role": "system", "content": row["system"]})
     if row.keys() >= _PAIRS:
         return {"prompt": messages} | {side: _answer(row[side]) for side in sorted(_PAIRS)}
     if "completion" in row:
         return {"prompt": messages, "completion": _answer(row["completion"])}
-    if "kto_tag" in row:
+    if "kto_tag" in row:  # the tag judges the last message
         return {"prompt": messages[:-1], "completion": messages[-1:]}
     return {"messages": messages}
 
 
 def _of_alpaca(row: dict[str, Any]) -> dict[str, Any]:
-    turns = [(role, text) for pair in row.get("history") or [] for role, text in zip(_ASKED, pair, strict=True)]
-    asked = row["instruction"]
-    if asked is not None and row.get("input"):
-        asked = f"{asked}\n{row['input']}"
+    turns = [(role, text) for pair in row.get("history") or [] for role, text in zip(_TURN, pair, strict=True)]
+    question = row["instruction"]
+    if question is not None and row.get("input"):
+        question = f"{question}\n{row['input']}"
     if row.get("system"):
         turns.insert(0, ("system", row["system"]))
-    prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", asked)]]
+    prompt = [{"role": role, "content": text} for role, text in [*turns, ("user", question)]]
     sides = sorted(_PAIRS) if row.keys() >= _PAIRS else ["output"]
     return {"prompt": prompt} | {"completion" if side == "output" else side: _answer(row[side]) for side in sides}
 
 
-_ASKED = ("user", "assistant")
+_TURN = ("user", "assistant")
+"""Roles of a pair in Alpaca's `history`."""

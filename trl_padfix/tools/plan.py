@@ -1,13 +1,14 @@
 """
-What a training needs of each GPU's memory, and the sharding, checkpointing and token budget that fit.
+Plans a training: the memory of each GPU by item, and the sharding, checkpointing and token budget that fit.
 
-Weights, gradients and moments follow from the parameters of the model, built without memory. What a token costs is
-counted: [`count_step`] runs a step of the model without numbers.
+Weights, gradients and moments follow from the parameters of the model, which is built on the meta device. The bytes of
+a token are counted: [`count_step`] runs a step of the model on tensors without values.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -16,54 +17,59 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from .counted_step import Numbers, Step, count_step, experts_of
+from .counted_step import CountedStep, StepSettings, count_step, experts_of
 from .reading import reading
 
 
 __all__ = [
+    "DataLengths",
     "Memory",
     "ModelSizes",
     "Plan",
     "Training",
+    "accelerate_config",
     "flags",
     "load_sizes",
     "memory",
+    "read_lengths",
     "smallest_fit",
     "splitting_flags",
+    "training_command",
 ]
 
 ROOM = 0.92
-"""Share of a GPU's memory that is planned with; the rest is for the context, the allocator's gaps and the kernels."""
+"""Fraction of a GPU's memory to plan with. The rest is for the CUDA context, kernels and gaps of the allocator."""
 
 ENOUGH = 4096
-"""Tokens of a forward from which on more of them make a step hardly faster."""
+"""Tokens of a forward above which more tokens hardly make a step faster."""
 
 MOST_GPUS = 4096
-"""Most GPUs that are looked for when fewer do not do."""
+"""Largest number of GPUs that an error message proposes."""
 
 FOUR_BITS = 0.5 + 4 / 64
-"""Bytes of a weight in bitsandbytes' four bits, with a float32 scale for each 64 (no nested quantization)."""
+"""Bytes of a weight in bitsandbytes' four bits: half a byte, and a float32 scale per 64 weights (not nested)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSizes:
-    """What the memory of a model follows from."""
+    """Sizes of a model that determine its memory."""
 
-    config: Any  # of the text model
-    name: str  # what `--model_name_or_path` is given
-    parameters: int  # tied ones once
-    active: int  # those that compute a token: all but the experts that it is not sent to
-    layer_parameters: tuple[int, ...]  # those of each decoder layer
+    config: PretrainedConfig  # of the text model
+    name: str  # value of `--model_name_or_path`
+    parameters: int  # tied ones counted once
+    active: int  # parameters that compute a token: without the experts that it is not routed to
+    layer_parameters: tuple[int, ...]  # parameters of each decoder layer
     head_parameters: int
-    linear_weights: int  # of all linear layers but the LM head: what `--load_in_4bit` quantizes
-    steps: dict[Numbers, Step] = field(default_factory=dict, repr=False)
+    linear_weights: int  # weights that `--load_in_4bit` quantizes: of all linear layers except the LM head
+    steps: dict[StepSettings, CountedStep] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, config: Any, name: str = "") -> ModelSizes:
-        """The sizes of a text model whose layers attend; no memory is taken for its weights."""
+    def of(cls, config: PretrainedConfig, name: str = "") -> ModelSizes:
+        """Sizes of a text model whose layers are all attention; its weights take no memory."""
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or [])
         if mixers := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
@@ -78,25 +84,29 @@ class ModelSizes:
         layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == text.num_hidden_layers)
         parameters = sum(p.numel() for p in model.parameters())
         experts, used = experts_of(text)
-        of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        expert_parameters = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         return cls(
             config=text,
             name=name,
             parameters=parameters,
-            active=parameters - of_experts * (experts - used) // experts,
+            active=parameters - expert_parameters * (experts - used) // experts,
             layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
             head_parameters=head.weight.numel(),
             linear_weights=sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and m is not head),
         )
 
-    def step(self, how: Numbers) -> Step:
-        """[`count_step`], once for each way to compute."""
-        if how not in self.steps:
-            self.steps[how] = count_step(self.config, how, self._counted_layers())
-        return self.steps[how]
+    def step(self, settings: StepSettings) -> CountedStep:
+        """[`count_step`], cached: a count takes seconds."""
+        if settings not in self.steps:
+            self.steps[settings] = count_step(self.config, settings, self._counted_layers())
+        return self.steps[settings]
 
     def _counted_layers(self) -> tuple[int, int]:
-        """Two numbers of layers after which the rest repeats those between them."""
+        """
+        Two numbers of layers to count a step with: all further layers repeat those between the two.
+
+        Layers of sizes `(9, 5, 5, 5)` give `(1, 2)`; `(5, 7, 5, 7, 5, 7)`, with a period of 2, gives `(1, 3)`.
+        """
         sizes = self.layer_parameters
         for first, period in product(range(1, len(sizes)), (1, 2, 4)):
             if first + period <= len(sizes) and sizes[first:-period] == sizes[first + period :]:
@@ -106,22 +116,22 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained."""
+    """Settings of a training."""
 
     gpus: int = 1
-    sharded: bool = False  # weights, gradients and moments, over the GPUs (FSDP2); else each has all
+    sharded: bool = False  # FSDP2 shards weights, gradients and moments over the GPUs; else each GPU has all
     checkpointing: bool = False
     lora: int = 0  # rank of adapters on all linear layers; 0 trains all weights
-    quantized: bool = False  # the linear layers below the adapters in four bits (QLoRA)
-    reference: bool = False  # a frozen model beside it; with adapters it is the policy without them
-    half: bool = True  # forwards compute in bfloat16, trained weights being float32; else all is float32
-    head_tokens: int = 1024  # tokens whose scores over the vocabulary are held at once; 0 for all of a forward
+    quantized: bool = False  # QLoRA: the linear layers below the adapters are in four bits
+    reference: bool = False  # whether there is a reference model; with adapters it needs no memory
+    half: bool = True  # forwards in bfloat16, trained weights in float32; else everything in float32
+    head_tokens: int = 1024  # tokens whose logits exist at the same time; 0 for all of a forward
     split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU by item: what does not depend on the tokens of a forward, and what one token costs."""
+    """Bytes of one GPU: `items` independent of the tokens of a forward, and the cost `per_token`."""
 
     items: dict[str, int]
     per_token: dict[str, int]
@@ -135,7 +145,7 @@ class Memory:
         return sum(self.per_token.values())
 
     def total(self, tokens: int) -> int:
-        """Bytes with so many tokens in a forward."""
+        """Bytes with this number of tokens in a forward."""
         return self.fixed + tokens * self.token
 
 
@@ -145,7 +155,7 @@ class Plan:
 
     training: Training
     memory: Memory
-    tokens: int  # of a forward: the budget, or the most that there is room for
+    tokens: int  # tokens of a forward: the budget, or the largest number that fits
     available: int  # bytes of a GPU
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,7 +163,7 @@ class Plan:
 
 
 def load_sizes(model: str) -> ModelSizes:
-    """The sizes of a model by its name, its folder, or the file of its config."""
+    """Load the sizes of a model from its Hub id, its folder, or its `config.json`."""
     with reading(f"the config of {model!r}", "Give the id of a model, its folder, or its `config.json`."):
         config = AutoConfig.from_pretrained(model)
         path, name = Path(model), model
@@ -162,127 +172,234 @@ def load_sizes(model: str) -> ModelSizes:
         return ModelSizes.of(config, name)
 
 
-def memory(sizes: ModelSizes, how: Training) -> Memory:
-    """Memory of one GPU by item, as docs/scaling.md explains them."""
-    size = 2 if how.half else 4
-    shards = how.gpus if how.sharded else 1
+def memory(sizes: ModelSizes, training: Training) -> Memory:
+    """Memory of one GPU by item. docs/scaling.md explains the items."""
+    size = 2 if training.half else 4
+    shards = training.gpus if training.sharded else 1
     step = sizes.step(
-        Numbers(
-            how.checkpointing, how.lora, how.quantized, autocast=how.half and not how.sharded,
-            dtype=torch.bfloat16 if how.half else torch.float32, whole_head=not how.head_tokens,
+        StepSettings(
+            training.checkpointing, training.lora, training.quantized, autocast=training.half and not training.sharded,
+            dtype=torch.bfloat16 if training.half else torch.float32, whole_head=not training.head_tokens,
         )
     )  # fmt: skip
-    # TRL makes adapters on quantized layers bfloat16; else what is trained and its moments are float32.
-    items = {"weights, gradients, moments": (8 if how.quantized else 16) * step.trained // shards}
+    # Weight, gradient and two moments: in float32 4 * 4 bytes. TRL casts adapters on quantized layers to bfloat16.
+    items = {"weights, gradients, moments": (8 if training.quantized else 16) * step.trained // shards}
     frozen = size * sizes.parameters
-    if how.quantized:
+    if training.quantized:
         frozen += int((FOUR_BITS - size) * sizes.linear_weights)
-    if how.lora:
+    if training.lora:
         items["frozen weights"] = frozen // shards
-    elif how.reference:
-        items["reference"] = 4 * sizes.parameters // shards  # of the type of the policy
-    if how.sharded:
-        # Of the layers one computes and one is on its way; accelerate does not give the LM head back in between.
+    elif training.reference:
+        items["reference"] = 4 * sizes.parameters // shards  # in float32, as the policy
+    if training.sharded:
+        # FSDP2 gathers the next layer while one computes. Accelerate wraps layers only, so the LM head, which belongs
+        # to the root, stays gathered.
         layer = frozen * max(sizes.layer_parameters) // sizes.parameters
         items["gathered layers, LM head"] = 2 * layer + size * sizes.head_parameters
     items["copies while it computes"] = step.fixed
-    if how.head_tokens:  # scores, their log-softmax and its gradient, in float32
-        items["scores"] = 3 * 4 * sizes.config.vocab_size * how.head_tokens
-    kept = "checkpoints" if how.checkpointing else "activations"
-    per_token = {kept: step.kept, "at the peak": step.working}
-    return Memory(items, {name: round(n / how.split) for name, n in per_token.items()})
+    if training.head_tokens:  # scores, their log-softmax and its gradient, in float32
+        items["scores"] = 3 * 4 * sizes.config.vocab_size * training.head_tokens
+    name = "checkpoints" if training.checkpointing else "activations"
+    per_token = {name: step.kept, "at the peak": step.working}
+    return Memory(items, {item: round(n / training.split) for item, n in per_token.items()})
 
 
 def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, budget: int | None = None, may_split: bool = True,
-    **how: Any,
+    **settings: Any,
 ) -> Plan:  # fmt: skip
     """
-    The simplest training that fits: without sharding before with it, without checkpointing before with it; rows split
-    over GPUs only where one GPU does not hold the longest.
+    Choose the simplest training that fits: unsharded before sharded, without checkpointing before with it. Rows are
+    split over GPUs only if one GPU cannot hold the longest.
 
-    `available` are the bytes of each GPU, and `longest` the most tokens of what a forward cannot part: it must hold
-    them, and those of the `budget`, if there is one. `how` are other fields of [`Training`].
+    Args:
+        sizes ([`ModelSizes`]):
+            Sizes of the model.
+        gpus (`int`):
+            Number of GPUs.
+        available (`int`):
+            Bytes of each GPU.
+        longest (`int`):
+            Largest number of tokens that one forward cannot divide: a row, or a pair.
+        budget (`int`, *optional*):
+            Token budget that must fit; by default the largest that fits is planned.
+        may_split (`bool`):
+            Whether rows may be split over GPUs.
+        **settings:
+            Other fields of [`Training`].
 
     Raises:
-        ValueError: If nothing fits; it says what would.
+        ValueError: If nothing fits. The message names changes that would.
     """
     if budget is not None and budget < longest:
         raise ValueError(f"A budget of {budget} tokens does not hold {longest}. Raise it, or lower `--max-length`.")
     needed = max(longest, budget or 0)
-
-    def planned(sharded: bool, checkpointing: bool, gpus: int = gpus, split: int = 1, **more: Any) -> Plan:
-        training = Training(gpus, sharded, checkpointing, split=split, **how | more)
-        held = memory(sizes, training)
-        tokens = (int(ROOM * available) - held.fixed) // held.token // 256 * 256
-        return Plan(training, held, max(tokens, 0), available)
-
-    def with_shared_rows(gpus: int) -> Iterator[Plan]:
-        for split in range(2, min(gpus, sizes.config.num_attention_heads) + 1 if may_split else 0):
-            if gpus % split == 0:
-                yield planned(True, True, gpus, split)
-
-    def frugal(gpus: int = gpus, **more: Any) -> Plan:
-        return planned(gpus > 1, True, gpus, **more)
-
-    found: list[Plan] = []
+    search = _Search(sizes, available, settings, may_split)
+    plans: list[Plan] = []
     for sharded, checkpointing in product((False, True)[: 1 if gpus == 1 else 2], (False, True)):
-        found.append(planned(sharded, checkpointing))
-        if found[-1].tokens >= max(needed, budget or ENOUGH):
+        plans.append(search.plan(gpus, sharded, checkpointing))
+        if plans[-1].tokens >= max(needed, budget or ENOUGH):
             break
-    plan = max(found, key=lambda p: p.tokens)
+    plan = max(plans, key=lambda p: p.tokens)
     if plan.tokens < needed:
-        found += with_shared_rows(gpus)
-        plan = next((p for p in found if p.tokens >= needed), plan)
+        plans += search.split_plans(gpus)
+        plan = next((p for p in plans if p.tokens >= needed), plan)
     if plan.tokens >= needed:
         return plan if budget is None else replace(plan, tokens=budget)
-
-    least = min(found, key=lambda p: p.memory.total(needed))
-    lora = how.get("lora") or 16
-    more = [gpus * 2**i for i in range(1, MOST_GPUS.bit_length()) if gpus * 2**i <= MOST_GPUS]
-    enough = (n for n in more if any(p.tokens >= needed for p in (frugal(n), *with_shared_rows(n))))
-    would = [f"{n} GPUs of this size (`--gpus {n}`)" for n in islice(enough, 1)]
-    has_peft = find_spec("peft") is not None
-    if has_peft and not how.get("lora") and frugal(lora=lora, reference=False).tokens >= needed:
-        would.append(f"adapters (`--lora {lora}`)")
-    if has_peft and not how.get("quantized") and frugal(lora=lora, reference=False, quantized=True).tokens >= needed:
-        would.append(f"adapters on four-bit weights (`--lora {lora} --load-in-4bit`)")
+    least = min(plans, key=lambda p: p.memory.total(needed))
+    remedies = search.remedies(gpus, needed)
     if plan.tokens:
-        would.append(f"at most {plan.tokens} tokens in a forward (a lower `--max-length`)")
+        remedies.append(f"at most {plan.tokens} tokens in a forward (a lower `--max-length`)")
     raise ValueError(
         f"Nothing fits: with {needed} tokens in a forward the least that a GPU must hold is "
         f"{least.memory.total(needed) / 1e9:.1f} GB, and of {available / 1e9:.1f} GB {ROOM * available / 1e9:.1f} are "
-        f"planned with. What would do: {'; or '.join(would) or 'larger GPUs'}."
+        f"planned with. What would do: {'; or '.join(remedies) or 'larger GPUs'}."
     )
 
 
-def splitting_flags(how: Training) -> str:
-    """The flags of `accelerate launch` with which GPUs share packed rows; none if they do not."""
-    if how.split == 1:
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """Plans of a model on GPUs of one size."""
+
+    sizes: ModelSizes
+    available: int
+    settings: dict[str, Any]  # fields of `Training`
+    may_split: bool
+
+    def plan(self, gpus: int, sharded: bool, checkpointing: bool, split: int = 1, **changes: Any) -> Plan:
+        """The plan of a training, with the most tokens that fit: 0 if not even the model does."""
+        training = Training(gpus, sharded, checkpointing, split=split, **self.settings | changes)
+        bytes_needed = memory(self.sizes, training)
+        room = int(ROOM * self.available) - bytes_needed.fixed
+        tokens = room // bytes_needed.token // 256 * 256  # in steps of 256: a plan is no more exact than that
+        return Plan(training, bytes_needed, max(tokens, 0), self.available)
+
+    def frugal(self, gpus: int, **changes: Any) -> Plan:
+        """The plan with the least memory whose rows are not split."""
+        return self.plan(gpus, gpus > 1, True, **changes)
+
+    def split_plans(self, gpus: int) -> Iterator[Plan]:
+        """Plans in which several GPUs compute a row together, the fewest first."""
+        # `cp_size` divides the number of GPUs; with more GPUs than heads some would have no head.
+        for split in range(2, min(gpus, self.sizes.config.num_attention_heads) + 1 if self.may_split else 0):
+            if gpus % split == 0:
+                yield self.plan(gpus, True, True, split)
+
+    def remedies(self, gpus: int, needed: int) -> list[str]:
+        """Changes with which `needed` tokens fit, as words of an error message."""
+        lora = self.settings.get("lora") or 16
+        counts = [gpus * 2**i for i in range(1, MOST_GPUS.bit_length()) if gpus * 2**i <= MOST_GPUS]
+        enough = (n for n in counts if any(p.tokens >= needed for p in (self.frugal(n), *self.split_plans(n))))
+        remedies = [f"{n} GPUs of this size (`--gpus {n}`)" for n in islice(enough, 1)]
+        if find_spec("peft") is None:
+            return remedies
+        adapters = {"lora": lora, "reference": False}  # the policy without its adapters is the reference
+        if not self.settings.get("lora") and self.frugal(gpus, **adapters).tokens >= needed:
+            remedies.append(f"adapters (`--lora {lora}`)")
+        if not self.settings.get("quantized") and self.frugal(gpus, **adapters, quantized=True).tokens >= needed:
+            remedies.append(f"adapters on four-bit weights (`--lora {lora} --load-in-4bit`)")
+        return remedies
+
+
+@dataclass(frozen=True)
+class DataLengths:
+    """Lengths of data, from the figures of `trl-padfix stats`."""
+
+    longest: int  # tokens of the longest row
+    distinct_per_row: float | None  # mean, in the largest batches that were counted; `None` without batches
+    data: str  # name of the data
+
+
+def read_lengths(path: Path, max_length: int | None) -> DataLengths:
+    """
+    Read the file that `trl-padfix stats --json` wrote.
+
+    Raises:
+        ValueError: If it is another file.
+    """
+    with path.open("rb") as file, reading(f"the figures {str(path)!r}", "Give what `trl-padfix stats --json` wrote."):
+        figures = json.load(file)
+    try:
+        lengths = figures["lengths"]
+        longest = int(lengths["sequence" if "sequence" in lengths else "text"]["max"])
+        batches, data = figures["batches"], figures["data"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no {error}: give what `trl-padfix stats --json` wrote.") from error
+    limits = [n for n in (longest, figures.get("max_length"), max_length) if n]
+    per_row = [batch["distinct"] / batch["batch_size"] for batch in batches]
+    return DataLengths(min(limits), per_row[-1] if per_row else None, data)
+
+
+def training_command(plan: Plan, model: str, method: str, data: str, accelerate: Path, flags: list[str]) -> str:
+    """
+    The command that starts a planned training.
+
+    Args:
+        plan ([`Plan`]):
+            Plan of the training.
+        model (`str`):
+            Value of `--model_name_or_path`.
+        method (`str`):
+            Command of `trl-padfix`.
+        data (`str`):
+            Name of the data, or a recipe.
+        accelerate (`Path`):
+            File of accelerate's configuration.
+        flags (`list[str]`):
+            Further flags, as of [`flags`].
+    """
+    launch = f"accelerate launch --config_file {shlex.quote(str(accelerate))}{splitting_flags(plan.training)}"
+    if data.endswith((".yaml", ".yml")):
+        source = ["--config", data]
+    else:  # `--dataset_name` takes no single file
+        source = ["--dataset_name", "DATA" if Path(data).is_file() else data]
+    command = f"{launch} -m trl_padfix {method} {shlex.join(['--model_name_or_path', model, *source])}"
+    return " \\\n  ".join([command, *flags])
+
+
+def accelerate_config(training: Training, folder: Path) -> str:
+    """Accelerate's configuration of a training, in YAML: one of the `folder` of shipped ones for its number of GPUs."""
+    name = "fsdp2" if training.sharded else "multi_gpu" if training.gpus > 1 else "single_gpu"
+    config = yaml.safe_load((folder / f"{name}.yaml").read_text()) | {"num_processes": training.gpus}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def splitting_flags(training: Training) -> str:
+    """Flags of `accelerate launch` for context parallelism; empty without it."""
+    if training.split == 1:
         return ""
-    sizes = f"--parallelism_config_cp_size {how.split} --parallelism_config_dp_shard_size {how.gpus // how.split}"
+    sizes = f"--parallelism_config_cp_size {training.split} --parallelism_config_dp_shard_size {training.gpus // training.split}"
     return f" --use_fsdp --fsdp_version 2 --use_parallelism_config {sizes}"
 
 
 def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = False) -> list[str]:
     """
-    The flags of `trl-padfix dpo` and its kin; a forward cannot part `rows` of at most `longest` tokens, if that is a
-    setting of the method.
+    Flags of `trl-padfix dpo`, `sft` and so on for a plan.
+
+    Args:
+        plan ([`Plan`]):
+            Plan of the training.
+        longest (`int`, *optional*):
+            `--max_length`; `None` for methods without it.
+        rows (`int`):
+            Rows that one forward cannot divide: 2 for pairs.
+        has_experts (`bool`):
+            Whether the model is a mixture of experts.
     """
-    how = plan.training
-    found = ["--padding_free", "--prefix_sharing auto"]
-    found += [f"--max_length {longest}"] if longest else []
-    if how.split == 1:
-        found.append(f"--max_tokens_per_batch {plan.tokens}")
-    else:  # a budget splits no rows that several GPUs compute together
-        found.append(f"--per_device_train_batch_size {max(1, plan.tokens // ((longest or plan.tokens) * rows))}")
-    found.append(f"--gradient_checkpointing {str(how.checkpointing).lower()}")
-    if how.lora:
-        found.append(f"--use_peft --lora_r {how.lora} --lora_target_modules all-linear --dtype bfloat16")
-        found += ["--lora_dropout 0"] if has_experts else []  # PEFT puts adapters on experts without dropout only
-    if how.quantized:
-        found.append("--load_in_4bit" + " --bnb_4bit_quant_storage bfloat16" * how.sharded)
-    if how.sharded:
+    training = plan.training
+    result = ["--padding_free", "--prefix_sharing auto"]
+    result += [f"--max_length {longest}"] if longest else []
+    if training.split == 1:
+        result.append(f"--max_tokens_per_batch {plan.tokens}")
+    else:  # a token budget does not work with context parallelism
+        result.append(f"--per_device_train_batch_size {max(1, plan.tokens // ((longest or plan.tokens) * rows))}")
+    result.append(f"--gradient_checkpointing {str(training.checkpointing).lower()}")
+    if training.lora:
+        result.append(f"--use_peft --lora_r {training.lora} --lora_target_modules all-linear --dtype bfloat16")
+        result += ["--lora_dropout 0"] if has_experts else []  # PEFT puts adapters on experts without dropout only
+    if training.quantized:
+        result.append("--load_in_4bit" + " --bnb_4bit_quant_storage bfloat16" * training.sharded)
+    if training.sharded:
         sync = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
-        found.append(f"--accelerator_config '{sync}'")
-    return found
+        result.append(f"--accelerator_config '{sync}'")
+    return result

@@ -1,6 +1,7 @@
 """
-What a user names is read by libraries: rows, YAML, tokenizers, weights. Whatever they raise becomes one error that
-says what could not be read and why.
+Read rows, YAML, tokenizers and weights that a user names.
+
+Libraries read them. Any error that they raise becomes one [`UnreadableError`], with what could not be read and why.
 """
 
 from __future__ import annotations
@@ -9,27 +10,36 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
-__all__ = ["TRUSTING_NOTHING", "UnreadableError", "load_model", "load_tokenizer", "package_of", "reading", "reason"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TRUSTING_NOTHING = {"trust_remote_code": False, "use_safetensors": True}
-"""How a model is loaded: no code that lies beside it, no pickles."""
+__all__ = ["SAFE_LOADING", "UnreadableError", "load_model", "load_tokenizer", "package_of", "reading", "reason"]
+
+SAFE_LOADING = {"trust_remote_code": False, "use_safetensors": True}
+"""Arguments of `from_pretrained`: no code from the model's folder is run, and no pickle is loaded."""
 
 _PACKAGE = Path(__file__).parents[1]
-_LONGEST = 600
+_MAX_REASON = 600
+"""Characters of a library's message that are repeated."""
 
 
 class UnreadableError(ValueError):
-    """Something that the user named cannot be read; the message says what, why and what to do."""
+    """A file, folder or Hub id of the user cannot be read; the message says which, why, and what to do."""
 
 
 @contextmanager
 def reading(what: str, advice: str) -> Iterator[None]:
     """
-    Make whatever the libraries in the block raise an [`UnreadableError`], which names `what` is read (with its path or
-    id) and what to do (`advice`, a sentence). What our own code raises is left as it is.
+    Turn the errors of libraries in the block into an [`UnreadableError`]; errors of this package pass unchanged.
+
+    Args:
+        what (`str`):
+            The object that is read, with its path or id.
+        advice (`str`):
+            A sentence that tells the user what to do.
     """
     try:
         yield
@@ -42,17 +52,18 @@ def reading(what: str, advice: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in one line; where a library only says that something failed, what that was caused by."""
+    """The message of an error in one line. Errors of `datasets` often name the failed step only: then of its cause."""
     while error.__cause__ is not None and type(error).__module__.startswith("datasets"):
         error = error.__cause__
     text = " ".join(str(error).split())
+    # The message of a `KeyError` is only the key: the name of its class says what is wrong.
     if not text or isinstance(error, (KeyError, AttributeError, IndexError, TypeError)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " ..."
 
 
 def package_of(error: BaseException) -> str | None:
-    """The installed package whose code raised an error, past the standard library's; `None` if there is none."""
+    """The installed package whose code raised an error, skipping the standard library; `None` if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if _PACKAGE in path.parents:
@@ -64,21 +75,21 @@ def package_of(error: BaseException) -> str | None:
     return None
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a folder or Hub id; code that lies there is not run."""
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or Hub id without running code from there."""
     from transformers import AutoTokenizer
 
     advice = "Give a folder with `tokenizer.json` (or the id of a Hub model that has one)."
     with reading(f"the tokenizer {name!r}", advice):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
-    if not ids:  # transformers makes a tokenizer without a vocabulary for a model folder that has none
+    if not ids:  # for a folder without tokenizer files transformers returns a tokenizer without a vocabulary
         raise UnreadableError(f"the tokenizer {name!r} makes no token of any text: its files are missing. {advice}")
     return tokenizer
 
 
-def load_model(name: str, **how: Any) -> Any:
-    """The causal language model of a folder or Hub id: weights from safetensors alone, and no code that lies there."""
+def load_model(name: str, **options: Any) -> PreTrainedModel:
+    """Load the causal language model of a folder or Hub id, from safetensors and without running code from there."""
     from transformers import AutoModelForCausalLM
 
     advice = (
@@ -86,4 +97,4 @@ def load_model(name: str, **how: Any) -> Any:
         "one; weights in pickles (`pytorch_model.bin`) and code beside a model are not loaded."
     )
     with reading(f"the model {name!r}", advice):
-        return AutoModelForCausalLM.from_pretrained(name, **TRUSTING_NOTHING, **how)
+        return AutoModelForCausalLM.from_pretrained(name, **SAFE_LOADING, **options)

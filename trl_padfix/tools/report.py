@@ -1,4 +1,4 @@
-"""What a training run ends with: a table of where it came out, and a picture of its curves."""
+"""Reports at the end of a training run: a table of first and last metrics, JSON, and a picture of the curves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import json
 import platform
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Column, Table
 
 from ..files import write_whole
 from ..versions import installed_version
 
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .bench.settings import VariantResult
 
 __all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
 
@@ -39,8 +44,8 @@ def curves(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
 
 
 def summary_table(history: list[dict[str, Any]]) -> Table:
-    """Where a run began and ended by a trainer's `state.log_history`, and what it did not compute."""
-    # Before the first step policy and reference agree: every margin is zero, and a tie is not counted as right.
+    """First and last metrics of a trainer's `state.log_history`, and the tokens that were not computed."""
+    # Before the first step policy and reference agree. Every margin is zero, and TRL counts a tie as wrong.
     caption = None
     if any(_REWARDS in entry for entry in history):
         caption = "Before the first step the model prefers neither reply: all ties, which count as wrong (0.000)."
@@ -58,20 +63,20 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
     return table
 
 
-def write_report(history: list[dict[str, Any]], config: Any, path: str | Path) -> Path:
-    """Write where a run came out, with its effective configuration and the versions of the packages, as JSON."""
+def write_report(history: list[dict[str, Any]], config: TrainingArguments, path: str | Path) -> Path:
+    """Write metrics, effective configuration and versions of the packages as JSON."""
     names = sorted({name for entry in history for name in entry} - {"step", "epoch"})
     metrics = {}
     for name in names:
         steps, values = curves(history, name)
         metrics[name] = {"first": values[0], "last": values[-1], "steps": [steps[0], steps[-1]]}
-    found = {
+    report = {
         "metrics": metrics,
         "configuration": {"class": type(config).__name__, **config.to_dict()},
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
         "history": history,
     }
-    text = json.dumps(found, indent=2, default=str) + "\n"
+    text = json.dumps(report, indent=2, default=str) + "\n"
     return write_whole(path, lambda beside: beside.write_text(text))
 
 
@@ -79,9 +84,9 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     """
     Draw loss, accuracy (of rewards, or of tokens) and tokens per second over the steps of a run.
 
-    `None` for a run too short for a curve, of which nothing is written.
+    Returns the path, or `None` if the run is too short for a curve; then no file is written.
     """
-    # A figure of its own, not pyplot's: no display is needed and no state stays behind.
+    # `Figure` instead of pyplot: it needs no display and leaves no global state.
     from matplotlib.figure import Figure
 
     if any(_REWARDS in entry for entry in history):
@@ -90,18 +95,18 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
         accuracy = ("token accuracy", ("mean_token_accuracy", "eval_mean_token_accuracy"))
     panels = [("loss", ("loss", "eval_loss")), accuracy, ("real tokens/s", ("perf/tokens_per_second",))]
     drawn = [(title, {name: curves(history, name) for name in names}) for title, names in panels]
-    drawn = [(title, found) for title, found in drawn if any(len(steps) > 1 for steps, _ in found.values())]
+    drawn = [(title, lines) for title, lines in drawn if any(len(steps) > 1 for steps, _ in lines.values())]
     if not drawn:
         return None
     figure, labels = Figure(figsize=(4.4 * len(drawn), 3.9), layout="constrained"), {}
-    for axes, (title, found) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
-        for name, (steps, values) in found.items():
+    for axes, (title, lines) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        for name, (steps, values) in lines.items():
             held_out = name.startswith("eval_")
             if steps:
                 axes.plot(steps, values, "o-" if held_out else ".-", label="held-out" if held_out else "training")
         if title == "reward accuracy":
             axes.axhline(0.5, color="grey", linestyle=":", label="chance: a coin chooses between the replies")
-            steps, values = found[f"eval_{_REWARDS}"]
+            steps, values = lines[f"eval_{_REWARDS}"]
             if values and values[0] == 0.0:
                 note = "all ties before training,\nwhich count as wrong"
                 axes.annotate(note, (steps[0], 0.0), (40, 2), textcoords="offset points", fontsize=8)
@@ -112,12 +117,14 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
         axes.set(title=title, xlabel="step")
         axes.xaxis.get_major_locator().set_params(integer=True)
         labels |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3)  # over no curve
+    figure.legend(
+        labels.values(), labels.keys(), loc="outside lower center", ncols=3
+    )  # below the axes, where it covers no curve
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 
-def plot_bench(results: list[Any], title: str, path: Path) -> None:
-    """Draw the speed-up and the memory of each variant of a benchmark."""
+def plot_bench(results: list[VariantResult], title: str, path: Path) -> None:
+    """Draw speed-up and peak memory of each variant of a benchmark."""
     from matplotlib.figure import Figure
 
     names = [result.name.replace("_", " ") for result in results]

@@ -1,15 +1,18 @@
-"""The picture of `trl-padfix stats`: lengths, a batch padded, packed and with each prompt once, the prefix tree."""
+"""Draw the picture of `trl-padfix stats`: lengths, a batch in three layouts, and the prefix tree."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .stats import Lengths
 from .verdict import PrefixTree
 
+
+if TYPE_CHECKING:
+    from matplotlib.figure import FigureBase
 
 __all__ = ["draw_tree", "plot"]
 
@@ -26,8 +29,21 @@ def plot(
     """
     Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
 
-    Each picture of the batch is as wide as its padded rows, so their heights are in proportion to their tokens. A
-    `tree` is drawn below.
+    Each picture of the batch is as wide as its padded rows, so heights are proportional to tokens.
+
+    Args:
+        lengths (`Lengths`):
+            Tokens of the rows.
+        path (`str` or `Path`):
+            File to write.
+        batch_size (`int`, *optional*, defaults to `8`):
+            Rows of the batch.
+        max_length (`int`, *optional*):
+            Tokens after which a sequence is truncated.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed that chooses the batch.
+        tree (`PrefixTree`, *optional*):
+            Tree to draw below.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -37,38 +53,40 @@ def plot(
     width = max(map(len, sequences))
     padded = np.array([np.pad(s, (0, width - len(s)), constant_values=_PADDING) for s in sequences])
     drawn = {"padded": padded, "packed": _wrapped(np.concatenate(sequences), width)}
-    if "prompt" in lengths.parts:
-        of_row = lengths.sequences.shape[1]
-        once = [s if i % of_row == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
+    if "prompt" in lengths.columns:
+        per_row = lengths.sequences.shape[1]  # sequences of a row, next to each other: the first one keeps the prompt
+        once = [s if i % per_row == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
         drawn["each prompt once"] = _wrapped(np.concatenate(once), width)
 
     figure = Figure(figsize=(13, 6.4 if tree is None else 9.6), layout="constrained")
     heights = (1, 1.2) if tree is None else (1, 1.2, 1.2)
     histograms, picture, *below = np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights))
-    for axes, (name, part) in zip(histograms.subplots(1, len(lengths.parts), squeeze=False)[0], lengths.parts.items(),
-                                  strict=True):  # fmt: skip
-        axes.hist(part.ravel(), bins=50, color=_COLOURS[_KINDS[name]])
-        axes.set(title=f"{name}: {part.mean():.0f} tokens, at most {part.max()}", xlabel="tokens", ylabel="rows")
+    columns = lengths.columns
+    for axes, (name, tokens) in zip(
+        histograms.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True
+    ):
+        axes.hist(tokens.ravel(), bins=50, color=_COLOURS[_KINDS[name]])
+        axes.set(title=f"{name}: {tokens.mean():.0f} tokens, at most {tokens.max()}", xlabel="tokens", ylabel="rows")
     colours = ListedColormap(_COLOURS)
     for axes, (name, image) in zip(picture.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
         axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
         axes.set_ylim(len(padded) - 0.5, -0.5)
-    parts = {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in lengths.parts}
+    parts = {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in lengths.columns}
     _explain(picture, parts)
     if tree is not None:
         draw_tree(below[0], tree)
     figure.savefig(path, dpi=120)
 
 
-def draw_tree(figure: Any, tree: PrefixTree) -> None:
-    """Draw how many rows reach each depth, and how many of them have the same tokens up to there as another row."""
+def draw_tree(figure: FigureBase, tree: PrefixTree) -> None:
+    """Draw for each depth the number of rows that reach it, and of those that share all tokens up to it."""
     depth = np.arange(int(tree.lengths.max()) + 1)
-    reach, alike = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.common))
+    reach, sharing = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.shared))
     axes = figure.subplots()
     axes.fill_between(depth, reach, step="post", color=_COLOURS[_PROMPT], linewidth=0)
-    axes.fill_between(depth, alike, step="post", color=_COLOURS[_PADDING], linewidth=0)
-    saved = tree.common.sum() / max(tree.lengths.sum(), 1)
+    axes.fill_between(depth, sharing, step="post", color=_COLOURS[_PADDING], linewidth=0)
+    saved = tree.shared.sum() / max(tree.lengths.sum(), 1)
     axes.set(
         title=f"prefix tree: of {len(tree.lengths):,} rows together {saved:.0%} of the tokens are computed already",
         xlabel="depth in tokens", ylabel="rows", xlim=(0, len(depth)), ylim=(0, None),
@@ -77,8 +95,8 @@ def draw_tree(figure: Any, tree: PrefixTree) -> None:
     _explain(figure, {grey: _COLOURS[_PADDING], "rows with tokens of their own at this depth": _COLOURS[_PROMPT]})
 
 
-def _explain(figure: Any, colours: dict[str, str]) -> None:
-    """A legend below a part of the picture."""
+def _explain(figure: FigureBase, colours: dict[str, str]) -> None:
+    """Draw a legend below a part of the picture."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in colours.items()]
@@ -91,15 +109,20 @@ _KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "completion": 3, "text"
 
 
 def _sequences(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[np.ndarray]:
-    """The kind of each token of the sequences of a batch, truncated at the end; those of a row next to each other."""
-    prompts = lengths.parts.get("prompt", np.zeros(len(lengths), dtype=np.int64))
-    sides = [(_KINDS[name], side) for name, part in lengths.parts.items() if name != "prompt"
+    """
+    The kinds of the tokens of a batch, an array for each sequence, truncated at the end.
+
+    Sequences of a row are neighbours: a pair with 2 prompt tokens, 1 chosen and 2 rejected ones gives [2, 2, 3] and
+    [2, 2, 4, 4].
+    """
+    prompts = lengths.columns.get("prompt", np.zeros(len(lengths), dtype=np.int64))
+    sides = [(_KINDS[name], side) for name, part in lengths.columns.items() if name != "prompt"
              for side in (part.T if part.ndim > 1 else [part])]  # fmt: skip
     return [np.repeat([_PROMPT, kind], [prompts[row], side[row]])[:max_length] for row in rows for kind, side in sides]
 
 
 def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:
-    """One row of tokens, as a picture of lines of `width`."""
+    """A packed row in lines of `width` tokens; zeros fill the last line."""
     lines = np.zeros((-(-len(tokens) // width), width), dtype=int)
     lines.ravel()[: len(tokens)] = tokens
     return lines

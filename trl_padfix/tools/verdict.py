@@ -1,290 +1,274 @@
 """
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
-Token counts are those of a sample: of random batches, of batches of rows that begin alike, and of what TRL's own
-settings would compute. The speed that they allow is estimated with four figures beside them: what scoring a token
-over the vocabulary costs, what a pair of tokens costs in attention, under a mask and packed, and how much dearer a
-token is in a larger batch. They were fitted to the measurements of `docs/bench` on CPU, and are within 21 percent of
-all of them. On a GPU with TRL's fused LM head all are less, and the counts alone are the estimate.
+Tokens are counted in batches of a sample: random batches, batches of rows with long shared prefixes, and batches of
+TRL's own settings. Their ratio limits the speed-up where time goes with tokens; `trl-padfix bench` measures the speed.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from ..core.layout.layout import KEYS_PER_TOKEN
+from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.measures import PairMeasure, TextMeasure, UnpairedMeasure
 from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from .data import checked_rows
-from .stats import SIDES, sequences_of, token_rows
+from .stats import SAMPLE, SIDES, TokenRow, sequences_of, token_rows
 
 
-__all__ = ["FITTED", "UNITS", "PrefixTree", "Verdict", "advise", "prefix_tree", "sample", "tokenized", "verdict_lines"]
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
 
-FITTED = ("dpo", "sft")
-"""Trainers whose measured steps the speed was fitted to."""
-
-SAMPLE = 4096
-"""Rows that are looked at, the first ones: rows that begin alike often stand together."""
+__all__ = ["UNITS", "PrefixTree", "Verdict", "advise", "bench_data", "prefix_tree", "sample", "truncate"]
 
 BATCHES = 24
 """Batches that counts are averaged over."""
 
-SCORING = 0.8
-"""What scoring a token costs on CPU, in tokens of the decoder: fitted to the measured steps in docs/bench."""
-
-MASKED, PACKED = 0.06, 0.03
-"""What a pair of tokens costs in padded rows under a mask, and in others, in tokens of a decoder of hidden size 1."""
-
-GROWTH = 0.05
-"""A token on CPU takes as long as the tokens of its batch to this power: memory that is moved; fitted."""
-
 WORTH_GROUPING = 0.9
-"""Share of the tokens that grouped batches must fall below for grouping to be advised."""
+"""Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
+
+WORTH_SHARING = 0.99
+"""Sharing is advised if batches have less than this share of their real tokens with it."""
+
+BENCH_TRAINERS = ("dpo", "sft", "grpo")
+"""Trainers whose steps `trl-padfix bench` measures."""
+
+LENGTH_BUCKETS = 50
+"""Batches within which transformers' `group_by_length` sorts rows by their length (`LengthGroupedSampler`)."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Tokens of a batch on average, and what follows from them."""
+    """Mean numbers of tokens of a batch, and the settings that they advise."""
 
     batch_size: int
     trainer: str
     padded: float  # what TRL computes
-    bucket_by_length: float  # the same, with rows of like length together
+    bucket_by_length: float  # the same, with rows of about one length together
     real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
     auto: float  # with padding removed and `prefix_sharing="auto"`
-    grouped: float  # the same, with rows that begin alike together
-    scored: float  # trained on
+    grouped: float  # the same, with rows of long shared prefixes together
     rows: int  # of the sample
     budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
-    squares: float  # pairs of tokens that padded rows compare under a mask; none where rows are equally long
-    real_pairs: float  # those of each token and the ones before it, in `real`, `auto` and `grouped` batches
-    auto_pairs: float
-    grouped_pairs: float
-    hidden_size: int  # of the model whose speed is estimated
     generations: int = 1  # completions of a row (GRPO)
 
     @property
     def shares(self) -> bool:
-        return min(self.auto, self.tokens) < 0.99 * self.real
+        """Whether `prefix_sharing` is advised."""
+        return min(self.auto, self.tokens) < WORTH_SHARING * self.real
 
     @property
     def groups(self) -> bool:
+        """Whether `group_by_prefix` is advised."""
         return self.grouped < WORTH_GROUPING * self.auto
 
     @property
-    def advised(self) -> str:
-        """The batches of the settings that are advised, `"auto"` or `"grouped"`."""
-        return "grouped" if self.groups else "auto"
-
-    @property
     def tokens(self) -> float:
-        """With the settings that are advised."""
-        return getattr(self, self.advised)
+        """Tokens of a batch with the advised settings."""
+        return self.grouped if self.groups else self.auto
 
     @property
     def by_tokens(self) -> float:
-        """The speed-up over TRL's padded step if time went with the tokens of the decoder alone."""
+        """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
         return self.padded / self.tokens
 
-    @property
-    def speed(self) -> float | None:
-        """The speed-up that `trl-padfix bench` is expected to measure on CPU; of steps that it was fitted to."""
-        return self.speed_of(self.advised) if self.trainer in FITTED else None
-
-    def speed_of(self, how: str) -> float:
-        """The same of `"real"`, `"auto"` or `"grouped"` batches."""
-        *_, (_, padded, ours) = self.terms(how)
-        return padded / ours * (self.padded / getattr(self, how)) ** GROWTH
-
-    def terms(self, how: str) -> list[tuple[str, float, float]]:
-        """What a batch costs in tokens of the decoder: TRL's padded step, and one of such batches."""
-        masked, packed = MASKED / self.hidden_size * self.squares, PACKED / self.hidden_size
-        terms = [
-            ("tokens of the decoder", self.padded, getattr(self, how)),
-            (f"LM head: {SCORING} x tokens that are scored", SCORING * self.padded, SCORING * self.scored),
-            (
-                f"attention: {MASKED} (TRL, masked) or {PACKED} / {self.hidden_size} x pairs of tokens",
-                masked or packed * self.real_pairs,
-                packed * getattr(self, f"{how}_pairs"),
-            ),
+    def lines(self, data: str) -> list[str]:
+        """The verdict in words, at most eight lines; `data` is the value of `bench --data`, see [`bench_data`]."""
+        saved, saved_by_grouping = 1 - self.auto / self.real, 1 - self.grouped / self.auto
+        padding = 1 - self.real / self.padded
+        settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
+        settings += ["group_by_prefix=True"] * self.groups
+        unit, is_online, has_bench = UNITS[self.trainer], self.generations > 1, self.trainer in BENCH_TRAINERS
+        completions = f" x {self.generations} completions" if is_online else ""
+        if is_online:
+            grouping = ""
+        elif self.groups:
+            grouping = f", and grouped ones save {saved_by_grouping:.0%} more"
+        else:
+            grouping = f", and grouping would save {max(saved_by_grouping, 0):.0%}"
+        lines = [
+            f"Use {', '.join(settings)}; {self.batch_size} {unit}{completions} a batch, or "
+            f"max_tokens_per_batch={self.budget}.",
+            f"Padding is {padding:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"
+            f"{grouping}.",
+            f"Limit by tokens: {self.by_tokens:.1f}x ({self.padded:,.0f} tokens in TRL's padded batch, "
+            f"{self.tokens:,.0f} with these settings){'; the speed is what `bench` measures' * has_bench}.",
+            f"Memory of activations: about {self.tokens / self.padded:.0%} of TRL's padded step, at equal batches.",
         ]
-        return [*terms, ("together", sum(term[1] for term in terms), sum(term[2] for term in terms))]
-
-    def table(self) -> list[tuple[str, str, str]]:
-        """The speed line by line: terms, their sum, their ratio, and what makes it the speed."""
-        terms = self.terms(self.advised)
-        ratio, smaller = terms[-1][1] / terms[-1][2], self.by_tokens**GROWTH
-        return [
-            *((name, f"{of_trl:,.0f}", f"{of_ours:,.0f}") for name, of_trl, of_ours in terms),
-            ("TRL's over ours", "", f"{ratio:.2f}"),
-            (f"smaller batches: (tokens, TRL's over ours) to the power of {GROWTH}", "", f"{smaller:.2f}"),
-            ("speed: the product of these two", "", f"{ratio * smaller:.1f}"),
-        ]
+        if not is_online:
+            lines.append(f"TRL's group_by_length: {self.padded / self.bucket_by_length:.1f}x by tokens.")
+        if self.trainer == "sft":
+            lines.append(
+                "TRL's padding_free (with FlashAttention) and packing: "
+                f"{self.padded / self.real:.1f}x by tokens, with no prefix shared."
+            )
+        else:
+            lines.append(f"TRL's padding_free and packing: none for {self.trainer.upper()}.")
+        if has_bench:
+            flags = " --group-by-prefix" if self.groups else f" --generations {self.generations}" * is_online
+            lines.append(
+                f"Measure it: trl-padfix bench --trainer {self.trainer} --data {data} --pairs {self.batch_size} "
+                f"--variants trl,padding_free,auto{flags}"
+            )
+        return lines
 
     def to_dict(self, data: str) -> dict[str, Any]:
-        """For JSON, with what follows from the counts, and the verdict on `data` in words."""
-        derived = {name: getattr(self, name) for name in ("shares", "groups", "speed", "by_tokens")}
-        terms = self.terms(self.advised)[:-1] if self.trainer in FITTED else []
-        return asdict(self) | derived | {"terms": terms, "lines": verdict_lines(self, data)}
+        """The verdict for JSON, with its derived figures and its lines about `data` (see [`bench_data`])."""
+        derived = {name: getattr(self, name) for name in ("shares", "groups", "by_tokens")}
+        return asdict(self) | derived | {"lines": self.lines(data)}
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows sorted by their tokens: how many each has, and what it has in common with the row before it, `(n,)`."""
+    """
+    Sequences sorted by their tokens, which merges them where they begin alike.
+
+    Attributes:
+        lengths (`np.ndarray` of shape `(n,)`):
+            Tokens of each sequence, in sorted order.
+        shared (`np.ndarray` of shape `(n,)`):
+            Tokens that each sequence has in common with the one before it. [1, 2, 3], [1, 2, 4] and [5] give 0, 2, 0.
+    """
 
     lengths: np.ndarray
-    common: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int]]) -> PrefixTree:
+        order, shared = sort_by_prefix([np.asarray(ids) for ids in sequences])
+        return cls(np.array([len(ids) for ids in sequences])[order], shared)
+
+    @property
+    def real(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.lengths.sum())
+
+    @property
+    def auto(self) -> int:
+        """Tokens that are computed with `prefix_sharing="auto"`."""
+        saved = int(self.shared.sum())
+        # The rule of `Layout.sharing_pays`. A sequence gathers the keys of all its tokens; one that shares all of them
+        # has no query, and gathers none.
+        gathered_keys = int(self.lengths[self.lengths > self.shared].sum())
+        return self.real - saved if saved * GATHERED_KEYS_PER_TOKEN >= gathered_keys else self.real
 
 
 def sample(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, trainer: str = "",
     completions: np.ndarray | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """
-    The first rows of a dataset, tokenized as TRL does for a `trainer`, truncated at the end.
+) -> list[TokenRow]:  # fmt: skip
+    """The first rows of a dataset, tokenized by [`token_rows`] and truncated by [`truncate`]."""
+    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)
+    return truncate(rows, max_length, completions)
 
-    They have the columns of [`token_rows`] and `scored`, how many tokens are trained on. Prompts of GRPO get
-    `completions` of random tokens, as many as are given, `(n, k)`.
+
+def truncate(
+    rows: Sequence[TokenRow], max_length: int | None, completions: np.ndarray | None = None
+) -> list[TokenRow]:
     """
-    draw, kept = np.random.default_rng(0), []
-    for i, row in enumerate(token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)):
+    Tokenized rows of `"keep_start"`: truncated at their end, without those whose prompt alone fills `max_length`.
+
+    Prompts of GRPO are not truncated; they get `completions` of random tokens, whose lengths are given as `(n, k)`.
+    """
+    draw, result = np.random.default_rng(0), []
+    for i, row in enumerate(rows):
         if "input_ids" in row:
-            ids = row["input_ids"][:max_length]
-            kept.append({"input_ids": ids, "scored": max(0, len(ids) - row["prompt"])})
+            result.append({"input_ids": row["input_ids"][:max_length]})
         elif completions is not None:
-            made_up = [draw.integers(2**31, size=n).tolist() for n in completions[i]]
-            kept.append({**row, "completions": made_up, "scored": sum(map(len, made_up))})
-        elif max_length is None or len(row["prompt_ids"]) < max_length:  # TRL leaves the others out
+            result.append({**row, "completions": [draw.integers(2**31, size=n).tolist() for n in completions[i]]})
+        elif max_length is None or len(row["prompt_ids"]) < max_length:  # TRL drops the others
             room = None if max_length is None else max_length - len(row["prompt_ids"])
             cut = {side: row[side][:room] for side in SIDES if side in row}
-            kept.append({"prompt_ids": row["prompt_ids"], **cut, "scored": sum(map(len, cut.values()))})
-    return kept
+            result.append({"prompt_ids": row["prompt_ids"], **cut})
+    return result
 
 
-def tokenized(dataset: Any) -> list[dict[str, Any]]:
-    """The same of rows that are tokenized already, pairs or texts with labels, as `trl-padfix bench` makes them."""
+def advise(rows: Sequence[TokenRow], *, batch_size: int, budget: int, seed: int = 0, trainer: str = "") -> Verdict:
+    """
+    Count the tokens of batches of tokenized rows under every setting.
 
-    def scored(row: dict[str, Any]) -> int:
-        if "labels" in row:
-            return sum(label != -100 for label in row["labels"])
-        return len(row["chosen_ids"]) + len(row["rejected_ids"])
+    Args:
+        rows (`Sequence[TokenRow]`):
+            Rows with the columns of [`token_rows`], such as a [`sample`].
+        batch_size (`int`):
+            Rows of a batch.
+        budget (`int`):
+            The `max_tokens_per_batch` that the verdict names.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the random batches.
+        trainer (`str`, *optional*):
+            `"dpo"`, `"sft"` and so on; `"sft"` for texts and `"dpo"` for pairs by default.
 
-    return [{**row, "scored": scored(row)} for row in dataset]
-
-
-def advise(
-    rows: Sequence[dict[str, Any]], *, batch_size: int, budget: int, seed: int = 0, hidden_size: int = 512,
-    trainer: str = "",
-) -> Verdict:  # fmt: skip
-    """Count what the batches of a [`sample`] cost in every way; `budget` is the `max_tokens_per_batch` to name."""
+    Returns:
+        [`Verdict`]
+    """
     draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
     order = draw.permutation(len(rows))
-    measures = {"input_ids": TextMeasure, "chosen_ids": PairMeasure, "completion_ids": UnpairedMeasure}
-    measure = next((measure for column, measure in measures.items() if column in rows[0]), None)
-    # Completions are generated for the prompts of a batch: there is no other order.
-    grouped = order if measure is None else group_rows(order, measure(sharing=True).examples(rows), size)
     sequences = [sequences_of(row) for row in rows]
-    lengths = np.array([[len(sequence) for sequence in row] for row in sequences])
-    # As transformers does it: sorted by length within fifty batches.
-    parts = np.split(order, range(50 * size, len(order), 50 * size))
-    by_length = np.concatenate([part[np.argsort(-lengths[part].max(1), kind="stable")] for part in parts])
+    lengths = np.array([[len(ids) for ids in row] for row in sequences])
 
-    def batches(of: np.ndarray) -> list[np.ndarray]:
-        whole = of[: len(of) // size * size].reshape(-1, size)
-        return list(whole[draw.permutation(len(whole))[:BATCHES]])
+    def draw_batches(order: np.ndarray) -> list[np.ndarray]:
+        """Up to [`BATCHES`] random ones of the full batches of an order."""
+        full = order[: len(order) // size * size].reshape(-1, size)
+        return list(full[draw.permutation(len(full))[:BATCHES]])
 
-    def padded(of: list[np.ndarray]) -> float:
-        return float(np.mean([lengths[batch].max() * lengths[batch].size for batch in of]))
+    def padded_tokens(batches: list[np.ndarray]) -> float:
+        return float(np.mean([lengths[batch].max() * lengths[batch].size for batch in batches]))
 
-    def square(batch: np.ndarray) -> float:
-        tokens = lengths[batch]
-        return 0.0 if (tokens == tokens[0, 0]).all() else float(tokens.max()) ** 2 * tokens.size
+    def packed_tokens(batches: list[np.ndarray]) -> tuple[float, float]:
+        """Mean tokens of a packed batch, without sharing and with `prefix_sharing="auto"`."""
+        trees = [PrefixTree.of([ids for i in batch for ids in sequences[i]]) for batch in batches]
+        return float(np.mean([tree.real for tree in trees])), float(np.mean([tree.auto for tree in trees]))
 
-    def counts(of: list[np.ndarray]) -> list[float]:
-        """Real tokens of a batch, those that are computed with `prefix_sharing="auto"`, and the pairs of both."""
-        found = []
-        for batch in of:
-            order, common = sort_by_prefix([sequence for i in batch for sequence in sequences[i]])
-            tokens = lengths[batch].ravel()[order]
-            real, saved, keys = tokens.sum(), common.sum(), tokens[tokens > common].sum()
-            pairs, repeated = ((n * (n + 1)).sum() / 2 for n in (tokens, common))
-            shares = saved and saved * KEYS_PER_TOKEN >= keys
-            found.append((real, real - saved * shares, pairs, pairs - repeated * shares))
-        return np.mean(found, axis=0).tolist()
-
-    random = batches(order)
-    real, auto, real_pairs, auto_pairs = counts(random)
-    _, in_groups, _, grouped_pairs = counts(batches(grouped))
+    random = draw_batches(order)
+    real, auto = packed_tokens(random)
+    _, grouped = packed_tokens(draw_batches(_order_by_prefix(rows, order, size)))
+    by_length = draw_batches(_order_by_length(lengths.max(1), order, LENGTH_BUCKETS * size))
     return Verdict(
         batch_size=size,
         trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
-        padded=padded(random),
-        bucket_by_length=padded(batches(by_length)),
+        padded=padded_tokens(random),
+        bucket_by_length=padded_tokens(by_length),
         real=real,
         auto=auto,
-        grouped=in_groups,
-        scored=float(np.mean([sum(rows[i]["scored"] for i in batch) for batch in random])),
+        grouped=grouped,
         rows=len(rows),
         budget=budget,
-        squares=float(np.mean([square(batch) for batch in random])),
-        real_pairs=real_pairs,
-        auto_pairs=auto_pairs,
-        grouped_pairs=grouped_pairs,
-        hidden_size=hidden_size,
         generations=len(rows[0].get("completions", [0])),
     )
 
 
-def prefix_tree(rows: Sequence[dict[str, Any]]) -> PrefixTree:
-    """The sequences of a sample in sorted order."""
-    sequences = [s for row in rows for s in sequences_of(row) if len(s)]
-    order, common = sort_by_prefix(sequences)
-    return PrefixTree(np.array([len(s) for s in sequences])[order], common)
+def _order_by_prefix(rows: Sequence[TokenRow], order: np.ndarray, size: int) -> np.ndarray:
+    """The order of `group_by_prefix`, in batches of `size` rows."""
+    measures = {"input_ids": TextMeasure, "chosen_ids": PairMeasure, "completion_ids": UnpairedMeasure}
+    measure = next((measure for column, measure in measures.items() if column in rows[0]), None)
+    # Prompts of GRPO stay in order: their completions are generated batch by batch.
+    return order if measure is None else group_rows(order, measure(sharing=True).examples(rows), size)
 
 
-def verdict_lines(found: Verdict, data: str) -> list[str]:
-    """The verdict in words: at most eight lines. `data` is what `bench` is to be given, with its flags."""
-    saved, more = 1 - found.auto / found.real, 1 - found.grouped / found.auto
-    pads = 1 - found.real / found.padded
-    settings = ["padding_free=True", 'prefix_sharing="auto"' if found.shares else "prefix_sharing=False"]
-    settings += ["group_by_prefix=True"] * found.groups
-    unit, is_online = UNITS[found.trainer], found.generations > 1
-    grouping = f"grouped ones save {more:.0%} more" if found.groups else f"grouping would save {max(more, 0):.0%}"
-    each = f" x {found.generations} completions" if is_online else ""
-    tokens = f"{found.by_tokens:.1f}x by the tokens of the decoder alone"
-    on_cpu = (
-        f"about {found.speed:.1f}x TRL's padded step as `bench` measures it on CPU, " if found.speed else "at most "
-    )
-    lines = [
-        f"Use {', '.join(settings)}; {found.batch_size} {unit}{each} a batch, or max_tokens_per_batch={found.budget}.",
-        f"Padding is {pads:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"
-        + (f", and {grouping}." if not is_online else "."),
-        f"Speed: {on_cpu}{tokens}" + (", as with a fused LM head." if found.speed else "."),
-        f"Memory of activations: about {found.tokens / found.padded:.0%} of TRL's padded step, at equal batches.",
-    ]
-    if not is_online:
-        lines.append(f"TRL's group_by_length: {found.padded / found.bucket_by_length:.1f}x by tokens.")
-    if found.trainer == "sft":
-        lines.append(
-            f"TRL's padding_free (with FlashAttention) and packing: {found.padded / found.real:.1f}x by tokens, with "
-            "no prefix shared."
-        )
-    else:
-        lines.append(f"TRL's padding_free and packing: none for {found.trainer.upper()}.")
-    if found.trainer in ("dpo", "sft", "grpo"):  # what `bench` has a step of
-        more_flags = " --group-by-prefix" if found.groups else f" --generations {found.generations}" * is_online
-        lines.append(
-            f"Measure it: trl-padfix bench --trainer {found.trainer} --data {data} --pairs {found.batch_size} "
-            f"--variants trl,padding_free,auto{more_flags}"
-        )
-    return lines
+def _order_by_length(lengths: np.ndarray, order: np.ndarray, bucket: int) -> np.ndarray:
+    """The order of transformers' `group_by_length`: the longest rows first within buckets of so many rows."""
+    buckets = np.split(order, range(bucket, len(order), bucket))
+    return np.concatenate([rows[np.argsort(-lengths[rows], kind="stable")] for rows in buckets])
+
+
+def prefix_tree(rows: Sequence[TokenRow]) -> PrefixTree:
+    """The sequences of a sample in sorted order; empty ones are left out."""
+    return PrefixTree.of([ids for row in rows for ids in sequences_of(row) if len(ids)])
+
+
+def bench_data(data: str, expand_turns: bool = False, **options: Any) -> str:
+    """The value of `bench --data` for this data, with flags for all `options` that are not the defaults of `bench`."""
+    defaults = {"shape": "small", "split": "train", "max_length": 1024}
+    options = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return shlex.join([data, *flags]) + " --expand-turns" * expand_turns
 
 
 UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}

@@ -1,4 +1,4 @@
-"""Losses that are not TRL's: what they make of the rows of a batch, and whether they call TRL's, is not known."""
+"""Detects custom losses (subclass, patch, `compute_loss_func`), whose reduction over rows is unknown."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ from functools import cache, wraps
 from typing import Any
 
 
-__all__ = ["has_own_loss", "has_replaced_loss", "observed"]
+__all__ = ["has_custom_loss", "loss_is_patched", "observe_loss"]
 
-KNOWN = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
-"""Modules whose losses are known; what TRL's experiments or a user make of a loss may compare rows."""
+TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
+"""Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
 
 
-def has_own_loss(trainer: Any) -> bool:
-    """Whether a subclass of a user, or the `compute_loss_func` of a trainer, computes the loss."""
-    methods, given = _methods_of_loss(type(trainer)), getattr(trainer, "compute_loss_func", None)
+def has_custom_loss(trainer: Any) -> bool:
+    """Whether a user's subclass, or the trainer's `compute_loss_func`, computes the loss."""
+    methods, loss_function = _methods_of_loss(type(trainer)), getattr(trainer, "compute_loss_func", None)
     owners = [owner for owner in type(trainer).__mro__ if methods & vars(owner).keys()]
-    return (callable(given) and not _is_known(given)) or not all(map(_is_known, owners))
+    return (callable(loss_function) and not _is_trusted(loss_function)) or not all(map(_is_trusted, owners))
 
 
-def has_replaced_loss(trainer: Any) -> bool:
-    """Whether a method of the loss was replaced on the trainer itself."""
-    return not all(_is_known(vars(trainer)[name]) for name in _methods_of_loss(type(trainer)) & vars(trainer).keys())
+def loss_is_patched(trainer: Any) -> bool:
+    """Whether a method of the loss was replaced on the trainer itself (and not in its class)."""
+    replaced = _methods_of_loss(type(trainer)) & vars(trainer).keys()
+    return not all(_is_trusted(vars(trainer)[name]) for name in replaced)
 
 
-def _is_known(owner: Any) -> bool:
-    return (getattr(owner, "__module__", None) or "").startswith(KNOWN)
+def _is_trusted(owner: Any) -> bool:
+    return (getattr(owner, "__module__", None) or "").startswith(TRUSTED)
 
 
 @cache
 def _methods_of_loss(trainer_class: type) -> frozenset[str]:
-    """The methods by which the loss of a trainer is computed: `compute_loss`, and those that these mention."""
-    found, left = set(), {"compute_loss"}
-    while left:
-        found.add(name := left.pop())
+    """Names of the methods that compute the loss: `compute_loss`, and those that these mention in their source."""
+    methods, unread = set(), {"compute_loss"}
+    while unread:
+        methods.add(name := unread.pop())
         for owner in trainer_class.__mro__:
             method = inspect.unwrap(vars(owner).get(name))
-            if owner.__module__.startswith(KNOWN) and inspect.isfunction(method):
+            # Only TRL's and transformers' code is read: a user's method counts as custom whatever it calls.
+            if owner.__module__.startswith(TRUSTED) and inspect.isfunction(method):
                 mentioned = set(re.findall(r"self\.(\w+)", inspect.getsource(method)))
-                left |= {other for other in mentioned - found if callable(getattr(trainer_class, other, None))}
-    return frozenset(found)
+                unread |= {other for other in mentioned - methods if callable(getattr(trainer_class, other, None))}
+    return frozenset(methods)
 
 
-def observed(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A `compute_loss` whose forwards are those of a step, on a batch without layouts."""
-    if getattr(compute_loss, "is_observed", False):
+def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `compute_loss`: its forwards run within `observe_step`, and it gets the batch without its metadata."""
+    if getattr(compute_loss, "is_observed", False):  # inherited from a class that was wrapped already
         return compute_loss
 
     @wraps(compute_loss)

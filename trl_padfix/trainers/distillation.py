@@ -9,11 +9,10 @@ import torch
 import trl
 
 from ..core.model.find import find_pretrained
-from .batching.config import OnlineBudgetConfig
 from .checks import require_teacher
-from .config import PackingConfig, TeacherAttentionConfig
 from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer, trained_tokens
+from .settings import OnlineBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 __all__ = ["DistillationConfig", "DistillationTrainer"]
@@ -29,10 +28,10 @@ class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConf
 
     Args:
         padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, max_tokens_per_batch:
-            As in [`GRPOConfig`], of the forwards of student and teacher.
+            As in [`GRPOConfig`], for the forwards of student and teacher.
         teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the teacher model: a name, 'auto', or for a vision model a name for each part.
-            By default that which it is loaded with.
+            By default the one that the teacher is loaded with.
         **kwargs:
             All fields of [`~trl.DistillationConfig`].
 
@@ -49,29 +48,29 @@ class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConf
 
 
 class DistillationTask(OnlineTask):
-    """Rows are prompts with a completion each, of which student and teacher compute hidden states."""
+    """Each row is a prompt with a completion; student and teacher compute its hidden states."""
 
     scores = "_get_last_hidden_state"
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        super().check(config, given)
-        require_teacher(given)
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        super().check(config, init_kwargs)
+        require_teacher(init_kwargs)
 
-    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        if whole.get("num_items_in_batch") is not None:  # what the divergence of each piece is divided by
+    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+        if batch.get("num_items_in_batch") is not None:  # TRL divides by it, so the losses of sub-batches add up
             return 1.0
-        return trained_tokens(piece) / trained_tokens(whole).clamp(min=1)
+        return trained_tokens(sub_batch) / trained_tokens(batch).clamp(min=1)
 
-    def scoring_module(self, model: Any) -> Any:
-        return find_pretrained(model).base_model  # TRL hands hidden states to its chunked divergence
+    def scoring_module(self, model: torch.nn.Module) -> Any:
+        return find_pretrained(model).base_model  # TRL computes the chunked divergence of hidden states
 
 
 class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
     """
-    TRL's [`~trl.DistillationTrainer`] without padding, as [`GRPOTrainer`] is, in the forwards of student and teacher.
+    TRL's [`~trl.DistillationTrainer`] without padding in the forwards of student and teacher, like [`GRPOTrainer`].
 
-    `prefix_sharing=True` computes once what prompts have in common at their beginning (a system prompt, the same
-    prompt drawn twice). Generation, the chunked divergence and the gradients are TRL's.
+    `prefix_sharing=True` computes shared prefixes of prompts once: a system prompt, the same prompt drawn twice.
+    Generation, the chunked divergence and the gradients are TRL's.
 
     Args:
         *args, **kwargs:
@@ -96,7 +95,7 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
     task_class = DistillationTask
 
     def _get_last_hidden_state(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
+        self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         with self.scoring(input_ids, attention_mask):
             return super()._get_last_hidden_state(model, input_ids, attention_mask, *args, **kwargs)

@@ -1,9 +1,13 @@
-"""How a trainer was launched, and which models it computes with; read by what works with any version of TRL."""
+"""The processes and the models of a trainer. Works with any version of TRL."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from accelerate.utils import DistributedType, gather
 from torch import nn
 
 from ..core.errors import PaddingRemovalError
@@ -15,20 +19,23 @@ __all__ = [
     "check_launch",
     "data_replicas",
     "datasets_of",
+    "is_sharded",
     "is_zero_3",
+    "max_over_processes",
     "models_of",
     "named_models_of",
     "refuse_whole_rows",
     "splitting_parallelism",
+    "sync_gradients_in_last",
 ]
 
 
 def named_models_of(trainer: Any) -> dict[str, Any]:
-    """The policy, and the reference and the teacher if they are models of their own."""
-    others = {"reference model": "ref_model", "teacher": "teacher_model"}
-    found = {name: getattr(trainer, attribute, None) for name, attribute in others.items()}
-    own = {n: m for n, m in found.items() if isinstance(m, nn.Module) and m is not trainer.model}
-    return {"model": trainer.model} | own
+    """The policy, and the reference and the teacher if these are separate models."""
+    attributes = {"reference model": "ref_model", "teacher": "teacher_model"}
+    others = {name: getattr(trainer, attribute, None) for name, attribute in attributes.items()}
+    models = {name: m for name, m in others.items() if isinstance(m, nn.Module) and m is not trainer.model}
+    return {"model": trainer.model} | models
 
 
 def models_of(trainer: Any) -> list[Any]:
@@ -37,7 +44,7 @@ def models_of(trainer: Any) -> list[Any]:
 
 
 def datasets_of(trainer: Any) -> dict[str, Any]:
-    """The datasets of a trainer by name, as far as there are any."""
+    """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
 
@@ -45,7 +52,7 @@ def datasets_of(trainer: Any) -> dict[str, Any]:
 def check_launch(trainer: Any) -> None:
     """
     Raises:
-        PaddingRemovalError: If the model is copied, or rows are split over processes.
+        PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
     """
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
@@ -60,30 +67,58 @@ def check_launch(trainer: Any) -> None:
 
 
 def splitting_parallelism(accelerator: Any, *sizes: str) -> str | None:
-    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) by which several processes share one batch."""
+    """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) that is over 1: processes then share a batch."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
 
 
 def data_replicas(trainer: Any) -> int:
-    """How many processes have the same rows, under tensor parallelism and where they share packed rows."""
+    """Number of processes with the same rows, under tensor or context parallelism."""
     return getattr(trainer, "get_tp_size", lambda: 1)()
 
 
 def is_zero_3(accelerator: Any) -> bool:
-    """Whether DeepSpeed gathers parameters module by module, as they are called."""
+    """Whether DeepSpeed shards parameters, and gathers those of a module when it is called."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.zero_stage == 3
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether processes meet in every forward, and not only at the end of the step: FSDP and ZeRO-3."""
+    return trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator)
+
+
+def max_over_processes(trainer: Any, count: int) -> int:
+    """The largest `count` of all processes."""
+    if trainer.accelerator.num_processes == 1:
+        return count
+    return int(gather(torch.tensor([count], device=trainer.args.device)).max())
+
+
+@contextlib.contextmanager
+def sync_gradients_in_last(accelerator: Any, model: Any, is_last: bool) -> Iterator[None]:
+    """A block with one of several backwards of a step, whose gradients are reduced over processes in the last one."""
+    state = accelerator.gradient_state
+    # `no_sync` postpones the reduction. DeepSpeed forbids it, and `sync_each_batch` asks for a reduction each time.
+    each = state.plugin_kwargs.get("sync_each_batch", False)
+    postpones = not (is_last or each or accelerator.distributed_type == DistributedType.DEEPSPEED)
+    saved = state.sync_gradients
+    state._set_sync_gradients(saved and is_last)
+    try:
+        with accelerator.no_sync(model) if postpones else contextlib.nullcontext():
+            yield
+    finally:
+        state._set_sync_gradients(saved)
 
 
 def refuse_whole_rows(handle: PaddingRemoval) -> None:
     """
     Raises:
-        PaddingRemovalError: If a decoder is called once for each length of a row, where parameters are sharded.
+        PaddingRemovalError: If parameters are sharded and a decoder is called once for each length of a row.
     """
-    for mixer in handle.mixers.that_are(WHOLE):
+    for mixer in handle.mixers.in_mode(WHOLE):
         raise PaddingRemovalError(
             f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
             "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another for ever "
-            "where their rows have other lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
+            "if their rows have different lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
         )

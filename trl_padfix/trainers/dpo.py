@@ -12,9 +12,9 @@ from datasets import Dataset
 
 from .base import PaddingFreeMixin
 from .batching.measures import PairMeasure
-from .checks import require_eos
 from .data.collators import DataCollatorForPreference
 from .data.columns import count_equal
+from .data.tokenizers import require_eos
 from .data.vision_collators import DataCollatorForVisionPreference
 from .task import PairTask
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class DPOTask(PairTask):
-    """Pairs of completions."""
+    """Rows are pairs of completions."""
 
     columns = [{"chosen", "rejected"}]
     needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
@@ -36,13 +36,13 @@ class DPOTask(PairTask):
     }
     measure = PairMeasure
 
-    def check_dataset(self, dataset: Any, given: Any) -> Any:
-        dataset = super().check_dataset(dataset, given)
-        require_eos(dataset, given.processing_class)
+    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+        dataset = super().check_dataset(dataset, arguments)
+        require_eos(dataset, arguments.processing_class)
         return dataset
 
-    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        name, max_length = given.dataset_name, given.args.max_length
+    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        name, max_length = arguments.dataset_name, arguments.args.max_length
         if len(prepared) == 0:
             raise ValueError(
                 f"No pair of the {name} dataset is left: all {rows} prompts fill `max_length={max_length}` by "
@@ -60,11 +60,11 @@ class DPOTask(PairTask):
                 f"fill `max_length={max_length}` by themselves. Raise `max_length` to train on them."
             )
 
-    def compares_rows(self) -> bool:
-        # These sort the rows of a forward, or weigh them by their tokens.
-        return super().compares_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.trainer.loss_types))
+    def needs_all_rows(self) -> bool:
+        # "aot" losses sort the rows of a forward; "sft" is a mean over their tokens.
+        return super().needs_all_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.trainer.loss_types))
 
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
         both = {"entropy": chosen + rejected, "mean_token_accuracy": chosen}
         return both | {"logits/chosen": chosen, "logits/rejected": rejected}
@@ -74,19 +74,19 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     """
     TRL's [`~trl.DPOTrainer`] without padding.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
-    real tokens only, with `prefix_sharing=True` also no prompt twice; batches are padded on the tokenizer's side, or
-    on `padding_side`. Losses, metrics and gradients are those of the padded computation.
+    It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
+    reference compute real tokens only; with `prefix_sharing=True` they compute each prompt once. Batches are padded on
+    the tokenizer's side, or on `padding_side`. Losses, metrics and gradients are those of the padded computation.
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
     batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
     rows) beside TRL's metrics. With `exact_eval_means=True` the metrics of an evaluation are means over all its pairs
     (or tokens), whatever the batch size; by default they are TRL's means over batches.
 
-    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` is then called
-    with what [`~transformers.Seq2SeqTrainer`] hands over: `predictions` are the generated tokens, padded with the pad
-    token, and `label_ids` those of the chosen answers, padded with -100. Prompts, predictions and references are
-    written to `generations/step_*.jsonl` in the output directory.
+    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` then gets the same
+    as in [`~transformers.Seq2SeqTrainer`]: `predictions` are the generated tokens, padded with the pad token, and
+    `label_ids` the tokens of the chosen answers, padded with -100. Prompts, predictions and references are written to
+    `generations/step_*.jsonl` in the output directory.
 
     Args:
         *args, **kwargs:

@@ -16,12 +16,12 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTask(OnlineTask):
-    """Groups of completions."""
+    """Rows come in groups: completions of one prompt, whose rewards are compared."""
 
-    extremes = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
+    min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        super().check(config, given)
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        super().check(config, init_kwargs)
         if self.trainer.padding.settings.padding_free and _trains_padding(config):
             raise PaddingRemovalError(
                 f"`loss_type='luspo'` of TRL {trl.__version__} takes the gradient of padding, too, unless the loss of "
@@ -29,33 +29,36 @@ class GRPOTask(OnlineTask):
                 "`importance_sampling_level='sequence'` and `beta=0`, or leave `padding_free` out."
             )
 
-    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        trainer, of_rows = self.trainer, super().loss_weight(piece, whole)
-        by_entropy = getattr(trainer, "_entropy_bonus_enabled", False) or trainer.top_entropy_quantile < 1
-        if of_rows is None or by_entropy or getattr(trainer, "use_liger_kernel", False):
+    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+        trainer, share_of_rows = self.trainer, super().sub_batch_weight(sub_batch, batch)
+        # The entropy of a token is compared with those of all tokens of the batch; Liger's loss is one fused call.
+        uses_entropy = getattr(trainer, "_entropy_bonus_enabled", False) or trainer.top_entropy_quantile < 1
+        if share_of_rows is None or uses_entropy or getattr(trainer, "use_liger_kernel", False):
             return None
-        if trainer.loss_type in ("cispo", "dapo", "vespo"):  # divided by the tokens of a generation
+        if trainer.loss_type in ("cispo", "dapo", "vespo"):  # sums over tokens, divided by those of a generation
             return 1.0
-        if trainer.loss_type == "bnpo":
-            return trained_tokens(piece) / trained_tokens(whole).clamp(min=1)
-        return of_rows if trainer.loss_type in ("grpo", "dr_grpo", "luspo", "sapo") else None
+        if trainer.loss_type == "bnpo":  # a mean over the tokens of the batch
+            return trained_tokens(sub_batch) / trained_tokens(batch).clamp(min=1)
+        return share_of_rows if trainer.loss_type in ("grpo", "dr_grpo", "luspo", "sapo") else None
 
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         by_row = ["vespo/phi_seq_mean"]
         if self.trainer.importance_sampling_level == "sequence":
             by_row += ["cispo_clip_ratio", *(f"clip_ratio/{name}_mean" for name in ("low", "high", "region"))]
-        return super().metric_items(batch) | dict.fromkeys(by_row, torch.tensor(len(batch["prompt_ids"])))
+        return super().num_metric_items(batch) | dict.fromkeys(by_row, torch.tensor(len(batch["prompt_ids"])))
 
-    def sums_over_rows(self) -> bool:
+    def loss_is_row_sum(self) -> bool:
         trainer = self.trainer
-        bonus = getattr(trainer, "_entropy_bonus_enabled", False)  # TRL 1.0 had none
-        return trainer.loss_type != "bnpo" and not bonus and trainer.top_entropy_quantile == 1.0
+        has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)  # TRL 1.0 has no entropy bonus
+        return trainer.loss_type != "bnpo" and not has_bonus and trainer.top_entropy_quantile == 1.0
 
 
 def _trains_padding(config: Any) -> bool:
-    """Whether TRL's loss has a value for each token of a completion, and does not mask its padding."""
-    weighed = config.use_vllm and config.vllm_importance_sampling_mode.startswith("token")
-    by_token = config.importance_sampling_level == "token" or config.beta or config.top_entropy_quantile < 1 or weighed
+    """Whether TRL's loss has a value for each token of a completion, and does not mask those of padding."""
+    weights_tokens = config.use_vllm and config.vllm_importance_sampling_mode.startswith("token")
+    by_token = (
+        config.importance_sampling_level == "token" or config.beta or config.top_entropy_quantile < 1 or weights_tokens
+    )
     return config.loss_type == "luspo" and by_token and Version(trl.__version__) < Version("1.10")
 
 
@@ -63,14 +66,14 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] without padding.
 
-    Takes what TRL's takes. With `padding_free=True` in its configuration the decoder of policy and reference computes
-    real tokens only wherever log-probabilities are taken; with `prefix_sharing=True` the prompt of a group is computed
-    once for all its completions. Generation is TRL's, and so are losses, rewards and gradients.
+    It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
+    reference compute real tokens only, in all forwards for log-probabilities. With `prefix_sharing=True` the prompt of
+    a group is computed once for all its completions. Generation, losses, rewards and gradients are TRL's.
 
-    With `prefix_sharing=True`, gradient accumulation and a loss that is a sum over completions (every `loss_type` but
-    `"bnpo"`, no entropy bonus, `top_entropy_quantile=1`), the completions of a group are brought together in one
-    micro-batch of their optimizer step, where TRL scatters them. The step is the same; metrics that are means over
-    micro-batches are means over other micro-batches.
+    TRL scatters the completions of a group over the micro-batches of an optimizer step. With `prefix_sharing=True`,
+    gradient accumulation and a loss that is a sum over completions (every `loss_type` except `"bnpo"`, no entropy
+    bonus, `top_entropy_quantile=1`), they are moved into one micro-batch. The step stays the same; metrics that are
+    means over micro-batches change, because the micro-batches do.
 
     Logs `perf/tokens_per_second` (real tokens of the policy's forwards per second, generation included),
     `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics.

@@ -13,13 +13,13 @@ import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
 from datasets import Dataset
 
+from ..core.context import within
 from .base import PaddingFreeMixin
 from .batching.measures import UnpairedMeasure
-from .batching.sub_batches import splitting
 from .data.collators import SidedCollator
-from .data.vision_collators import VisionCollator, on_side_with_kl
-from .field_types import temporarily_set
+from .data.vision_collators import VisionCollator, to_padding_side_with_kl
 from .task import Task
+from .temporary_attributes import temporarily_set
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -30,8 +30,8 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     """
     TRL's collator for unpaired preferences, padding on the side you choose.
 
-    Of `B` rows it makes `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape `(B, L)`,
-    and `label`, of `B` entries; of rows with `KL_completion_ids` also `KL_input_ids` and its masks.
+    It collates `B` rows into `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape
+    `(B, L)`, and `label`, of `B` entries. Rows with `KL_completion_ids` also give `KL_input_ids` and its masks.
 
     Args:
         pad_token_id (`int`):
@@ -43,8 +43,8 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`, also of the mismatched completions of the KL term.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
-            being errors. Trainers, which have checked their data before the first step, set it.
+            Whether invalid rows are counted in `odd_rows` and give a warning, instead of an error. Trainers set it,
+            because they check their data before the first step.
 
     Raises:
         ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt
@@ -72,7 +72,7 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples)
-        return on_side_with_kl(self, super().torch_call(examples))
+        return to_padding_side_with_kl(self, super().torch_call(examples))
 
 
 @dataclass
@@ -82,11 +82,11 @@ class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollat
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
         self.refuse_cut(batch, len(examples), "examples")
-        return on_side_with_kl(self, batch)
+        return to_padding_side_with_kl(self, batch)
 
 
 class KTOTask(Task):
-    """Completions with a verdict, and those of other prompts for the KL term."""
+    """Rows are completions with a label; the KL term has rows with completions of other prompts."""
 
     columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
@@ -98,8 +98,8 @@ class KTOTask(Task):
     }
     measure = UnpairedMeasure
 
-    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        DataCollatorForUnpairedPreference.refuse_empty_in(prepared, given.dataset_name)
+    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        DataCollatorForUnpairedPreference.refuse_empty_in(prepared, arguments.dataset_name)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)
@@ -107,36 +107,42 @@ class KTOTask(Task):
             batches.append({name: inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask")})
         return batches
 
-    def compares_rows(self) -> bool:
-        return True  # by the KL term, a mean over all of them
+    def needs_all_rows(self) -> bool:
+        return True  # the KL term is a mean over all rows
 
-    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        return None if self.trainer.aux_loss_enabled else len(piece["input_ids"]) / len(whole["input_ids"])
+    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+        return None if self.trainer.aux_loss_enabled else len(sub_batch["input_ids"]) / len(batch["input_ids"])
 
     @contextlib.contextmanager
-    def in_pieces(self, inputs: dict[str, Any], splits: Any) -> Iterator[dict[str, Any]]:
-        """The KL term is that of all rows, of all processes: its log-probabilities are taken with the first piece."""
+    def with_sub_batches(self, inputs: dict[str, Any], sub_batches: Any) -> Iterator[dict[str, Any]]:
+        """Compute the KL term once, with the first sub-batch, from all rows of all processes."""
         trainer, compute = self.trainer, self.trainer._compute_kl_logps
-        found: dict[bool, torch.Tensor] = {}
+        kl_means: dict[bool, torch.Tensor] = {}  # of the policy: `True`; of the reference: `False`
 
         def mean(logps: torch.Tensor) -> torch.Tensor:
             return reduce(logps.mean(), "mean")[None]
 
-        def of_all_rows(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-            of_policy = torch.is_grad_enabled()  # TRL asks for those of the reference without
-            if of_policy not in found:
-                with splitting(splits):
-                    found[of_policy] = mean(compute(model, inputs))
-            return found[of_policy]
+        def of_all_rows(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+            of_policy = torch.is_grad_enabled()  # TRL computes the reference without gradients
+            if of_policy not in kl_means:
+                with within(runner=sub_batches):
+                    kl_means[of_policy] = mean(compute(model, inputs))
+            return kl_means[of_policy]
 
         if not trainer.calculate_KL:
             yield inputs
             return
-        known = inputs.get("ref_KL_logps")
+        precomputed = inputs.get("ref_KL_logps")
         with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
-            yield inputs if known is None else {**inputs, "ref_KL_logps": mean(known).expand(len(known))}
+            # TRL takes the mean of these values over the rows of a sub-batch; with the mean of all rows in each place
+            # that is the mean of all rows, whatever the sub-batch.
+            yield (
+                inputs
+                if precomputed is None
+                else {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
+            )
 
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         tokens = batch["completion_mask"][:, 1:].sum(1)
         chosen = torch.as_tensor(batch["label"], dtype=torch.bool, device=tokens.device)
         items = {"": torch.tensor(len(chosen)), "entropy": tokens.sum()}
@@ -144,9 +150,9 @@ class KTOTask(Task):
             items |= {f"rewards/{name}": rows.sum(), f"logps/{name}": rows.sum(), f"logits/{name}": tokens[rows].sum()}
         return items
 
-    def joined_metrics(self, means: dict[str, float]) -> dict[str, float]:
+    def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
         chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
-        if chosen is not None and rejected is not None:  # a piece with one kind of rows has no margins
+        if chosen is not None and rejected is not None:  # a sub-batch with rows of one kind has no margins
             means["rewards/margins"] = chosen - rejected
         return means
 
@@ -158,8 +164,10 @@ class KTOTask(Task):
 
 class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     """
-    TRL's [`~trl.KTOTrainer`] without padding, as [`DPOTrainer`] is: also in the forward of the mismatched completions
-    of the KL term, which the logged `padfix/` metrics count, too. `prefix_sharing=True` shares within each of both.
+    TRL's [`~trl.KTOTrainer`] without padding, like [`DPOTrainer`].
+
+    The forward of the mismatched completions of the KL term is packed, too, and the logged `padfix/` metrics count it.
+    `prefix_sharing=True` shares prefixes within each of both forwards.
 
     Args:
         *args, **kwargs:

@@ -1,7 +1,7 @@
 """
-What trainers have in common that generate completions, and then score them together with their prompt.
+Common base of trainers that generate completions, and then compute log-probabilities of prompt and completion.
 
-The forwards that score them are packed. Generation is not touched.
+These scoring forwards are packed. Generation stays as it is.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.batch_metadata import Known, with_known_batch
-from ..core.call.layout_of import LayoutKey
+from ..core.call.batch_metadata import KnownBatch, with_known_batch
+from ..core.call.layout_of import LayoutInputs
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
-from .batching.token_budget import Splitting
+from .batching.token_budget import SubBatchBudget
 from .checkpoints.whole_checkpoints import WholeCheckpoints
-from .checks import check_vocabulary, column_names, require_columns
+from .checks import require_columns
 from .context_parallel import ContextParallel
 from .data.batch_metadata import attach_metadata
-from .data.columns import blank_texts
+from .data.columns import blank_texts, column_names
 from .data.precomputed_layouts import PrecomputedLayouts
-from .data.row_checks import sound_rows
+from .data.row_checks import validate_rows
+from .data.tokenizers import check_vocabulary
 from .distributed import datasets_of
 from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts
-from .packing import Packing
+from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
 from .task import Task
@@ -43,54 +44,52 @@ logger = get_logger(__name__)
 
 
 def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
-    """How many tokens of completions are trained on; what tools answered is not."""
+    """Number of completion tokens that are trained on. Answers of tools, where `tool_mask` is 0, are not."""
     mask = batch["completion_mask"]
     return (mask if batch.get("tool_mask") is None else mask * batch["tool_mask"]).sum()
 
 
 class OnlineTask(Task):
-    """Rows are prompts with a completion each, in groups with one prompt."""
+    """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
-    layout_policy = False  # the data loader has prompts; see `OnlineLayouts`
-    generates_for_groups = True
+    layout_policy = False  # the data loader yields prompts only; `OnlineLayouts` adds the layouts of whole rows
+    supports_cp_generation = True
 
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        splits = self.trainer.padding.settings.max_tokens_per_batch is not None
-        if splits and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
+        if has_budget and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
             raise ValueError(
                 f"`max_tokens_per_batch` splits the forwards of `{self.scores}`, and TRL {trl.__version__} has no "
                 "such method. Update TRL, or leave the budget out."
             )
-        dataset = given.get("train_dataset")
-        if dataset is not None and column_names(dataset) and given.get("environment_factory") is None:
+        dataset = init_kwargs.get("train_dataset")
+        # An environment brings its own prompts, so its dataset needs no column.
+        if dataset is not None and column_names(dataset) and init_kwargs.get("environment_factory") is None:
             require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
 
-    def attached(self) -> None:
+    def on_attached(self) -> None:
         trainer = self.trainer
         check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = sound_rows(trainer.train_dataset, "train", ("prompt",))
+        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",))
         for name, dataset in datasets_of(trainer).items():
             if name != "train":
-                sound_rows(dataset, name, ("prompt",))
+                validate_rows(dataset, name, ("prompt",))
             self._check_prompts_of(dataset, name)
 
     def _check_prompts_of(self, dataset: Any, name: str) -> None:
         """
         Raises:
-            ValueError: If texts of the dataset are no token, of those with nothing but white space.
+            ValueError: If a prompt of nothing but white space has no token.
         """
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             return
         rows = blank_texts(dataset, "prompt")
         texts = dataset.select(rows)["prompt"] if len(rows) else []
-        empty = [
-            int(row)
-            for row, text in zip(rows, texts, strict=True)
-            if not self.trainer.processing_class(text=text)["input_ids"]
-        ]
+        tokenizer: Any = self.trainer.processing_class
+        empty = [int(row) for row, text in zip(rows, texts, strict=True) if not tokenizer(text=text)["input_ids"]]
         if empty:
             raise ValueError(
                 f"Prompts {empty[:5]} of the {name} dataset have no token ({len(empty)} in all): the first token of "
@@ -103,71 +102,72 @@ class OnlineTask(Task):
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return [{"input_ids": ids, "attention_mask": mask}]
 
-    def compares_rows(self) -> bool:
-        return True  # by the advantages of a generation; a step is one batch, whose forwards are split
+    def needs_all_rows(self) -> bool:
+        return True  # the advantages compare the completions of a group
 
-    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        balanced = getattr(self.trainer, "aux_loss_enabled", False)
-        return None if balanced else len(piece["prompt_ids"]) / len(whole["prompt_ids"])
+    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
+        return None if has_aux_loss else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
 
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
 
-    def sums_over_rows(self) -> bool:
-        """Whether the weight of a row in the loss is independent of the other rows of its micro-batch."""
+    def loss_is_row_sum(self) -> bool:
+        """Whether the weight of a row in the loss does not depend on the other rows of its micro-batch."""
         return True
 
-    def may_group(self) -> bool:
+    def may_regroup(self) -> bool:
         """
-        Whether rows may change places between the micro-batches of one optimizer step.
+        Whether rows may move between the micro-batches of one optimizer step.
 
-        TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. An
-        optimizer step is the same whichever of its micro-batches a row is in, as long as its loss is a sum over rows
-        with weights that do not depend on their micro-batch, and the micro-batches of a generation fill whole steps.
+        TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. The
+        step does not depend on this order under two conditions: the loss is a sum over rows with weights that do not
+        depend on their micro-batch, and the micro-batches of a generation fill whole steps.
         """
         trainer = self.trainer
-        accumulated = trainer.args.gradient_accumulation_steps
-        steps = getattr(trainer.args, "steps_per_generation", accumulated)
-        whole = steps % accumulated == 0 or accumulated % steps == 0
-        sharing = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
-        balanced = getattr(trainer, "aux_loss_enabled", False)  # TRL 1.0 had no such loss in RLOO
-        return bool(sharing and whole and self.sums_over_rows() and not balanced)
+        accumulation_steps = trainer.args.gradient_accumulation_steps
+        steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
+        fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
+        shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
+        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # RLOO of TRL 1.0 has no such loss
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 
 
 class OnlineLayouts(PrecomputedLayouts):
-    """Layouts of rows that are generated: the host looks once for all micro-batches of a generation."""
+    """Layouts of generated rows: one host-device synchronisation for all micro-batches of a generation."""
 
     def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """What the running step came with is known of these rows: TRL joins prompts and completions anew."""
+        """A block that reuses the metadata of the running step for rows that TRL concatenated into new tensors."""
         step = self.trainer.padding.running
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        key = LayoutKey.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
+        key = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
         if (
             step is not None
             and step.batch_metadata is not None
-            and step.batch_metadata.are_unwritten(step.inputs, *names)
+            and step.batch_metadata.unmodified(step.inputs, *names)
         ):
-            facts = step.batch_metadata.facts[""]
-            if key is not None and tuple(ids.shape) == facts.layout.batch_shape:
-                return with_known_batch(Known.of(key, facts))
+            metadata = step.batch_metadata.forward_metadata
+            # A `dict` once the batch is on its device; a block of flat maps before.
+            if key is not None and isinstance(metadata, dict) and tuple(ids.shape) == metadata[""].layout.batch_shape:
+                return with_known_batch(KnownBatch.of(key, metadata[""]))
         return contextlib.nullcontext()
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Micro-batches of a generation with their layouts: the host looks once, and in none of their steps."""
+        """Micro-batches of a generation with their layouts, so that their steps need no synchronisation."""
         padding = self.trainer.padding
         if not padding.handles or self.settings.max_tokens_per_batch is not None:
-            return batches  # the budget computes them in pieces
+            return batches  # the budget splits them, and builds layouts of the sub-batches
         rows = [(*padding.task.padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
         return attach_metadata(batches, rows, self.shares_by_ids())
 
 
 class OnlineTrainer(PaddingFreeMixin):
-    """[`PaddingFreeMixin`] for a TRL trainer that generates its completions; stands in front of TRL's class."""
+    """[`PaddingFreeMixin`] for a TRL trainer that generates its completions: a mixin in front of TRL's class."""
 
     task_class = OnlineTask
     part_classes = (
-        AttentionChoice, Packing, ContextParallel, Parity, OnlineLayouts, Splitting, TokenCounts, FiniteValues,
-        WholeCheckpoints,
+        AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts, SubBatchBudget, TokenCounts,
+        FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -180,7 +180,7 @@ class OnlineTrainer(PaddingFreeMixin):
         return tokenized
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        # Cached calls would pass through; this leaves generation without a cache and paged generation alone too.
+        # Calls with a KV cache are never packed. Generation without a cache and paged generation must not be either.
         with entered(handle.disabled() for handle in self.padding.handles):
             completed = super()._generate_single_turn(*args, **kwargs)
         return self.padding.part(ContextParallel).broadcast_from_first(completed)
@@ -192,15 +192,15 @@ class OnlineTrainer(PaddingFreeMixin):
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         sampler = super()._get_train_sampler(*args, **kwargs)
         if (size := self.padding.part(ContextParallel).size) > 1:
-            sampler.batch_size //= size  # TRL counts the prompts of all processes
+            sampler.batch_size //= size  # TRL counts the prompts of all processes; a group has them once
         return sampler
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
+        self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if self.padding.part(Splitting).budget is not None:
-            batch_size = len(input_ids)  # the budget says how many rows are computed at once
+        if self.padding.part(SubBatchBudget).budget is not None:
+            batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
         with self.scoring(input_ids, attention_mask):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
@@ -208,18 +208,21 @@ class OnlineTrainer(PaddingFreeMixin):
 
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
-        """A block with a forward that scores completions: with the layout of the running step, split by the budget."""
-        with self.padding.part(Splitting).splitting(ids, mask), self.padding.part(OnlineLayouts).rows(ids, mask):
+        """A block with a scoring forward: it uses the layout of the running step, and the token budget splits it."""
+        with (
+            self.padding.part(SubBatchBudget).split_forwards(ids, mask),
+            self.padding.part(OnlineLayouts).rows(ids, mask),
+        ):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
         task, layouts = self.padding.task, self.padding.part(OnlineLayouts)
-        before = self._buffered_inputs
+        buffered = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is before:
+        if self._buffered_inputs is buffered:  # an evaluation, which buffers nothing, or a later step of a generation
             return inputs if self.model.training else layouts.with_layouts([inputs])[0]
-        if task.may_group():
+        if task.may_regroup():
             window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
             self._buffered_inputs = group_prompts(self._buffered_inputs, window)
         self._buffered_inputs = layouts.with_layouts(self._buffered_inputs)
@@ -228,17 +231,17 @@ class OnlineTrainer(PaddingFreeMixin):
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     """
-    Bring rows with one prompt, and the same images, together within each `window` of micro-batches.
+    Make rows with the same prompt and images neighbours within each `window` of micro-batches.
 
     Args:
         batches (`list[dict]`):
-            Micro-batches with `prompt_ids` of shape `(B, P)`; every value that is no scalar has `B` rows, but for the
-            images of TRL's batches, of which each row has as many as `num_images` says.
+            Micro-batches with `prompt_ids` of shape `(B, P)`. Every value that is no scalar has `B` rows, except
+            images, of which `num_images` gives the number per row.
         window (`int`):
-            Micro-batches of one optimizer step; divides their number.
+            Number of micro-batches of one optimizer step; divides `len(batches)`.
 
     Returns:
-        `list[dict]`: as many micro-batches of the same sizes.
+        `list[dict]`: the same number of micro-batches, with the same sizes.
 
     Example:
 
@@ -256,6 +259,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     for begin in range(0, len(batches), window):
         step = [split_pixel_values_by_grid(batch) for batch in batches[begin : begin + window]]
         keys = torch.cat([torch.cat([b["prompt_ids"], _image_keys(b)], dim=1) for b in step])
+        # Rows with equal keys get one number; the stable sort by this number keeps their order.
         order = keys.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
         rows = [len(b["prompt_ids"]) for b in step]
         columns = {}
@@ -263,21 +267,22 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 columns[name] = torch.cat([b[name] for b in step])[order].split(rows)
             elif isinstance(value, list):
-                joined = [v for b in step for v in b[name]]
-                columns[name] = _split([joined[i] for i in order.tolist()], rows)
+                entries = [v for b in step for v in b[name]]
+                columns[name] = _split([entries[i] for i in order.tolist()], rows)
             else:
                 columns[name] = [b[name] for b in step]
-        parted = ({name: values[i] for name, values in columns.items()} for i in range(len(step)))
-        grouped += [unsplit_pixel_values_by_grid(batch) for batch in parted]
+        regrouped = ({name: values[i] for name, values in columns.items()} for i in range(len(step)))
+        grouped += [unsplit_pixel_values_by_grid(batch) for batch in regrouped]
     return grouped
 
 
 def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
-    """A number for the images of each row of a batch that was split by rows, `(B, 1)`; 0 without any."""
+    """A number that stands for the images of each row, `(B, 1)`: equal for equal images, 0 without images."""
     ids, pixels = batch["prompt_ids"], batch.get("pixel_values")
     if pixels is None or len(pixels) != len(ids):
         return ids.new_zeros(len(ids), 1)
     sums = [row.double().sum() for row in pixels]
+    # Reinterpret the bits as integers, so that they fit beside the token ids and compare exactly.
     return torch.stack(sums).view(torch.int64).to(ids)[:, None]
 
 

@@ -1,15 +1,16 @@
-"""Padding removed from the models of a trainer: what is attached to them, and what its users see of it."""
+"""The part that removes padding from the models of a trainer, and `trainer.padding`, its public state."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.layout.layout import Layout
@@ -17,16 +18,26 @@ from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, number_padded_rows, remove_padding
-from .checks import check_vision, image_columns, tokenizer_of
+from .attach_models import attach_to_models
+from .checks import check_vision, image_columns
 from .data.row_checks import check_ids, image_token_ids
-from .distributed import check_launch, datasets_of, is_zero_3, models_of, named_models_of, refuse_whole_rows
-from .field_types import temporarily_set
+from .data.tokenizers import tokenizer_of
+from .distributed import check_launch, datasets_of, is_zero_3, models_of, named_models_of
 from .metrics.finite_values import check_weights
-from .parts import Part, Settings, Step, entered
+from .neftune import prefix_sharing_with_neftune
+from .parts import Part, Step, entered
+from .settings import Settings
 from .task import Task
+from .temporary_attributes import temporarily_set
 
 
-__all__ = ["Packing", "Padding"]
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .parts import PaddingFreeTrainer
+
+
+__all__ = ["Padding", "RemovePadding"]
 
 logger = get_logger(__name__)
 
@@ -36,23 +47,24 @@ P = TypeVar("P", bound=Part)
 
 class Padding:
     """
-    What removes the padding of a trainer, as `trainer.padding`.
+    State of padding removal in a trainer: `trainer.padding`.
 
     Attributes:
         settings ([`Settings`]):
             Our fields of its configuration.
         handles (`list[PaddingRemoval]`):
-            What is attached to the policy, and to the reference or teacher if there is one; empty without
+            Handles of the policy, and of the reference or teacher model if there is one; empty without
             `padding_free`.
         layouts (`dict[str, Layout]`):
-            Layouts that came with the batch of the last step, by the prefix of the names of their ids and masks (`""`,
-            and `"KL_"` in KTO); empty where they are built by the forwards.
+            Layouts that the data loader computed for the batch of the last step. Keys are prefixes of tensor names:
+            `""`, in KTO also `"KL_"`. Empty if the forwards build their layouts.
         parity (`dict[str, list[ParityReport]]`):
-            What the parity check has found, on the first batch of `"train"` and of `"eval"`, of each model.
+            Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
+            evaluation batch.
         task ([`Task`]):
-            What the rows of the trainer are, and what its loss makes of them.
+            Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
-            What the trainer does beside TRL's, in order.
+            The features of this package in the trainer, in the order of their hooks.
 
     Example:
 
@@ -88,11 +100,11 @@ class Padding:
 
     @property
     def is_removed(self) -> bool:
-        """Whether padded batches are packed now."""
+        """Whether the models pack padded batches."""
         return self.settings.padding_free and bool(self.handles)
 
     def part(self, kind: type[P]) -> P:
-        """The part of that class."""
+        """The part of class `kind`."""
         return next(part for part in self.parts if isinstance(part, kind))
 
     def restore(self) -> None:
@@ -101,97 +113,110 @@ class Padding:
             part.restore()
 
 
-class Packing(Part):
-    """Attaches to the models, and sets the collator's side; looks at weights, ids and images before the first step."""
+class RemovePadding(Part):
+    """
+    `padding_free`, `padding_side`: attaches to the models and sets up the collator.
 
-    def __init__(self, trainer: Any):
+    Before the first step it also checks weights, token ids and images.
+    """
+
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
+        self._prefix_sharing: PrefixSharing = False
         self._undo = contextlib.ExitStack()
 
-    def constructing(self, config: Any) -> contextlib.AbstractContextManager[Any]:
-        # TRL warns that its own padding-free is off (0.29 and later) or refuses it; the decoder does it here.
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
+        self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
+
+    def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
+        # Here the decoder packs. TRL's own `padding_free` would pack in the collator: since TRL 0.29 it warns that
+        # this is off, and before it raises.
         values: dict[str, Any] = {"padding_free": False}
         if self.settings.padding_free and getattr(config, "torch_compile", False):
-            # Layers are compiled, no model as a whole; accelerate goes by the backend, whatever the flag says.
+            # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
+            # clearing the flag alone is not enough.
             values |= {"torch_compile": False, "torch_compile_backend": None}
         return entered(temporarily_set(config, name, value) for name, value in values.items())
 
     def attach(self) -> None:
         self._set_up_collator()
-        # A trainer before this one may have left its own on the models, as training in stages does.
-        for attachment in (a for model in models_of(self.trainer) for a in attachments_of(model) if a.is_trainers):
-            attachment.remove()
+        # When a model is trained in stages, the trainer of the previous stage is still attached.
+        for model in models_of(self.trainer):
+            for attachment in attachments_of(model):
+                if attachment.owned_by_trainer:
+                    attachment.remove()
         if self.settings.padding_free:
             self._remove_padding()
         else:
-            self._attach_to_rows()
+            self._attach_to_packed_rows()
         self._check_values()
 
     def _remove_padding(self) -> None:
-        trainer, sharing, pools = self.trainer, self.settings.prefix_sharing, self.settings.pool_last_token
-        if sharing == "auto" and getattr(trainer.args, "neftune_noise_alpha", None):
-            logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
-            sharing = False
-        check_launch(self.trainer)
-        for model in models_of(trainer):
-            handle = self._kept(remove_padding(model, prefix_sharing=sharing, pool_last_token=pools))
-            trainer.padding.handles.append(handle)
-            if trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator):
-                refuse_whole_rows(handle)
+        def register(handle: PaddingRemoval) -> None:
+            self.trainer.padding.handles.append(self._register(handle))
 
-    def _attach_to_rows(self) -> None:
-        """Without `padding_free`: left-padded rows count their positions, and packed ones are kept apart."""
+        attach_to_models(
+            self.trainer,
+            register,
+            prefix_sharing=self._prefix_sharing,
+            pool_last_token=self.settings.pool_last_token,
+        )
+
+    def _attach_to_packed_rows(self) -> None:
+        """Without `padding_free`: number left-padded rows from their first token, and keep packed sequences apart."""
         trainer, task = self.trainer, self.trainer.padding.task
         is_ours = type(trainer.data_collator) in task.collators.values()
         if is_ours and trainer.data_collator.padding_side == "left":
             for numbering in filter(None, map(number_padded_rows, models_of(trainer))):
-                self._kept(numbering)
+                self._register(numbering)
         if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
             check_launch(self.trainer)
-            handle = self._kept(remove_padding(trainer.model))
+            handle = self._register(remove_padding(trainer.model))
         except PaddingRemovalError as error:
             logger.warning(f"Packed rows are left to the model's own attention. {error}")
             return
-        handle.packs_padded = False
+        handle.leave_padded_calls()
         trainer.padding.handles.append(handle)
 
-    def _kept(self, attachment: A) -> A:
-        """What is removed again by [`Packing.restore`], or by the next trainer on the same model."""
-        attachment.is_trainers = True
+    def _register(self, attachment: A) -> A:
+        """Let [`RemovePadding.restore`], or the next trainer on the same model, remove an attachment."""
+        attachment.hand_to_trainer()
         return self._undo.enter_context(attachment)
 
     def _set_up_collator(self) -> None:
-        """Replace TRL's default collator by ours, on the wanted side; one of ours leaves odd rows to the trainer."""
+        """Replace TRL's collator by ours, on `padding_side`. Ours count invalid rows instead of raising errors."""
         trainer, collators = self.trainer, self.trainer.padding.task.collators
-        collator, ours = trainer.data_collator, collators.get(type(trainer.data_collator))
-        if ours is not None:
+        collator, our_class = trainer.data_collator, collators.get(type(trainer.data_collator))
+        if our_class is not None:
             side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
-            given = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            trainer.data_collator = ours(**given, padding_side=side, for_trainer=True, **self._known_ids())
+            values = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            trainer.data_collator = our_class(**values, padding_side=side, for_trainer=True, **self._id_limits())
         elif type(collator) in collators.values() and is_dataclass(collator):
-            trainer.data_collator = replace(collator, for_trainer=True, **self._known_ids())
+            trainer.data_collator = replace(collator, for_trainer=True, **self._id_limits())
 
-    def _known_ids(self) -> dict[str, Any]:
-        """Id limits for rows that are not there before the first step, checked in the collator."""
-        with_images = getattr(self.trainer, "_is_vision_dataset", False)  # they are tokenized batch by batch
+    def _id_limits(self) -> dict[str, Any]:
+        """Limits of token ids for the collator; empty if all rows can be checked before the first step."""
+        with_images = getattr(self.trainer, "_is_vision_dataset", False)  # TRL's collator tokenizes these batches
         if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
             return {}
         stand_ins = image_token_ids(find_pretrained(self.trainer.model).config) if with_images else frozenset()
         return {"vocabulary": self._vocabulary(), "stand_ins": stand_ins}
 
     def _vocabulary(self) -> int | None:
-        """How many token ids the model has embeddings for, if it says."""
+        """Number of token embeddings of the model; `None` if it does not tell."""
         pretrained = find_pretrained(self.trainer.model)
         embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
         return getattr(embeddings, "num_embeddings", None)
 
     def _check_values(self) -> None:
-        """Before the first step, refuse weights that are not finite, and token ids that the model does not have."""
+        """Refuse weights that are not finite, and token ids without an embedding."""
         trainer = self.trainer
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-        if not (trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index):  # weights come later
+        if not (
+            trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index
+        ):  # other ranks get their weights later
             for which, model in named_models_of(trainer).items():
                 check_weights(model, which)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
@@ -199,7 +224,7 @@ class Packing(Part):
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size)
 
-    def ready(self) -> None:
+    def on_init_end(self) -> None:
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
             self._check_images(name, dataset)
         self._keep_padding_side()
@@ -213,16 +238,16 @@ class Packing(Part):
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
             )
-        from ..core.attention.compiled import compile_layers
+        from ..core.attention.compiled import compile_layers  # imports `torch._dynamo`, which takes seconds
 
         for handle in handles:
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def _check_images(self, name: str, dataset: Any) -> None:
-        """Before the first step, refuse images that the model cannot take, or that are not where the text says."""
+        """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
         if not (images := image_columns(dataset)):
             return
-        if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate ask each of their batches
+        if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate have no such attribute
             raise ValueError(
                 f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
                 "text alone. Give both the column (an empty list where there is no image), or drop it."
@@ -233,11 +258,11 @@ class Packing(Part):
                 f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
                 "a vision-language model, or drop the column to train on the text."
             )
-        if isinstance(dataset, Dataset):  # of a stream the collator checks each batch
+        if isinstance(dataset, Dataset):  # the collator checks each batch of a stream
             check_vision(dataset, self.trainer.processing_class, name)
 
     def _keep_padding_side(self) -> None:
-        """Put `padding_side` back after each event: TRL's `LogCompletionsCallback` sets it to left, and leaves it."""
+        """Restore the tokenizer's `padding_side` after events: TRL's `LogCompletionsCallback` leaves it at left."""
         handler, processing = self.trainer.callback_handler, self.trainer.processing_class
         call_event = handler.call_event
 

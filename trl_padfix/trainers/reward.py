@@ -23,7 +23,7 @@ __all__ = ["RewardTrainer"]
 
 
 class RewardTask(PairTask):
-    """Pairs of sequences, of which each is scored."""
+    """Rows are pairs of sequences; the model gives each sequence a score."""
 
     columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
@@ -31,10 +31,10 @@ class RewardTask(PairTask):
     layout_policy = True
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     measure = RewardMeasure
-    extremes = {"min_reward": torch.min, "max_reward": torch.max}
+    min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        model = given.get("model")
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        model = init_kwargs.get("model")
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None:
             raise ValueError(
@@ -42,15 +42,15 @@ class RewardTask(PairTask):
                 "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
             )
 
-    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
+    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         if len(prepared) == 0:
             raise ValueError(
-                f"No pair of the {given.dataset_name} dataset is left: all have a sequence of more than "
-                f"`max_length={given.args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
+                f"No pair of the {arguments.dataset_name} dataset is left: all have a sequence of more than "
+                f"`max_length={arguments.args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
             )
-        DataCollatorForReward.refuse_empty_in(prepared, given.dataset_name)
+        DataCollatorForReward.refuse_empty_in(prepared, arguments.dataset_name)
 
-    def attached(self) -> None:
+    def on_attached(self) -> None:
         handle = self.trainer.padding.handle
         side = getattr(self.trainer.data_collator, "padding_side", "right")
         if side == "right" or handle is None or handle.pool_last_token:
@@ -65,23 +65,24 @@ class RewardTask(PairTask):
                         "its own, set `pool_last_token=True`, or pad right."
                     )
 
-    def pools_by(self, handle: PaddingRemoval) -> int | None:
+    def pooling_pad_id(self, handle: PaddingRemoval) -> int | None:
         return None if handle.pool_last_token else self._pad_token_id()
 
     def _pad_token_id(self) -> int:
         return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
 
     def model_for_loss(self, model: Any) -> Any:
-        # TRL hands the whole batch to the model, whose layers pass margins on to their attention as they would a mask.
+        # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which would
+        # receive `margin` beside its mask.
         return lambda margin=None, **inputs: model(**inputs)
 
 
 class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
     """
-    TRL's [`~trl.RewardTrainer`] without padding, as [`DPOTrainer`] is.
+    TRL's [`~trl.RewardTrainer`] without padding, like [`DPOTrainer`].
 
-    Rewards, losses, metrics and gradients are those of the padded computation, except that `pool_last_token=True`
-    scores the last token of each row also where it is the pad token.
+    Rewards, losses, metrics and gradients are those of the padded computation. One exception: `pool_last_token=True`
+    scores the last token of each row even if it is the pad token.
 
     Args:
         *args, **kwargs:

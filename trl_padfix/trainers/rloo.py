@@ -14,18 +14,19 @@ __all__ = ["RLOOTrainer"]
 
 
 class RLOOTask(OnlineTask):
-    """Groups of completions, each of which is one action."""
+    """Rows come in groups: completions of one prompt, each of which is one action."""
 
-    extremes = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
+    min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": torch.tensor(len(batch["prompt_ids"])), "entropy": trained_tokens(batch)}
 
 
 class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     """
-    TRL's [`~trl.RLOOTrainer`] without padding, as [`GRPOTrainer`] is; with `prefix_sharing=True` gradient accumulation
-    never scatters the completions of a group.
+    TRL's [`~trl.RLOOTrainer`] without padding, like [`GRPOTrainer`].
+
+    With `prefix_sharing=True` and gradient accumulation the completions of a group stay in one micro-batch.
 
     Args:
         *args, **kwargs:

@@ -12,19 +12,20 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
-from ..core.model.older import packing_with_any_attention
+from ..core.model.older import silence_packing_warning
 from .base import PaddingFreeMixin
 from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
-from .checks import check_vocabulary, column_names, require_columns, require_eos, require_rows
-from .custom_loss import has_own_loss
+from .checks import require_columns, require_rows
+from .custom_loss import has_custom_loss
 from .data.batch_metadata import with_labels
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
-from .data.columns import untrained_rows
-from .data.row_checks import sound_rows
+from .data.columns import column_names, untrained_rows
+from .data.row_checks import validate_rows
+from .data.tokenizers import check_vocabulary, require_eos
 from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
-from .parts import Settings
+from .settings import Settings
 from .task import Task
 
 
@@ -34,7 +35,7 @@ logger = get_logger(__name__)
 
 
 class SFTTask(Task):
-    """Texts, or prompts and completions."""
+    """Rows are texts, conversations, or prompts with completions."""
 
     layout_policy = True
     collators = {
@@ -43,7 +44,7 @@ class SFTTask(Task):
     }
     measure = TextMeasure
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         side = self.trainer.padding.settings.padding_side
         if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
             raise ValueError(
@@ -51,21 +52,21 @@ class SFTTask(Task):
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
-    def check_dataset(self, dataset: Any, given: Any) -> Any:
-        require_rows(dataset, given.dataset_name)
-        if given.formatting_func is None:
-            dataset = _checked_rows(dataset, given.processing_class, given.args, given.dataset_name)
+    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+        require_rows(dataset, arguments.dataset_name)
+        if arguments.formatting_func is None:
+            dataset = _checked_rows(dataset, arguments.processing_class, arguments.args, arguments.dataset_name)
         if self.trainer.padding.settings.expand_turns:
-            check_turns(dataset, given.processing_class, given.dataset_name)
-        if given.formatting_func is None:  # else the chat template is not what writes the rows
+            check_turns(dataset, arguments.processing_class, arguments.dataset_name)
+        if arguments.formatting_func is None:  # else the chat template is not what writes the rows
             columns = ("messages", "prompt", "completion")
-            check_tool_messages(dataset, given.processing_class, given.dataset_name, columns)
+            check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns)
         return dataset
 
-    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        if given.packing or "labels" not in prepared.column_names:
+    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        if arguments.packing or "labels" not in prepared.column_names:
             return
-        name, max_length = given.dataset_name, given.args.max_length
+        name, max_length = arguments.dataset_name, arguments.args.max_length
         untrained, left_out = untrained_rows(prepared), rows - len(prepared)
         if untrained == len(prepared):
             raise ValueError(
@@ -94,49 +95,61 @@ class SFTTask(Task):
             names = ("input_ids", "position_ids", "cu_seq_lens_q")
         return [{name: inputs[name] for name in names if name in inputs}]
 
-    def reason_not_to_split(self) -> str | None:
+    def token_budget_obstacle(self) -> str | None:
         trainer = self.trainer
         several = trainer.accelerator.num_processes > 1
         if several and not trainer.args.average_tokens_across_devices:
             return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        accumulated = trainer.padding.part(StepOrder).plan().accumulated > 1
-        if accumulated and has_own_loss(trainer):
+        accumulated = trainer.padding.part(StepOrder).plan().accumulation_steps > 1
+        if accumulated and has_custom_loss(trainer):
             return "The loss is your own, and TRL adds several of them up in a step (`gradient_accumulation_steps`)"
-        if self.averages_tokens() and (several or accumulated):
+        if self.loss_is_token_mean() and (several or accumulated):
             return (
                 f"The loss of {type(trainer.model).__name__} is a mean over the tokens of a forward, and a step has "
                 "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"
             )
         return None
 
-    def averages_tokens(self) -> bool:
+    def loss_is_token_mean(self) -> bool:
         return not self.trainer.model_accepts_loss_kwargs and self.trainer.compute_loss_func is None
 
-    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        return (self.scored(batch)["labels"][:, 1:] != -100).sum() if "labels" in batch else None
+    def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        if "labels" not in batch:
+            return None
+        trained = batch["labels"][:, 1:] != -100
+        if self._labels_begin_rows and "attention_mask" in batch:
+            # The first token of a left-padded row has a label until `loss_inputs`, and no token that predicts it.
+            trained &= batch["attention_mask"].diff(dim=1) != 1
+        return trained.sum()
 
     @property
     def _labels_begin_rows(self) -> bool:
-        """Whether left-padded batches still have the labels of first tokens, which TRL counts but never scores."""
+        """
+        Whether left-padded batches of the data loader keep the labels of first tokens.
+
+        TRL's right-padded rows have these labels, too. TRL counts them and passes them to `compute_metrics`, but the
+        shift by one position keeps them out of the loss.
+        """
         collator = self.trainer.data_collator
         return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
 
-    def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
             return inputs
         return with_labels(inputs, drop_first_labels(inputs)["labels"])
 
-    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
-        # `compute_metrics` drops the first column of the labels: that of right-padded rows, as TRL has them.
+    def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        # A `compute_metrics` for TRL drops the first column of the labels, which is that of right-padded rows.
         if not self._labels_begin_rows or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
             return logits, labels
         mask = inputs["attention_mask"].to(logits.device)
+        # Roll each row to the left by its number of pad tokens, `mask.argmax(1)`.
         columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
-        inputs.update(pad_right(inputs))  # with `include_for_metrics` they are handed over, too
+        inputs.update(pad_right(inputs))  # in place: with `include_for_metrics` Trainer passes them on, too
         return logits.take_along_dim(columns[..., None], dim=1), inputs["labels"].to(logits.device)
 
-    def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        # transformers counts the labels of right-padded rows, for most models without the first column.
+    def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # transformers counts the labels of right-padded rows: `labels[:, 1:]` for most models, else all of them.
         if not self._labels_begin_rows:
             return batches
         return [pad_right(batch) if "attention_mask" in batch else batch for batch in batches]
@@ -144,17 +157,16 @@ class SFTTask(Task):
 
 class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     """
-    TRL's [`~trl.SFTTrainer`] without padding, as [`DPOTrainer`] is.
+    TRL's [`~trl.SFTTrainer`] without padding, like [`DPOTrainer`].
 
-    With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with a collator of your own
-    and in evaluation; with `prefix_sharing=True` what rows have in common at their beginning (a system prompt) once.
-    With `packing=True`, `padding_free` or not, the sequences of a packed row are kept apart with any attention
-    implementation, in memory that grows linearly with the row.
+    With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with your own collator and
+    in evaluation. With `prefix_sharing=True` it computes shared prefixes of rows (a system prompt) once. With
+    `packing=True` the sequences of a packed row are kept apart with any attention implementation, in memory that grows
+    linearly with the row, even without `padding_free`.
 
-    With `expand_turns=True` a conversation becomes a row for each turn of the assistant, as the chat template renders
-    it at that moment, trained on that turn; see [`expand_turns`]. With `exact_eval_means=True` the metrics of an
-    evaluation are means over all its trained tokens. With `predict_with_generate=True` the references are the
-    completions, or the last messages of the assistant.
+    With `expand_turns=True` each turn of the assistant in a conversation becomes a row of its own; see
+    [`expand_turns`]. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained tokens.
+    With `predict_with_generate=True` the references are the completions, or the last messages of the assistant.
 
     Args:
         *args, **kwargs:
@@ -185,14 +197,14 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
             if Settings.of(bound.arguments.get("args")).expand_turns:
                 check_turn_settings(bound.arguments["args"])
                 for name in ("train", "eval"):
-                    given = bound.arguments.get(f"{name}_dataset")
-                    bound.arguments[f"{name}_dataset"] = expand_datasets(given, name)
-            with packing_with_any_attention():
+                    datasets = bound.arguments.get(f"{name}_dataset")
+                    bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
+            with silence_packing_warning():
                 super().__init__(*bound.args, **bound.kwargs)
 
 
 def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
-    """Check columns and rows, and the chat template and EOS token that the first row asks for."""
+    """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
     require_columns(
         dataset,
         name,
@@ -204,7 +216,7 @@ def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> 
         return dataset
     check_vocabulary(processing_class)
     kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {args.dataset_text_field}]
-    dataset = sound_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"})
+    dataset = validate_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"})
     row = next(iter(dataset), None)
     if row is None:
         raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")

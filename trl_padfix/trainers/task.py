@@ -1,179 +1,249 @@
-"""What the trainers differ in: a task says what the rows of a trainer are, and what its loss makes of them."""
+"""
+What the trainers differ in: a task describes the rows of a trainer, and how its loss and metrics depend on them.
+
+A user of the package may subclass [`Task`] for [`padding_free_trainer`].
+"""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset
 
 from ..core.handle import PaddingRemoval
-from .checks import check_vocabulary, require_columns, require_rows
-from .custom_loss import has_own_loss
-from .data.row_checks import sound_rows
+from .checks import require_columns, require_rows
+from .custom_loss import has_custom_loss
+from .data.row_checks import validate_rows
+from .data.tokenizers import check_vocabulary
 from .data.turns import check_tool_messages
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .batching.measures import RowMeasure
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = ["PairTask", "Task"]
 
+RENAMED = {
+    "attached": "on_attached",
+    "averages_tokens": "loss_is_token_mean",
+    "brings_layouts": "precomputes_layouts",
+    "compares_rows": "needs_all_rows",
+    "counted": "label_count_inputs",
+    "extremes": "min_max_metrics",
+    "for_metrics": "metrics_inputs",
+    "generates_for_groups": "supports_cp_generation",
+    "in_pieces": "with_sub_batches",
+    "joined_metrics": "merge_metrics",
+    "loss_items": "num_loss_items",
+    "loss_weight": "sub_batch_weight",
+    "may_group": "may_regroup",
+    "metric_items": "num_metric_items",
+    "pools_by": "pooling_pad_id",
+    "reason_not_to_split": "token_budget_obstacle",
+    "scored": "loss_inputs",
+    "sums_over_rows": "loss_is_row_sum",
+    "takes_layouts": "layout_policy",
+}
+"""Old names of members of a task, and the new ones. The old ones go with the next minor release."""
+
+
+def _add_old_names(task_class: type[Task]) -> None:
+    """Give a class its renamed members under their old names, too, which an override may call by `super()`."""
+    for old, new in RENAMED.items():
+        # Each class has its own: `super().old()` must find the method of the class above, not that of the override.
+        if new in vars(task_class) and old not in vars(task_class):
+            setattr(task_class, old, vars(task_class)[new])
+
 
 class Task:
-    """The task of a trainer that nobody here has heard of; a subclass fills in what differs."""
+    """The default task, for any trainer; a subclass overrides what differs."""
 
-    # What a dataset must have
+    # Columns of a dataset
 
     columns: ClassVar[list[set[str]]] = []
-    """Columns that a dataset must have: all of one of these sets. Without any it is not looked at."""
+    """Sets of columns; a dataset must have all columns of one of them. An empty list switches the check off."""
 
     needs = ""
-    """What needs the columns, as the beginning of a sentence."""
+    """Beginning of the error about missing columns: what needs them."""
 
     texts: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-    """Columns with text or messages, none of which may be missing in a row."""
+    """Columns with text or messages; no row may lack one of them."""
 
     takes_images = True
-    """Whether image data is left to TRL and to `remove_padding` to accept or refuse."""
+    """Whether datasets may have images. TRL and `remove_padding` then accept or refuse them."""
 
-    # What a batch is
+    # Batches
 
     collators: ClassVar[dict[type, type]] = {}
-    """TRL's collators, and those of this package that replace them, so that the padding side is honoured."""
+    """TRL's collators, each with the collator of this package that replaces it and honours `padding_side`."""
 
     layout_policy: bool | None = None
     """
-    Whether batches come from their collator with the layouts of their forwards: `True` if every forward of a step, and
-    of an evaluation, is within `compute_loss`; `None` for those of training only, and where `padded_batches` is the
-    one below.
+    Whether the collator computes the layouts of a batch. `True`: if every forward of a step and of an evaluation is
+    within `compute_loss`. `None`: for training only, and only if `padded_batches` is not overridden.
     """
 
-    generates_for_groups = False
-    """Whether rows are generated before a step in a way that gives processes which share packed rows the same ones."""
+    supports_cp_generation = False
+    """Whether processes that share packed rows (context parallelism) generate the same rows before a step."""
 
     rows_per_item = 1
-    """Rows of a batch that belong together: two where pairs come as `[chosen, rejected]`."""
+    """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
 
-    measure: type[Any] | None = None
-    """The `RowMeasure` of the data, for `max_tokens_per_batch` and `group_by_prefix`."""
+    measure: type[RowMeasure] | None = None
+    """Counts the tokens of rows, for `max_tokens_per_batch` and `group_by_prefix`."""
 
-    # What TRL logs
+    # Metrics
 
-    extremes: ClassVar[dict[str, Callable]] = {}
-    """Metrics that are no means but the least or the most over rows, and what takes it."""
+    min_max_metrics: ClassVar[dict[str, Callable]] = {}
+    """Metrics that are a minimum or maximum over rows, no mean, each with `torch.min` or `torch.max`."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        """Errors that are better raised before a model is loaded. `given`: the arguments of `__init__` by name."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in RENAMED.items():
+            if old in vars(cls) and new not in vars(cls):
+                warnings.warn(
+                    f"`{cls.__name__}.{old}` is now called `{new}`, and the old name goes with the next minor release "
+                    "of trl_padfix. Rename it.",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                setattr(cls, new, vars(cls)[old])
+        _add_old_names(cls)
 
-    def check_dataset(self, dataset: Any, given: Any) -> Any:
+    # -- checks
+
+    def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
+        """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
+
+    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
         """
-        The dataset that TRL is to prepare, with sound rows, or an error. `given` has the arguments of TRL's
-        `_prepare_dataset`: `dataset_name`, `processing_class`, `args`, ...
+        Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
+        TRL's `_prepare_dataset` as attributes: `dataset_name`, `processing_class`, `args`, ...
         """
         if not self.columns:
             return dataset
-        require_rows(dataset, given.dataset_name)
-        require_columns(dataset, given.dataset_name, self.columns, self.needs)
-        check_vocabulary(given.processing_class)
-        return sound_rows(dataset, given.dataset_name, self.texts)
+        require_rows(dataset, arguments.dataset_name)
+        require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
+        check_vocabulary(arguments.processing_class)
+        return validate_rows(dataset, arguments.dataset_name, self.texts)
 
-    def check_prepared(self, prepared: Dataset, rows: int, given: Any) -> None:
-        """Errors and warnings about what TRL has made of `rows` rows. Streams do not come here."""
+    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
 
-    def attached(self) -> None:
-        """Errors that need both the data as TRL has prepared them and the models with padding removed."""
+    def on_attached(self) -> None:
+        """Raise errors that need both TRL's prepared data and the models with padding removed."""
+
+    # -- batches
 
     def precomputes_layouts(self, is_training: bool) -> bool:
-        """What `layout_policy` says of batches of training, or of evaluation."""
-        plain = is_training and type(self).padded_batches is Task.padded_batches
-        return plain if self.layout_policy is None else self.layout_policy
+        """Whether the collator computes the layouts of training batches, or of evaluation batches."""
+        if self.layout_policy is not None:
+            return self.layout_policy
+        return is_training and type(self).padded_batches is Task.padded_batches
 
     def packs_rows(self) -> bool:
-        """Whether TRL puts several sequences into a row, which are then kept apart also without `padding_free`."""
+        """Whether TRL packs several sequences into a row. They are then kept apart without `padding_free`, too."""
         return False
 
-    def pools_by(self, handle: PaddingRemoval) -> int | None:
-        """The pad token by which a sequence classifier looks for the token that it scores."""
+    def pooling_pad_id(self, handle: PaddingRemoval) -> int | None:
+        """The pad token id by which a sequence classifier finds the token that it scores; `None` if it needs none."""
         return None
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Ids and mask of each forward of the policy that a step on `inputs` takes; none where they are not known."""
+        """Ids and mask of each forward of the policy in a step on `inputs`; an empty list if they are not in it."""
         if not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """The batch whose images and token types the parity check gives the model with one of `padded_batches`."""
+        """The batch with the images and token types for one of `padded_batches`, for the parity check."""
         return inputs
 
-    def scoring_module(self, model: Any) -> Any:
-        """What the loss calls of a model, where that is a part of it: its forwards are split by a budget."""
+    # -- loss
+
+    def scoring_module(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The module of a model that the loss calls. A token budget splits the forwards of this module."""
         return model
 
-    def model_for_loss(self, model: Any) -> Any:
-        """The model that TRL's loss is given, where it would hand it something that it must not see."""
+    def model_for_loss(self, model: torch.nn.Module) -> Callable[..., Any]:
+        """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
 
-    def scored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch as the loss is to see it."""
+    def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch that the loss gets, made of a batch of the data loader. A second call must change nothing."""
         return inputs
 
-    def for_metrics(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
-        """What `compute_metrics` is given of a batch, of the logits and labels that TRL hands over."""
-        return logits, labels
+    def needs_all_rows(self) -> bool:
+        """Whether the loss needs the outputs of all rows at once (splitting then recomputes forwards in backward)."""
+        return getattr(self.trainer, "aux_loss_enabled", False) or has_custom_loss(self.trainer)
 
-    def counted(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The batches as transformers is to count their labels."""
-        return batches
-
-    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        """Number of items (pairs, tokens) that the loss of a batch is a mean over, if that is known."""
-        return None
-
-    def metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Number of items that single metrics are means over, where it is not the number of the loss."""
-        return {}
-
-    def compares_rows(self) -> bool:
-        """Whether the loss of a forward is no mean over its rows, so that it takes two passes to split it."""
-        return getattr(self.trainer, "aux_loss_enabled", False) or has_own_loss(self.trainer)
-
-    def loss_weight(self, piece: dict[str, Any], whole: dict[str, Any]) -> Any:
-        """
-        Of a loss that compares rows: the factor by which that of a `piece`, some rows of a batch, goes into the loss
-        of the `whole` batch, where that is the sum over its pieces; `None` where it is not.
-        """
-        return None
-
-    def in_pieces(self, inputs: dict[str, Any], splits: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """Around the losses of the pieces of a batch; gives the batch that they are rows of."""
-        return contextlib.nullcontext(inputs)
-
-    def joined_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, of their means over its pieces."""
-        return means
-
-    def averages_tokens(self) -> bool:
-        """Whether the loss of a forward is a mean over its tokens, whatever else is in the step."""
+    def loss_is_token_mean(self) -> bool:
+        """Whether the loss of a forward is a mean over its own tokens, whatever else is in the step."""
         return False
 
-    def reason_not_to_split(self) -> str | None:
-        """Why a budget cannot split the steps of this trainer, if that is so."""
+    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+        """
+        Weight of a sub-batch (some rows of `batch`), if loss(batch) = sum(weight_i * loss_i); `None` if the loss does
+        not decompose.
+        """
         return None
+
+    def with_sub_batches(
+        self, inputs: dict[str, Any], sub_batches: Any
+    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
+        """A block around the losses of the sub-batches of `inputs`; returns the batch that they are cut from."""
+        return contextlib.nullcontext(inputs)
+
+    def token_budget_obstacle(self) -> str | None:
+        """Why `max_tokens_per_batch` cannot split the steps of this trainer; `None` if it can."""
+        return None
+
+    # -- metrics
+
+    def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
+        """Logits and labels for `compute_metrics`, made of those that TRL returns for a batch."""
+        return logits, labels
+
+    def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The batches in the form in which transformers counts their labels (`num_items_in_batch`)."""
+        return batches
+
+    def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+        """Number of items (pairs, tokens) that the loss of a batch is a mean over; `None` if unknown."""
+        return None
+
+    def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Number of items that a metric is a mean over, by its name, where it differs from that of the loss."""
+        return {}
+
+    def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step, made of their means over its micro-batches."""
+        return means
+
+
+_add_old_names(Task)  # `__init_subclass__` runs for subclasses only
 
 
 class PairTask(Task):
-    """Rows are the chosen completions of a batch, and then its rejected ones."""
+    """Rows are the chosen completions of a batch, followed by its rejected ones."""
 
     rows_per_item = 2
 
-    def check_dataset(self, dataset: Any, given: Any) -> Any:
-        dataset = super().check_dataset(dataset, given)
-        check_tool_messages(dataset, given.processing_class, given.dataset_name, ("prompt", "chosen"))
+    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+        dataset = super().check_dataset(dataset, arguments)
+        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, ("prompt", "chosen"))
         return dataset
 
-    def loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
+    def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

@@ -17,7 +17,7 @@ from kit.methods import assert_trls
 from kit.trainer_runs import SIDED_MODES, TWO_MODES, assert_same, is_bare
 
 from trl_padfix import PaddingRemovalError
-from trl_padfix.trainers.packing import Packing
+from trl_padfix.trainers.packing import RemovePadding
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(SIDED_MODES)))
@@ -98,7 +98,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr(trainer.args, "torch_compile", True)
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
-                trainer.padding.part(Packing).ready()
+                trainer.padding.part(RemovePadding).on_init_end()
 
 
 def test_pairs_without_prompts_and_of_one_token_are_trls(make):

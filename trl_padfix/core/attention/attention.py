@@ -1,17 +1,17 @@
 """
 Attention over a layout, with the model's own attention functions.
 
-Inside a packed forward the attention modules of a decoder find [`packed_attention`] under the name that their view has
-for it. It computes each segment of the layout with the function that the model is configured for, so scaling, softcap,
-sinks and grouped heads are the model's own:
+In a packed forward the attention modules of a decoder run on views whose config names [`packed_attention`]. It
+computes each segment of the layout with the function that the model is configured for, so scaling, softcap, sinks and
+grouped heads are the model's own:
 
 - FlashAttention (`flash_attention_2/3/4`, Hub kernels): one variable-length call, `cu_seqlens` from the layout, keys
   gathered per segment;
-- `sdpa`: torch's variable-length FlashAttention on CUDA in half precision, without any package to install; else
+- `sdpa`: on CUDA in half precision torch's variable-length FlashAttention, which needs no package; else
   scaled-dot-product attention, segment by segment;
 - `eager`: the model's eager function, segment by segment.
 
-No mask is larger than one block of one segment.
+No mask is larger than one block of queries of one segment.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,37 +46,38 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 __all__ = [
     "ViewPatch",
     "counts_columns",
+    "implementation_obstacle",
     "names_attention",
     "packed_attention",
-    "refuse_implementation",
     "register_packed_attention",
     "uses_attention_interface",
 ]
 
 
-# Per-token or per-model arguments that the attention functions receive and that the layout already accounts for.
+# Arguments of attention functions that the layout already accounts for. They are removed before the call.
 _IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache", "is_causal", "output_attentions"} | {
-    "num_items_in_batch",  # the loss's, which older models hand down to their layers
-    "mm_token_type_ids",  # up to transformers 5.0 what tells images from text goes down to every layer
+    "num_items_in_batch",  # of the loss; older models pass it on to their layers
+    "mm_token_type_ids",  # image or text token; transformers up to 5.0 passes it on to every layer
 }
-_UNDERSTOOD = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
+_SUPPORTED_KWARGS = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
 
 
 def register_packed_attention() -> None:
-    """Enter packed attention and its masks in transformers' registers, for good; registering again changes nothing."""
+    """Register packed attention and its mask function with transformers, for good; a second call changes nothing."""
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
     register_mask_function(PACKED_ATTENTION, describe_mask)
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Whether `module` is an attention module that looks its function up in transformers' attention interface."""
+    """Whether `module` is an attention module that takes its function from transformers' attention interface."""
     forward = inspect.unwrap(type(module).forward)
-    name = "ALL_ATTENTION_FUNCTIONS"  # some models keep an interface of their own under the same name
+    name = "ALL_ATTENTION_FUNCTIONS"
+    # The second condition: some models define an interface of their own under the same name.
     return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
 
 
 def names_attention(module: nn.Module) -> bool:
-    """Whether a module asks its config which attention to use: to attend, or to make the masks of its layers."""
+    """Whether a module reads the name of the attention from its config: to attend, or to make masks for its layers."""
     if uses_attention_interface(module):
         return True
     if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
@@ -84,19 +86,20 @@ def names_attention(module: nn.Module) -> bool:
 
 
 def counts_columns(module: nn.Module) -> bool:
-    """Whether the forward of an attention module numbers the columns that it is given, instead of taking positions."""
+    """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
     code = _forward_code(type(module))
     if "arange" in code.co_names:
         return True
-    # Or it computes with those of the cache: with an attribute of them, or by a function of its file.
+    # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
+    # on to the cache, which all modules do, does not count. Read from the instructions:
     loads = " ".join(f"{i.opname} {i.argval}" for i in dis.get_instructions(code))
-    # Some versions of Python load two at once.
-    loaded = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
-    given = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
-    return bool(re.search(f"{loaded}|{given}", loads))
+    # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
+    attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
+    function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
+    return bool(re.search(f"{attribute}|{function_call}", loads))
 
 
-def refuse_implementation(implementation: str) -> str | None:
+def implementation_obstacle(implementation: str) -> str | None:
     """Why `implementation` cannot attend over a layout, or `None` if it can."""
     if implementation in ("eager", "sdpa") or _is_flash(implementation):
         return None
@@ -120,42 +123,56 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
-    Attend over the segments of a layout: transformers' attention function of a packed forward.
+    Attend over the segments of a layout: the attention function of transformers in a packed forward.
 
-    From queries `(1, N, T, D)` and keys and values `(1, K, T, D)` to attended values `(1, T, N, D)`, without weights.
-    The mask says what the decoder asked for within the rows that the layout keeps apart.
+    Args:
+        module (`torch.nn.Module`):
+            The attention module, or a view of it.
+        query (`torch.Tensor` of shape `(1, N, T, D)`):
+            Queries of the packed row; with context parallelism those of the local tokens.
+        key (`torch.Tensor` of shape `(1, K, T, D)`):
+            Keys, likewise.
+        value (`torch.Tensor` of shape `(1, K, T, D)`):
+            Values, likewise.
+        attention_mask ([`PackedMask`], *optional*):
+            Description of the mask that the decoder made for this layer.
+
+    Returns:
+        `tuple` of the attended values, `(1, T, N, D)`, and `None` for the weights, which are not computed.
 
     Raises:
-        PaddingRemovalError: If the module hands over something that the layout does not account for.
+        PaddingRemovalError: If the module passes something that the layout does not account for.
     """
-    module = viewed_module(module)  # so that the model's own functions find its own implementation
+    module = viewed_module(module)  # the model's functions must find the module's own config
     call: PackedCall | None = kwargs.pop(LAYOUT, None)
     if call is None and (frame := layer_call()) is not None:
-        call = frame.call  # the layer does not hand keyword arguments down
+        call = frame.call  # for layers that do not pass keyword arguments on
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
-        raise _refusal(
-            f"{name} did not receive the layout of the packed batch: its decoder does not hand keyword arguments down "
+        raise _unpackable(
+            f"{name} did not receive the layout of the packed batch: its decoder does not pass keyword arguments on "
             "to its attention"
         )
-    tokens = call.own_tokens
+    tokens = call.local_tokens
     if query.shape[2] != tokens or key.shape[2] != tokens:
-        raise _refusal(
-            f"{name} attends from {query.shape[2]} to {key.shape[2]} states, and the packed batch has {tokens} "
-            "tokens: they are not one for each token"
+        raise _unpackable(
+            f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has {tokens} "
+            "tokens: there is not one query and one key for each token"
         )
     if call.prefix_states is not None:
-        key, value = call.prefix_states.extend(module, key, value)
+        key, value = call.prefix_states.prepend_kv(module, key, value)
     if attention_mask is not None or query.shape[2] == 1:
-        kwargs.pop("is_causal", None)  # many modules mean by it that they have no mask to tell them (GPT-2 before 5.0)
+        # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
+        kwargs.pop("is_causal", None)
     masks = _prepared_masks(name, attention_mask, call)
-    if unknown := [k for k, v in kwargs.items() if k not in _UNDERSTOOD and isinstance(v, torch.Tensor)]:
-        raise _refusal(f"{name} hands {unknown} to its attention function, and a layout does not say how to pack that")
-    asked = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
+    if unknown := [k for k, v in kwargs.items() if k not in _SUPPORTED_KWARGS and isinstance(v, torch.Tensor)]:
+        raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
+    mask_spec = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
     for ignored in _IGNORED:
         kwargs.pop(ignored, None)
-    if not _is_flash(call.implementation):  # which knows no mask, only what the module hands over
-        kwargs |= {"sliding_window": asked.window, "attention_chunk_size": asked.chunk}
+    # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
+    if not _is_flash(call.implementation):
+        kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
 
     attend = partial(_attend, call.implementation, masks)
     if call.cp_layout is not None:
@@ -173,8 +190,8 @@ def _attend(
     layout: Layout,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention over a layout by the function of an implementation, `(1, N, T, D)` to `(1, T, N, D)`."""
-    attend = _own_function(viewed_module(module), implementation)
+    """Attention over a layout with the function of an implementation, `(1, N, T, D)` to `(1, T, N, D)`."""
+    attend = _function_of(viewed_module(module), implementation)
     if _is_flash(implementation):
         return attend_varlen(attend, module, query, key, value, layout, kwargs)
     is_eager = implementation == "eager"
@@ -185,69 +202,71 @@ def _attend(
     return attend_by_segment(attend, module, query, key, value, layout, kwargs, is_eager=is_eager, masks=masks)
 
 
-def _refusal(reason: str) -> PaddingRemovalError:
+def _unpackable(reason: str) -> PaddingRemovalError:
     remedy = "Padding cannot be removed from this model; train it with `padding_free=False`."
     return PaddingRemovalError(f"{reason}. {remedy}")
 
 
-def _prepared_masks(name: str, mask: Any, call: PackedCall) -> list[torch.Tensor] | None:
-    """The parts of the prepared mask of a layer that belong to the segments; `None` if no mask was prepared."""
+def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> list[torch.Tensor] | None:
+    """The prepared mask of a layer, cut into one for each segment; `None` if no mask was prepared."""
     prepared, kind = call.prepared, getattr(mask, "kind", None)
     if prepared is None:
         return None
     if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
         raise PaddingRemovalError(
-            f"{name} is to attend with a prepared mask, and {call.implementation} knows none of its kind. Load the "
+            f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    return call.once(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
 
 
-def _mask_of_layer(name: str, module: nn.Module, mask: Any, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
-    """What `module` is to leave out within a row: as its mask says, or without one what it hands over."""
+def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
+    """Which keys `module` leaves out within a row: by its mask, or without one by its other arguments."""
     span = max(call.layout.spans)
     chunk = getattr(module.config, "attention_chunk_size", None)
-    unknown = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
-    asked = unknown if mask is None else mask
-    if not isinstance(asked, PackedMask) or asked.custom:
-        raise _refusal(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
-    if not asked.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+    # Without a mask a window is an argument. Chunks are not, so rows longer than a chunk cannot be attended exactly.
+    without_mask = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
+    mask_spec = without_mask if mask is None else mask
+    if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
+        raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
+    if not mask_spec.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
         )
-    if _is_flash(call.implementation) and asked.chunk is not None and asked.chunk < span:
+    if _is_flash(call.implementation) and mask_spec.chunk is not None and mask_spec.chunk < span:
         raise PaddingRemovalError(
-            f"{name} attends in chunks of {asked.chunk} tokens and a row of the batch spans {span}; FlashAttention "
-            "cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
+            f"{name} attends in chunks of {mask_spec.chunk} tokens and a row of the batch spans {span}; "
+            "FlashAttention cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
         )
-    return asked
+    return mask_spec
 
 
 def _is_flash(implementation: str) -> bool:
     return implementation.startswith("flash_attention") or ("/" in implementation and "flash" in implementation)
 
 
-def _own_function(module: nn.Module, implementation: str) -> Callable:
+def _function_of(module: nn.Module, implementation: str) -> Callable:
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
-    # The eager function that `module` falls back to, found where its forward would find it.
+    # The eager function is a global of the file of the module, by default `eager_attention_forward`.
     name = next((n for n in _forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
     return inspect.unwrap(type(module).forward).__globals__[name]
 
 
 @cache
-def _forward_code(cls: type) -> Any:
+def _forward_code(cls: type[nn.Module]) -> CodeType:
     return inspect.unwrap(cls.forward).__code__
 
 
 class ViewPatch(ForwardPatch):
-    """Runs a module that looks its attention up, or makes masks, on a view that names packed attention."""
+    """Runs a module that attends, or makes masks, on a view whose config names packed attention."""
 
     serves_recomputation = runs_on_view = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        # The recomputation of a packed forward is packed, whatever was switched off in between.
+        # The call decides, not `enabled`: a recomputed forward is packed as the first one was, even if padding
+        # removal was switched off in between.
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.on_view()(*args, **kwargs) if context().attention else self.wrapped(*args, **kwargs)

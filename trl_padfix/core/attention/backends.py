@@ -1,7 +1,7 @@
 """
-Which attention implementations this machine can run a model with, and why not the others.
+Attention implementations that can run a model on this machine, and the obstacles of the others.
 
-It looks at packages, device, precision and the model's class; it downloads nothing and runs no kernel.
+The checks read packages, device, precision and the model's class. They download nothing and run no kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...versions import installed_version
 from ..model.older import supports
-from .attention import refuse_implementation
+from .attention import implementation_obstacle
 from .varlen import torch_varlen_is_complete
 
 
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 Implementation = str | dict[str, Any]
-"""A name, or a name for each part of a vision model (`text_config`, `vision_config`, ...)."""
+"""A name, or a name for each sub-config of a vision model (`text_config`, `vision_config`, ...)."""
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """A FlashAttention package: its distribution, the module with its functions, what it needs, how to get it."""
+    """A FlashAttention package: version, module with its functions, compute capability, command that installs it."""
 
     requirement: Requirement
     module: str
@@ -64,7 +64,7 @@ FLASH_PACKAGES = {
         (8, 0),
         "pip install flash-attn --no-build-isolation",
     ),
-    # Not on PyPI: upstream builds it from a folder of the repository.
+    # Not on PyPI: it is built from a folder of the repository.
     "flash_attention_3": FlashPackage(
         Requirement("flash-attn-3"),
         "flash_attn_interface",
@@ -75,21 +75,21 @@ FLASH_PACKAGES = {
         Requirement("flash-attn-4"), "flash_attn.cute", (9, 0), "pip install --pre flash-attn-4"
     ),
 }
-"""Versions and capabilities are those that transformers asks for."""
+"""Versions and capabilities are those that transformers requires."""
 
 HUB_KERNELS = {
     "kernels-community/flash-attn2": (8, 0),
     "kernels-community/vllm-flash-attn3": (8, 0),
     "kernels-community/flash-attn4": (9, 0),
 }
-"""Hub kernels that transformers takes for FlashAttention 2, 3 and 4, with the capability that they need."""
+"""Hub kernels that transformers uses for FlashAttention 2, 3 and 4, with the compute capability that they need."""
 
 _KERNELS = Requirement(deps["kernels"])
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device as far as attention is concerned: its type, its name, and the compute capability of an NVIDIA GPU."""
+    """Device type, name, and compute capability (of NVIDIA GPUs only)."""
 
     device: str = "cpu"
     name: str = "CPU"
@@ -97,21 +97,21 @@ class Machine:
 
     @classmethod
     def of(cls, device: str | torch.device | None = None) -> Machine:
-        """This machine's accelerator, or its `device`."""
+        """The machine with this `device`, by default with the accelerator that torch finds, or the CPU."""
         if device is None:
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             device = accelerator or "cpu"
         device = torch.device(device)
         if device.type != "cuda":
             return cls(device.type, device.type.upper())
-        nvidia = torch.version.hip is None
-        capability = torch.cuda.get_device_capability(device) if nvidia else None
+        is_nvidia = torch.version.hip is None  # AMD GPUs are `cuda` devices, with other capability numbers
+        capability = torch.cuda.get_device_capability(device) if is_nvidia else None
         return cls("cuda", torch.cuda.get_device_name(device), capability)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be run, where, and in which precision attention computes."""
+    """A model (by its config), its machine, the precision of its attention, and whether padding is removed."""
 
     machine: Machine = Machine()
     dtype: torch.dtype = torch.float32
@@ -129,10 +129,11 @@ class Backend:
     An attention implementation and whether it can be used.
 
     Attributes:
-        obstacles (`tuple[str, ...]`): What stands against it; nothing if it is usable.
-        note (`str`): What it computes with.
-        install (`str`, *optional*): Command that installs what is missing.
-        asks_hub (`bool`): Whether loading it asks the Hub for a build.
+        name (`str`): Value of `attn_implementation`.
+        obstacles (`tuple[str, ...]`): Why it cannot be used; empty if it can.
+        note (`str`): The kernel or function that computes it.
+        install (`str`, *optional*): Command that installs a missing package.
+        asks_hub (`bool`): Whether loading it requests a build from the Hub.
     """
 
     name: str
@@ -147,12 +148,12 @@ class Backend:
 
     @property
     def packs(self) -> bool:
-        """Whether packed batches can run with it too."""
-        return refuse_implementation(self.name) is None
+        """Whether packed batches can run with it."""
+        return implementation_obstacle(self.name) is None
 
     @property
     def reason(self) -> str:
-        """Why not, or what it computes with."""
+        """The obstacles; the note if there are none."""
         return "; ".join(self.obstacles) or self.note
 
 
@@ -166,8 +167,8 @@ def list_backends(workload: Workload) -> list[Backend]:
     >>> import torch
     >>> from trl_padfix.core.attention.backends import Machine, Workload, list_backends
 
-    >>> found = {backend.name: backend for backend in list_backends(Workload(Machine("cpu"), torch.float32))}
-    >>> found["sdpa"].usable, found["flash_attention_2"].usable
+    >>> backends = {backend.name: backend for backend in list_backends(Workload(Machine("cpu"), torch.float32))}
+    >>> backends["sdpa"].usable, backends["flash_attention_2"].usable
     (True, False)
 
     ```
@@ -191,45 +192,49 @@ def assess(name: str, workload: Workload) -> Backend:
         backend = Backend(name, note="registered in this process")
     else:
         backend = Backend(name, ("transformers knows no attention implementation of this name",))
-    if workload.padding_free and (refused := refuse_implementation(name)):
-        backend = replace(backend, obstacles=(*backend.obstacles, f"padding cannot be removed with it: {refused}"))
+    if workload.padding_free and (reason := implementation_obstacle(name)):
+        backend = replace(backend, obstacles=(*backend.obstacles, f"padding cannot be removed with it: {reason}"))
     return backend
 
 
 def best_backend(workload: Workload) -> Backend:
     """
-    The fastest implementation that is there: what `"auto"` stands for.
+    The fastest usable implementation: the meaning of `"auto"`.
 
-    Hub kernels are left out, because loading one asks the Hub for its builds. The note says why it is none faster.
+    Hub kernels are left out, because loading one requests its builds from the Hub. The note of the result gives the
+    obstacles of faster implementations.
     """
     order = ["flash_attention_2", "sdpa", "eager"]
     major = (workload.machine.capability or (0, 0))[0]
-    if major >= 9:  # each was written for one of the two, and runs on the other
+    # FlashAttention 3 was written for Hopper (9) and 4 for Blackwell (10): each is fastest on its own GPUs.
+    if major >= 9:
         order[:0] = ["flash_attention_3", "flash_attention_4"] if major == 9 else ["flash_attention_4"]
-    passed = []
+    skipped = []
     for name in order:
         backend = assess(name, workload)
         if backend.usable and not backend.asks_hub:
-            why = f"not {', not '.join(passed)}" if passed else "the fastest here"
+            why = f"not {', not '.join(skipped)}" if skipped else "the fastest here"
             return replace(backend, note=f"{backend.note}; {why}")
-        passed.append(f"{name} ({backend.reason})")
+        skipped.append(f"{name} ({backend.reason})")
     raise AssertionError("eager attention has no obstacles")
 
 
 def require_usable(implementation: Implementation, workload: Workload, field: str) -> None:
     """
+    Check that `implementation`, the value of the configuration field `field`, can run a workload.
+
     Raises:
-        ImportError: If a package is missing for `implementation`, the value of `field`.
-        ValueError: If something else stands against it, or it names parts that the model does not have.
+        ImportError: If a package is missing.
+        ValueError: If there is another obstacle, or it names sub-configs that the model does not have.
     """
     for part, name in spread(implementation, workload.config, field).items():
         backend = assess(name, workload)
         if backend.usable:
             continue
         usable = ", ".join(repr(b.name) for b in list_backends(workload) if b.usable)
-        asked = f"`{field}={implementation!r}`" + (f" ({part})" if part else "")
+        requested = f"`{field}={implementation!r}`" + (f" ({part})" if part else "")
         message = (
-            f"{asked} cannot run on this {workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}: "
+            f"{requested} cannot run on this {workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}: "
             f"{backend.reason}. What can: {usable}, or 'auto' for the fastest of them."
         )
         if backend.install is None:
@@ -239,10 +244,12 @@ def require_usable(implementation: Implementation, workload: Workload, field: st
 
 def spread(implementation: Implementation, config: PretrainedConfig | None, field: str) -> dict[str, str]:
     """
-    The implementation of each part of a model that is named; `""` is the model itself.
+    The implementation of each sub-config that is named; `""` is the model itself.
+
+    Example: `"sdpa"` gives `{"": "sdpa"}`; a `dict` is returned as it is.
 
     Raises:
-        ValueError: If a part is named that the model does not have.
+        ValueError: If a sub-config is named that the model does not have.
     """
     if isinstance(implementation, str):
         return {"": implementation}
@@ -258,12 +265,13 @@ def spread(implementation: Implementation, config: PretrainedConfig | None, fiel
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that a model with this config is loaded as; `None` if transformers has none."""
+    """The class of a model with this config; `None` if transformers has none."""
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+    # Some configs are mapped to a tuple of classes.
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return classes[0] if isinstance(classes, tuple) else classes
 
 
 def _flash_package(name: str, workload: Workload) -> Backend:
@@ -273,12 +281,13 @@ def _flash_package(name: str, workload: Workload) -> Backend:
         obstacles.append("this transformers does not have it")
     missing = _missing(package.requirement)
     if missing is None:
+        # Imported on GPUs only: without one even a package that was built correctly may fail to load its libraries.
         broken = _broken(package.module) if workload.machine.device == "cuda" else None
         if broken is None:
             return Backend(name, tuple(obstacles), f"the {package.requirement.name} package")
         rebuild = f"{package.install} --force-reinstall --no-deps --no-cache-dir"
         return Backend(name, (*obstacles, broken), install=rebuild)
-    if _missing(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # what transformers falls back to
+    if _missing(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # transformers then loads a Hub kernel
         note = f"a Hub kernel, because {missing}"
         return Backend(name, tuple(obstacles), note, package.install, asks_hub=True)
     return Backend(name, (*obstacles, missing), install=package.install)
@@ -305,8 +314,8 @@ def _sdpa(workload: Workload) -> Backend:
     if workload.machine.device == "cuda" and workload.dtype in HALF:
         needs = None if torch_varlen_is_complete() else "a newer torch or GPU"
     varlen = "torch's own variable-length FlashAttention"
-    how = f"row by row ({varlen} needs {needs})" if needs else f"on {varlen}"
-    return Backend("sdpa", tuple(obstacles), f"torch's scaled-dot-product attention, packed batches {how}")
+    packed = f"row by row ({varlen} needs {needs})" if needs else f"on {varlen}"
+    return Backend("sdpa", tuple(obstacles), f"torch's scaled-dot-product attention, packed batches {packed}")
 
 
 def _flex(workload: Workload) -> Backend:
@@ -317,9 +326,9 @@ def _flex(workload: Workload) -> Backend:
 
 
 def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int]) -> list[str]:
-    """What stands against FlashAttention, but for its package."""
+    """The obstacles of FlashAttention other than a missing package."""
     machine, obstacles = workload.machine, _unsupported(workload, "flash_attn")
-    # A list that transformers keeps for models with sinks and the like, and falls back to (5.x).
+    # For models with attention sinks and the like, transformers 5 has a list of implementations that support them.
     compatible = getattr(workload.model_class, "_compatible_flash_implementations", None)
     if compatible and name not in compatible:
         obstacles.append(f"of FlashAttention this model only runs with {', '.join(compatible)}")
@@ -330,24 +339,29 @@ def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int])
     if machine.device != "cuda":
         obstacles.append(f"it needs a CUDA GPU, and this is {machine.name}")
     elif machine.capability is not None and machine.capability < capability:
-        found = ".".join(map(str, machine.capability))
+        capability_here = ".".join(map(str, machine.capability))
         needed = {8: "Ampere", 9: "Hopper"}[capability[0]]
-        obstacles.append(f"it needs {needed} (compute capability {capability[0]}.0) or newer, and this is {found}")
+        obstacles.append(
+            f"it needs {needed} (compute capability {capability[0]}.0) or newer, and this is {capability_here}"
+        )
     if workload.dtype not in HALF:
         obstacles.append(f"it computes in float16 or bfloat16, not {str(workload.dtype).removeprefix('torch.')}")
     return obstacles
 
 
 def _unsupported(workload: Workload, kind: str) -> list[str]:
+    """An obstacle, in a list, if transformers has no attention of this kind for the model's class."""
     cls = workload.model_class
     return [] if cls is None or supports(cls, kind) else [f"transformers has no {kind} path for {cls.__name__}"]
 
 
 def _text(workload: Workload, name: str, default: Any = None) -> Any:
+    """An attribute of the text config of a workload, which may have no config."""
     return getattr(workload.config and workload.config.get_text_config(), name, default)
 
 
 def _missing(requirement: Requirement) -> str | None:
+    """Why the installed packages do not meet a requirement, or `None` if they do."""
     version = installed_version(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed"
@@ -358,6 +372,7 @@ def _missing(requirement: Requirement) -> str | None:
 
 @cache
 def _broken(module: str) -> str | None:
+    """Why a module cannot be imported, or `None` if it can."""
     try:
         importlib.import_module(module)
     except (ImportError, OSError) as error:
@@ -366,6 +381,7 @@ def _broken(module: str) -> str | None:
 
 
 def _is_cached(repository: str) -> bool:
+    # Hub repositories of kernels are cached as type `kernels` or `models`, depending on the version of `kernels`.
     cache_directory = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
     folders = ("--".join([kind, *repository.split("/")]) for kind in ("kernels", "models"))
     return any((cache_directory / folder / "snapshots").exists() for folder in folders)

@@ -1,10 +1,10 @@
 """
-Decoder layers that are compiled one by one for packed forwards.
+Decoder layers compiled one by one for packed forwards.
 
-A whole model compiled for the shapes of its batches would be compiled anew at every step. A layer is compiled once for
-all lengths: the layout stands in its arguments as tensors, and what the compiler cannot look into is an operator. The
-layer that is traced is a twin: it has the parameters, buffers and children of the layer, and a config that names the
-attention of this module. Padded forwards, generation and saving never see it.
+A whole model, compiled for the shapes of its batches, would be recompiled at every step. A layer is compiled once for
+all lengths: the layout is in its arguments as tensors, and what the compiler cannot trace is an operator. The compiler
+traces a twin of the layer: the twin has the same parameters, buffers and children, and a config that names the
+attention of this module. Padded forwards, generation and saving never use the twin.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ __all__ = ["CompiledLayerPatch", "compile_layers"]
 
 logger = logging.get_logger(__name__)
 
-_shapes: Any = _config  # its `patch` is put there at run time
+_shapes: Any = _config  # `Any`, because `patch` is added at run time
 _graphs: Any = dynamo_config
 
+# Attributes of configs, and what of attention they switch on that neither operator computes.
 _WITHOUT_OPERATOR = {
-    "attention_dropout": "dropout of attention",
-    "attn_pdrop": "dropout of attention",
+    "attention_dropout": "dropout",
+    "attn_pdrop": "dropout",
     "attn_logit_softcapping": "a softcap",
     "attention_chunk_size": "chunks",
 }
@@ -55,9 +56,10 @@ COMPILED = "trl_padfix_compiled"
 
 class Segments(NamedTuple):
     """
-    A layout as a compiled layer takes it: tensors, the longest segments, and the window of its mask.
+    A layout as an argument of a compiled layer: tensors, lengths of the longest segments, and the window of its mask.
 
-    `keys` are its `key_index` and `key_order`. It and `cu_seqlens_k` are `None` where keys are queries.
+    `keys` are `key_index` and the two tensors of `key_sort_order`, arguments of [`GatherKeys`]. `keys` and
+    `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -78,33 +80,47 @@ def compile_layers(
     """
     Compile the decoder layers of an attached model for its packed forwards.
 
-    `backend` and `mode` are those of [`torch.compile`]. `compiled` are forwards compiled before, by the kind of their
-    layer, for models of one class that take turns; those of this handle are added. Returns the layers that run
-    uncompiled, by name, each with the reason; a warning names them.
+    Args:
+        handle ([`PaddingRemoval`]):
+            The handle of the model.
+        backend (`str`, *optional*, defaults to `"inductor"`):
+            As for [`torch.compile`].
+        mode (`str`, *optional*):
+            As for [`torch.compile`].
+        compiled (`dict`, *optional*):
+            Compiled forwards by the kind of their layer, for several models of one class. Those of this handle are
+            added.
+
+    Returns:
+        `dict[str, str]`: the layers that run uncompiled, by name, each with the reason. A warning names them, too.
+
+    Raises:
+        PaddingRemovalError: If the packed rows of `handle` are split over processes.
     """
-    if handle.split is not None:
+    if handle.context_parallel is not None:
         raise PaddingRemovalError("Layers are compiled for whole packed rows, and `split_rows` has split these.")
     ALL_ATTENTION_FUNCTIONS.register(COMPILED, attend_compiled)
     register_mask_function(COMPILED, describe_mask)
-    patches, left, functions = [], {}, {} if compiled is None else compiled
+    patches, uncompiled, functions = [], {}, {} if compiled is None else compiled
     for name, layer in handle.mixers.layers.items():
         if not any(uses_attention_interface(m) for m in layer.modules()):
             continue
         reason = _obstacle(layer, handle.decoder)
         if reason is not None:
-            left[name] = reason
+            uncompiled[name] = reason
             continue
+        # One compiled function for each kind of layer: the window is a constant of its graph.
         windows = (m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None))
         kind = type(layer), getattr(layer, "attention_type", None), next(windows, None)
         if kind not in functions:
             functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
         patches.append(CompiledLayerPatch(layer, handle, functions[kind]))
     handle.attach(patches)
-    for reason in dict.fromkeys(left.values()):
-        names = [name for name, why in left.items() if why == reason]
+    for reason in dict.fromkeys(uncompiled.values()):
+        names = [name for name, why in uncompiled.items() if why == reason]
         span = " to ".join(dict.fromkeys([names[0], names[-1]]))
-        logger.warning(f"{len(names)} of {len(left) + len(patches)} layers run uncompiled ({span}): {reason}.")
-    return left
+        logger.warning(f"{len(names)} of {len(uncompiled) + len(patches)} layers run uncompiled ({span}): {reason}.")
+    return uncompiled
 
 
 class CompiledLayerPatch(ForwardPatch):
@@ -118,24 +134,26 @@ class CompiledLayerPatch(ForwardPatch):
         self._twins: list[tuple[nn.Module, nn.Module]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_twins": []}  # a copy of the layer has parameters of its own
+        return vars(self) | {"_twins": []}  # a deep copy of the layer has other parameters, and so other twins
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call: PackedCall | None = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         segments = None if call is None else _segments(call, kwargs.get("attention_mask"))
         if segments is None:
             return self.wrapped(*args, **kwargs)
-        given = {**kwargs, "attention_mask": None, LAYOUT: segments}
+        arguments = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
         def run(*args: Any) -> Any:
-            # Sizes that are equal in one batch by chance are not taken for one size. Within DDP dynamo would cut a
-            # layer at the buckets of its gradients: it is small enough, and its sizes are not known.
+            # `use_duck_shape=False`: two sizes that are equal by chance in one batch stay two symbols, without a
+            # recompilation when they differ. `optimize_ddp=False`: within DDP dynamo would cut a layer at the buckets
+            # of its gradients, but a single layer is small, and its sizes are not known at compile time.
             with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
-                return self.compiled(self._twin(), *args, **given)
+                return self.compiled(self._twin(), *args, **arguments)
 
         with within(packed=call):
-            checkpoints = self.module.training and getattr(self.module, "gradient_checkpointing", False)
-            if checkpoints and checkpoints_in_forward():
+            # `_plain_forward` has removed the layer's checkpointing. It is applied here, outside of the compiled code.
+            is_checkpointed = self.module.training and getattr(self.module, "gradient_checkpointing", False)
+            if is_checkpointed and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)
             return run(*args)
 
@@ -143,7 +161,7 @@ class CompiledLayerPatch(ForwardPatch):
         if not self._twins:
             _make_twin(self.module, self._twins)
         for twin, module in self._twins:
-            twin.__dict__["training"] = module.training
+            twin.__dict__["training"] = module.training  # copied when the twin was made: `train()` does not reach it
         return self._twins[-1][0]
 
 
@@ -154,59 +172,64 @@ def attend_compiled(
     segments: Segments = kwargs[LAYOUT]
     if kwargs.get("dropout") or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise NotImplementedError(
-            f"A compiled {type(module).__name__} computes no dropout, softcap and sinks of attention. Set "
+            f"A compiled {type(module).__name__} has no dropout, softcap or sinks in its attention. Set "
             "`torch_compile=False`."
         )
     query, key, value = in_attention_dtype(query, key, value)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if segments.keys is not None:
         key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
-    bounds = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
+    cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
         longest = segments.longest_query, segments.longest_key
-        output = torch_varlen(query, key, value, (*bounds, *longest), scale, segments.window)
+        output = torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
     else:
-        output = attend_segments(query, key, value, *bounds, scale, -1 if segments.window is None else segments.window)
+        window = -1 if segments.window is None else segments.window
+        output = attend_segments(query, key, value, *cu_seqlens, scale, window)
     return output.unsqueeze(0), None
 
 
-def _segments(call: PackedCall, mask: Any) -> Segments | None:
-    """The layout as arguments, or `None` where the mask asks for more than a window of tokens."""
+def _segments(call: PackedCall, mask: object) -> Segments | None:
+    """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
     layout = call.layout
-    asked = PackedMask() if mask is None else mask
-    if not isinstance(asked, PackedMask) or asked.custom or not asked.causal or call.prepared is not None:
+    mask_spec = PackedMask() if mask is None else mask
+    if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal or call.prepared is not None:
         return None
     if call.prefix_states is not None:
-        return None  # keys and values from outside, or for others
+        return None  # the layer reads keys and values of other forwards, or records its own
+    # Windows and chunks as long as the longest row hide nothing.
     span = max(layout.spans)
-    window = asked.window if asked.window is not None and asked.window < span else None
-    if (asked.chunk is not None and asked.chunk < span) or (window and layout.spans != layout.key_lengths):
+    window = mask_spec.window if mask_spec.window is not None and mask_spec.window < span else None
+    has_chunks = mask_spec.chunk is not None and mask_spec.chunk < span
+    # Windows of operators count tokens, those of masks columns: equal unless tokens within a row are masked.
+    if has_chunks or (window and layout.spans != layout.key_lengths):
         return None
     if layout.key_index is None:
         return Segments(layout.cu_seqlens_q, None, None, *layout.longest, window)
-    order = layout.key_order if torch.is_grad_enabled() else (None, None)
+    order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
     return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window)
 
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
+    """Why a layer runs uncompiled, or `None`."""
     config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
     for name, what in _WITHOUT_OPERATOR.items():
         if value := getattr(config, name, None):
-            return f"`{name}={value}`: {what} has no operator that a compiler can be shown"
+            return f"`{name}={value}`: there is no operator for attention with {what}"
     if any(hasattr(module, "sinks") for module in layer.modules()):
-        return "attention sinks have no operator that a compiler can be shown"
+        return "there is no operator for attention with sinks"
     for module in layer.modules():
         patch = vars(module).get("forward")
         if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
-            return f"`{type(module).__name__}` computes packed rows in a way of its own ({type(patch).__name__})"
-    attending = [m for m in layer.modules() if uses_attention_interface(m)]
-    if any(not hasattr(m, "config") for m in attending):
-        return "an attention module without a config cannot be told which attention to use"
+            return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
+    attentions = [m for m in layer.modules() if uses_attention_interface(m)]
+    if any(not hasattr(m, "config") for m in attentions):
+        return "an attention module has no config, in which the name of compiled attention could be set"
     parameter = next(layer.parameters(), None)
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
         return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
@@ -214,7 +237,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def _plain_forward(cls: type[nn.Module]) -> Callable:
-    """The forward of a layer without the gradient checkpointing around it."""
+    """The forward of a layer without its gradient checkpointing: the compiler would trace the checkpoint, too."""
     forward = cls.forward
     while forward.__code__.co_name == "forward_with_checkpointing":
         forward = inspect.getattr_static(forward, "__wrapped__")
@@ -222,27 +245,38 @@ def _plain_forward(cls: type[nn.Module]) -> Callable:
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
-    """`forward` compiled for all lengths, as code of its own: dynamo keeps a few graphs for each code object."""
+    """
+    `forward`, compiled for all lengths.
+
+    With a code object of its own: dynamo limits the number of graphs for each code object (`recompile_limit`).
+    """
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs)
 
-    own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    return torch.compile(own, backend=backend, mode=mode, fullgraph=True, dynamic=True)
+    # `replace()` without arguments copies the code object, which all calls of this function would share.
+    copied = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+    return torch.compile(copied, backend=backend, mode=mode, fullgraph=True, dynamic=True)
 
 
-def _make_twin(module: nn.Module, made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
-    """A module like `module` with compiled attention in its config; it joins `made` after the twins within it."""
+def _make_twin(module: nn.Module, twins: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """
+    A module with the state of `module` and a config that names compiled attention.
+
+    Pairs of twin and module are appended to `twins`, those within `module` first.
+    """
+    # Without the instance's `forward`: the patches of the layer are on the module, not on its twin.
     twin = object.__new__(type(module))
     twin.__dict__.update({k: v for k, v in vars(module).items() if k != "forward"})
     if uses_attention_interface(module):
         config: Any = copy.copy(module.config)
         twin.__dict__["config"] = config
+        # Past the setter, which would also write into the sub-configs: a shallow copy shares these.
         config._attn_implementation_internal = COMPILED
     children = dict(module._modules)
     for name, child in children.items():
         if child is not None and any(uses_attention_interface(m) for m in child.modules()):
-            children[name] = _make_twin(child, made)
+            children[name] = _make_twin(child, twins)
     twin.__dict__["_modules"] = children
-    made.append((twin, module))
+    twins.append((twin, module))
     return twin

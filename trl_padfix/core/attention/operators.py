@@ -1,9 +1,9 @@
 """
-The operator of packed attention for compiled layers, with the shapes of what it returns.
+Packed attention as an operator of torch, for compiled layers on devices without a variable-length kernel (CPU).
 
-A compiler cannot look into a loop over segments whose lengths change with every batch. To it attention segment by
-segment, where torch has no variable-length kernel for it (CPU), is one node, and its backward another. Imported when
-the first layers are compiled, which registers them with torch.
+A compiler cannot trace a loop over segments whose lengths change with every batch. As an operator, attention over the
+segments is one node of its graph, and the backward another. Importing this module registers both with torch; it is
+imported when the first layers are compiled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 
-from .segments import blocks, visible
+from .segments import query_blocks, visible_keys
 
 
 __all__ = ["attend_segments"]
@@ -32,14 +32,33 @@ def attend_segments(
     window: int,
 ) -> torch.Tensor:
     """
-    Causal attention over segments, aligned to the bottom right: `(T, N, D)` of queries `(T, N, D)`, keys and values
-    `(keys, K, D)`. A query sees `window` keys at most, its own counted; -1 for all.
+    Causal attention over segments, aligned to the bottom right: the last query of a segment sees its last key.
+
+    Args:
+        query (`torch.Tensor` of shape `(T, N, D)`):
+            Queries of all segments.
+        key (`torch.Tensor` of shape `(keys, K, D)`):
+            Keys of all segments, gathered.
+        value (`torch.Tensor` of shape `(keys, K, D)`):
+            Values of all segments, gathered.
+        cu_seqlens_q (`torch.Tensor` of shape `(S + 1,)`):
+            Where the queries of the segments begin and end.
+        cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
+            Where their keys begin and end.
+        scale (`float`):
+            Factor of the scores.
+        window (`int`):
+            Keys that a query sees at most, its own included; -1 for all.
+
+    Returns:
+        `torch.Tensor` of shape `(T, N, D)`.
     """
+    # Contiguous, as the fake function below promises: by default `empty_like` keeps the strides of the query.
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    grouped = query.shape[1] != key.shape[1]
+    is_grouped = query.shape[1] != key.shape[1]
     for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
         states = (x.transpose(0, 1).unsqueeze(0) for x in (query[q], key[k], value[k]))
-        attended = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        attended = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
         output[q] = attended.squeeze(0).transpose(0, 1)
     return output
 
@@ -60,21 +79,25 @@ def attend_segments_backward(
     scale: float,
     window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; the weights are computed again, in float32 at least."""
+    """Gradients of query, key and value. The weights are recomputed, in float32 or higher precision."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    of_query, of_key, of_value = (x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value))
+    d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value))
     heads, group = key.shape[1], query.shape[1] // key.shape[1]
     for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
-        # `(K, group, queries, D)` against `(K, 1, keys, D)`: a head of keys serves its group without a copy.
-        queries, given = (x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream))
+        # `(K, group, queries, D)` against `(K, 1, keys, D)`: broadcast over the group, without copies of the keys.
+        queries, d_output = (
+            x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream)
+        )
         keys, values = (x[k].to(dtype).transpose(0, 1).unsqueeze(1) for x in (key, value))
         weights = (queries @ keys.mT * scale).masked_fill_(~mask, -torch.inf).softmax(-1)
-        of_weights = given @ values.mT
-        of_scores = weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True)) * scale
-        of_query[q] = (of_scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
-        of_key[k] += (of_scores.mT @ queries).sum(1).transpose(0, 1)
-        of_value[k] += (weights.mT @ given).sum(1).transpose(0, 1)
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+        d_weights = d_output @ values.mT
+        # Backward of softmax: dS = P * (dP - rowsum(P * dP)), times the scale of the scores.
+        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * scale
+        d_query[q] = (d_scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
+        # `+=`, because blocks of one segment share keys; summed over the group of query heads (dimension 1).
+        d_key[k] += (d_scores.mT @ queries).sum(1).transpose(0, 1)
+        d_value[k] += (weights.mT @ d_output).sum(1).transpose(0, 1)
+    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 @attend_segments_backward.register_fake
@@ -84,26 +107,30 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _keep_states(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    # The inputs only: the output would cost memory, and the backward recomputes the weights anyway.
     *tensors, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _attend_back(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-    return (*attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window), *(None,) * 4)
+def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+    return (
+        *attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window),
+        *(None,) * 4,
+    )  # no gradients of cu_seqlens, scale and window
 
 
-attend_segments.register_autograd(_attend_back, setup_context=_keep_states)
+attend_segments.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _blocks(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Blocks of queries of one segment each, the keys that any of them sees, and which sees which."""
+    """Blocks of queries, each within one segment, with the range of keys that they see and the mask between them."""
     limit = None if window < 0 else window
     for (q, end_q), (k, end_k) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
-        places = torch.arange(end_k - k, device=cu_seqlens_k.device)
-        own_places = places[end_k - k - (end_q - q) :]
-        for own, keys in blocks(end_q - q, end_k - k, limit):
-            mask = visible(own_places[own], places[keys], limit, None)
-            yield slice(q + own.start, q + own.stop), slice(k + keys.start, k + keys.stop), mask
+        key_places = torch.arange(end_k - k, device=cu_seqlens_k.device)
+        query_places = key_places[end_k - k - (end_q - q) :]  # the queries are the last keys
+        for block, keys in query_blocks(end_q - q, end_k - k, limit):
+            mask = visible_keys(query_places[block], key_places[keys], limit, None)
+            yield slice(q + block.start, q + block.stop), slice(k + keys.start, k + keys.stop), mask

@@ -1,15 +1,15 @@
 """
-Attention over the segments of a layout, one function for each way to compute it.
+Attention over the segments of a layout, one segment at a time.
 
-[`attend_varlen`] calls a FlashAttention function once for all segments, [`attend_torch_varlen`] torch's own, and
-[`attend_by_segment`] a model's `sdpa` or `eager` function on one block of one segment at a time. All of them gather
-the keys of the segments first.
+[`attend_by_segment`] calls a model's `sdpa` or `eager` function on one block of queries of one segment at a time. The
+functions of `varlen.py` compute all segments in one call. All of them first gather the keys of each segment, one copy
+for each segment that reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +21,47 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..layout.layout import Layout
 
 
-__all__ = ["GatherKeys", "attend_by_segment", "blocks", "in_attention_dtype", "sum_by_token", "visible"]
+__all__ = [
+    "GatherKeys",
+    "attend_by_segment",
+    "gather_keys",
+    "in_attention_dtype",
+    "query_blocks",
+    "sum_by_token",
+    "visible_keys",
+]
 
-BLOCK = 1024
-"""Queries per masked block: bounds the mask of a segment at `BLOCK x keys`."""
+QUERIES_PER_BLOCK = 1024
+"""Queries of a masked block: a mask has at most `QUERIES_PER_BLOCK * keys` elements."""
+
+
+class SegmentPlan(NamedTuple):
+    """
+    How one segment is computed.
+
+    Attributes:
+        window (`int`, *optional*): Keys that a query sees at most, its own included; `None` without a window.
+        chunk (`int`, *optional*): Size of the chunks that the row is cut into; `None` without chunks.
+        pad_queries (`int`, *optional*): Dummy queries to prepend, so that queries and keys are equally many and `sdpa`
+            needs no mask; `None` if the segment is computed in masked blocks.
+    """
+
+    window: int | None
+    chunk: int | None
+    pad_queries: int | None
+
+    @classmethod
+    def of(
+        cls, queries: int, keys: int, span: int, window: int | None, chunk: int | None, *, may_skip_mask: bool
+    ) -> SegmentPlan:
+        """The plan for a segment of `queries` tokens with `keys` keys, whose row spans `span` columns."""
+        # A window or chunk at least as long as the row hides nothing: the cheaper way without a mask stays open.
+        window = window if window is not None and window < span else None
+        chunk = chunk if chunk is not None and chunk < span else None
+        # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of
+        # a row is shared, completing it with dummy queries is faster than a mask.
+        can_skip_mask = may_skip_mask and keys <= 2 * queries and window is None and chunk is None
+        return cls(window, chunk, keys - queries if can_skip_mask else None)
 
 
 def attend_by_segment(
@@ -42,78 +79,107 @@ def attend_by_segment(
     """
     The model's `sdpa` or `eager` function on one block of one segment at a time.
 
-    With `masks`, one `(1, 1, queries, keys)` for each segment, these say what is seen, and nothing else.
+    Args:
+        attend (`Callable`):
+            The attention function, `attend(module, query, key, value, mask, **kwargs)`.
+        module (`torch.nn.Module`):
+            The attention module, or a view of it.
+        query (`torch.Tensor` of shape `(1, N, T, D)`):
+            Queries of the packed row.
+        key (`torch.Tensor` of shape `(1, K, T, D)`):
+            Its keys; with prefix states those of the prefixes come first.
+        value (`torch.Tensor` of shape `(1, K, T, D)`):
+            Its values, likewise.
+        layout ([`Layout`]):
+            The segments.
+        kwargs (`dict[str, Any]`):
+            Further arguments of the module; `sliding_window` and `attention_chunk_size` limit the visible keys.
+        is_eager (`bool`):
+            Whether `attend` is an eager function, which adds its mask to the scores.
+        masks (`list` of `torch.Tensor` of shape `(1, 1, queries, keys)`, *optional*):
+            One prepared mask for each segment. They alone then decide which keys a query sees.
+
+    Returns:
+        `torch.Tensor` of shape `(1, T, N, D)`.
     """
-    asked = kwargs.get("sliding_window"), kwargs.get("attention_chunk_size")
-    limits = [tuple(n if n is not None and n < span else None for n in asked) for span in layout.spans]
-    # Without a mask `sdpa` is causal and attends from the first key on: right for a whole row only. Where at most half
-    # is shared, a row made whole by queries that nobody asks for is quicker than a mask. `None`: not computed whole.
-    added = [
-        keys - own if masks is None and not is_eager and keys <= 2 * own and limit == (None, None) else None
-        for own, keys, limit in zip(layout.query_lengths, layout.key_lengths, limits, strict=True)
+    window, chunk = kwargs.get("sliding_window"), kwargs.get("attention_chunk_size")
+    may_skip_mask = masks is None and not is_eager
+    plans = [
+        SegmentPlan.of(*sizes, window, chunk, may_skip_mask=may_skip_mask)
+        for sizes in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True)
     ]
-    # Split rather than sliced: the gradient of a slice is as long as the whole row, for every segment of it.
+    # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
-        _with_queries(query, layout, added),
-        _gather_keys(key, layout).split(layout.key_lengths, dim=2),
-        _gather_keys(value, layout).split(layout.key_lengths, dim=2),
+        plans,
+        _pad_queries(query, layout, [plan.pad_queries or 0 for plan in plans]),
+        gather_keys(key, layout).split(layout.key_lengths, dim=2),
+        gather_keys(value, layout).split(layout.key_lengths, dim=2),
         layout.positions.split(layout.query_lengths),
         layout.key_positions.split(layout.key_lengths),
         strict=True,
     )
-    # On a CPU the keys of grouped heads need no copies (transformers makes them), and one mask serves all layers.
-    grouped = query.shape[1] != key.shape[1]
-    on_cpu = attend is sdpa_attention_forward and query.device.type == "cpu" and masks is None
-    on_cpu = on_cpu and not set(kwargs) & {"position_bias", "cache"}
+    # transformers' `sdpa` function copies keys and values for each query head of their group, and takes boolean masks.
+    # On a CPU torch's function is called instead: it needs no copies, and its additive masks serve all layers. It has
+    # no arguments `position_bias` and `cache`.
+    is_grouped = query.shape[1] != key.shape[1]
+    is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
+    uses_torch = is_plain_sdpa and query.device.type == "cpu" and masks is None
     outputs = []
-    for index, (own_query, own_key, own_value, positions, own_positions_k) in enumerate(segments):
-        if (n := added[index]) is not None:
-            row = attend(module, own_query, own_key, own_value, None, **kwargs)[0]
-            outputs.append(row[:, n:] if n else row)
+    for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
+        if (n := plan.pad_queries) is not None:
+            row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
+            outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
-        for q, k in blocks(len(positions), len(own_positions_k), limits[index][0]):
-            k = k if masks is None else slice(None)
-            part = own_query[:, :, q], own_key[:, :, k], own_value[:, :, k]
-            seen = positions[q], own_positions_k[k], *limits[index]
-            if on_cpu:
-                mask = _kept_mask(layout, (index, q.start, *limits[index], query.dtype), query, *seen)
-                # transformers would copy the keys for every head of their group.
-                given = {
-                    "dropout_p": kwargs.get("dropout", 0.0),
-                    "scale": kwargs.get("scaling"),
-                    "enable_gqa": grouped,
-                }
-                attended = functional.scaled_dot_product_attention(*part, attn_mask=mask, **given)
+        for q, k in query_blocks(len(positions), len(positions_k), plan.window):
+            k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
+            states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
+            mask_of = positions[q], positions_k[k], plan.window, plan.chunk
+            if uses_torch:
+                block = (index, q.start, plan.window, plan.chunk, query.dtype)
+                attended = functional.scaled_dot_product_attention(
+                    *states,
+                    attn_mask=_cached_mask(layout, block, query, *mask_of),
+                    dropout_p=kwargs.get("dropout", 0.0),
+                    scale=kwargs.get("scaling"),
+                    enable_gqa=is_grouped,
+                )
                 outputs.append(attended.transpose(1, 2))
                 continue
-            mask = visible(*seen) if masks is None else masks[index][:, :, q]
+            mask = visible_keys(*mask_of) if masks is None else masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
                 mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
-            outputs.append(attend(module, *part, mask, **kwargs)[0])
+            outputs.append(attend(module, *states, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1)
 
 
-def blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of a segment's queries, and the keys that any of them sees; the last query stands at the last key."""
-    for begin in range(0, queries, BLOCK):
-        end = min(begin + BLOCK, queries)
+def query_blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """
+    Blocks of a segment's queries, each with the range of keys that any of its queries sees.
+
+    The last query is the last key (causal, aligned to the bottom right). Example: 4 queries, 6 keys and a window of 2
+    are one block of the queries 0 to 3, with the keys 1 to 5.
+    """
+    for begin in range(0, queries, QUERIES_PER_BLOCK):
+        end = min(begin + QUERIES_PER_BLOCK, queries)
         first, last = keys - queries + begin, keys - queries + end
         yield slice(begin, end), slice(0 if window is None else max(0, first - window + 1), last)
 
 
-def _with_queries(query: torch.Tensor, layout: Layout, added: list[int | None]) -> tuple[torch.Tensor, ...]:
-    """The queries of each segment behind zeros, cut from one tensor: the graph is to keep no other."""
-    own = query.split(layout.query_lengths, dim=2)
-    if not any(added):
-        return own
-    counts = [n or 0 for n in added]
+def _pad_queries(query: torch.Tensor, layout: Layout, counts: list[int]) -> tuple[torch.Tensor, ...]:
+    """The queries of each segment, behind `counts` dummy queries of zeros."""
+    segments = query.split(layout.query_lengths, dim=2)
+    if not any(counts):
+        return segments
     zeros = query.new_zeros(*query.shape[:2], max(counts), query.shape[3])
-    led = torch.cat([x for n, part in zip(counts, own, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
-    return led.split([n + length for n, length in zip(counts, layout.query_lengths, strict=True)], dim=2)
+    # One `cat` for all segments, then a split: the graph keeps one padded tensor, not one for each segment.
+    padded = torch.cat([x for n, part in zip(counts, segments, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
+    return padded.split([n + length for n, length in zip(counts, layout.query_lengths, strict=True)], dim=2)
 
 
-def visible(positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None) -> torch.Tensor:
-    """Which keys each query sees, `(1, 1, queries, keys)`."""
+def visible_keys(
+    positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
+) -> torch.Tensor:
+    """Which keys each query sees, `(1, 1, queries, keys)`: causal, in the last `window` columns, in its chunk."""
     position = positions[:, None]
     distance = position - positions_k[None]
     mask = distance >= 0
@@ -125,30 +191,41 @@ def visible(positions: torch.Tensor, positions_k: torch.Tensor, window: int | No
 
 
 _masks: WeakKeyDictionary[Layout, dict[Any, TensorWeakRef]] = WeakKeyDictionary()
-"""Masks of the blocks of a layout for as long as some graph keeps them."""
+"""
+Masks of the blocks of a layout. Both references are weak: an entry lives as long as its layout, a mask only while the
+graph of some layer holds it.
+"""
 
 
-def _kept_mask(layout: Layout, block: tuple, query: torch.Tensor, *seen: Any) -> torch.Tensor:
+def _cached_mask(
+    layout: Layout,
+    block: tuple[Any, ...],
+    query: torch.Tensor,
+    positions: torch.Tensor,
+    positions_k: torch.Tensor,
+    window: int | None,
+    chunk: int | None,
+) -> torch.Tensor:
     """
-    The mask of a block as torch's attention adds it: the tensor that another layer's graph keeps, if there is one.
+    The additive mask of a block (0 or -inf): the tensor that another layer's graph holds, if there is one.
 
-    Of a mask of booleans every layer would keep a copy in the dtype of its scores. Where nothing is kept, without
-    gradients and under gradient checkpointing, the mask goes with its layer.
+    From a boolean mask torch makes a copy in the dtype of the scores for each layer. If no graph holds the mask
+    (without gradients, under gradient checkpointing), it is freed with its layer.
     """
-    known = _masks.setdefault(layout, {})
-    mask = known[block]() if block in known else None
+    cache = _masks.setdefault(layout, {})
+    mask = cache[block]() if block in cache else None
     if mask is None:
-        sees = visible(*seen)
-        mask = query.new_zeros(sees.shape).masked_fill_(~sees, -torch.inf)
-        known[block] = TensorWeakRef(mask)
+        is_visible = visible_keys(positions, positions_k, window, chunk)
+        mask = query.new_zeros(is_visible.shape).masked_fill_(~is_visible, -torch.inf)
+        cache[block] = TensorWeakRef(mask)
     return mask
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     """
-    States in the precision that attention computes in: that of autocast where it is on, as torch's own attention does.
+    States in the precision of attention: under autocast that of autocast, as in torch's own attention.
 
-    Rotary embeddings are computed in float32 and leave query and key there, beside values in half precision.
+    Rotary embeddings compute in float32 and return query and key in float32, while values are in half precision.
     """
     device = states[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -157,12 +234,13 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
 
 
-def _gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The keys of all segments, one after another: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`."""
+def gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The keys (or values) of all segments, concatenated: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`."""
     if layout.key_index is None:
         return states
-    order = layout.key_order if states.requires_grad else (None, None)
-    # Token by token, as variable-length kernels read it. Squeezed: the gradient of `x[0]` is a copy of `x`.
+    order = layout.key_sort_order if states.requires_grad else (None, None)
+    # Tokens first, the memory layout that variable-length kernels read. `squeeze(0)` instead of `[0]`: its gradient is
+    # a view, that of an index a copy of all states.
     gathered = GatherKeys.apply(states.squeeze(0).transpose(0, 1), layout.key_index, *order)
     return gathered.transpose(0, 1).unsqueeze(0)
 
@@ -171,13 +249,19 @@ class GatherKeys(torch.autograd.Function):
     """
     The states `(T, K, D)` of the keys of all segments, `(sum of key_lengths, K, D)`.
 
-    The backward that `index_select` would have adds the gradients of a shared token in whatever order the threads of a
-    GPU come, and in half precision. This one is a single sum for each token, over the places that gathered it in
-    their order, in float32: always the same sums, and one kernel whatever the number of segments.
+    The backward of `index_select` adds the gradients of a shared token in the order in which GPU threads arrive, and
+    in half precision. This one is a single sum for each token, in float32 and in a fixed order: the same result in
+    every run, and one kernel for any number of segments.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, index: torch.Tensor, order: Any, offsets: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        index: torch.Tensor,
+        order: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+    ) -> torch.Tensor:
         ctx.order, ctx.offsets = order, offsets
         return states.index_select(0, index)
 
@@ -187,6 +271,11 @@ class GatherKeys(torch.autograd.Function):
 
 
 def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """What stands at the places of `key_index`, `(n, K, D)`, summed for each token by its `key_order`: `(T, K, D)`."""
-    flat = rows.reshape(rows.shape[0], -1)  # the kernel accumulates in float32, whatever it is given
+    """
+    Sum the values of the gathered keys, `(n, K, D)`, for each token, `(T, K, D)`.
+
+    `order` are the places of `key_index` sorted by token, `offsets` where each token begins in `order`.
+    """
+    flat = rows.reshape(rows.shape[0], -1)
+    # A bag of places for each token. `embedding_bag` accumulates in float32, whatever dtype it is given.
     return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""Variable-length attention kernels of flash-attn, the Hub and torch."""
+"""Variable-length attention kernels (`cu_seqlens`) of flash-attn, the Hub and torch: all segments in one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.older import flash_arguments
-from .segments import _gather_keys, in_attention_dtype
+from .segments import gather_keys, in_attention_dtype
 
 
 __all__ = [
@@ -41,20 +41,21 @@ def attend_varlen(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """
-    One call of a FlashAttention function of transformers.
+    One call of a FlashAttention function of transformers: `(1, N, T, D)` to `(1, T, N, D)`.
 
     Raises:
-        PaddingRemovalError: If the kernel cannot compute what the module asks for, in this precision or at all.
+        PaddingRemovalError: If the kernel does not support an argument of the module, or this precision or device.
     """
+    # flash-attn 2.8.3's Triton backend ignores these arguments without an error.
     for name, other in {"softcap": "eager", "sliding_window": "sdpa"}.items():
         if kwargs.get(name) is not None and _is_triton_backend():
             raise PaddingRemovalError(
-                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} asks for "
+                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
                 f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={other!r}`."
             )
-    # Partial rotary embeddings leave states head by head; flash-attn's Triton backend (2.8.3) takes them as they lie,
-    # and gets their gradients wrong.
-    states = query, _gather_keys(key, layout), _gather_keys(value, layout)
+    # `contiguous` on tokens first: partial rotary embeddings return states with heads first in memory, and for such
+    # strides flash-attn's Triton backend (2.8.3) computes wrong gradients.
+    states = query, gather_keys(key, layout), gather_keys(value, layout)
     try:
         output, _ = attend(
             module,
@@ -68,10 +69,10 @@ def attend_varlen(
             **kwargs,
         )
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        computed_in = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
-        half = query.device.type != "cpu" and computed_in in (torch.float16, torch.bfloat16)
-        if half or isinstance(error, torch.OutOfMemoryError):
-            raise
+        dtype = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
+        is_half_on_gpu = query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16)
+        if is_half_on_gpu or isinstance(error, torch.OutOfMemoryError):
+            raise  # not a matter of precision or device
         raise PaddingRemovalError(
             f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
             "bfloat16 only. Load the model with `dtype='bfloat16'` (or train with `bf16=True`), or use "
@@ -81,7 +82,7 @@ def attend_varlen(
 
 
 def _is_triton_backend() -> bool:
-    """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which does nothing with some arguments."""
+    """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which ignores some arguments."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
     return getattr(getattr(interface, "flash_attn_gpu", None), "__name__", "").endswith(".interface_fa")
 
@@ -89,30 +90,36 @@ def _is_triton_backend() -> bool:
 def attend_torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """torch's own variable-length FlashAttention over a layout."""
-    # Squeezed, not indexed: the gradient of `x[0]` is a copy of `x`.
-    states = (query, _gather_keys(key, layout), _gather_keys(value, layout))
+    """torch's own variable-length FlashAttention over a layout: `(1, N, T, D)` to `(1, T, N, D)`."""
+    # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
+    states = (query, gather_keys(key, layout), gather_keys(value, layout))
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in states)
-    bounds = layout.cu_seqlens_q, layout.cu_seqlens_k, *layout.longest
-    return torch_varlen(query, key, value, bounds, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
+    segments = layout.cu_seqlens_q, layout.cu_seqlens_k, *layout.longest
+    return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 
 
 def torch_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: tuple, scale: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: tuple[torch.Tensor, torch.Tensor | None, int, int],
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """
-    torch's variable-length FlashAttention on `(T, heads, D)` with any grouping of heads.
+    torch's variable-length FlashAttention on `(T, heads, D)`, with grouped heads or without.
 
-    `bounds` are `cu_seqlens` of queries and keys, then the longest of each; a query sees `window` keys at most, its
-    own counted.
+    `segments` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`. A query sees `window` keys at
+    most, its own included; `None` for all.
     """
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
-    # torch 2.11 groups heads by itself.
+    # torch 2.11 groups heads without this argument and does not accept it; later versions need it.
     grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
+    # `window` counts the token itself, flash-attn's left window does not; -1 is no limit, 0 to the right is causal.
     size = (-1 if window is None else window - 1, 0)
-    return varlen_attn(query, key, value, *bounds, scale=scale, window_size=size, **grouped)
+    return varlen_attn(query, key, value, *segments, scale=scale, window_size=size, **grouped)
 
 
 @torch.compiler.assume_constant_result
@@ -131,14 +138,16 @@ def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layo
     if kwargs.get("dropout"):
         return f"it has no dropout, and this model drops {kwargs['dropout']} of its weights; set `attention_dropout=0`"
     if kwargs.get("softcap") is not None:
-        return f"it has no softcap; {flash}, which has"
+        return f"it has no softcap; {flash}, which has one"
     if kwargs.get("s_aux") is not None:
-        return "it has no attention sinks; load the model with a flash-attention kernel that has (FA3 from the Hub)"
+        return (
+            "it has no attention sinks; load the model with a flash-attention kernel that has them (FA3 from the Hub)"
+        )
     if kwargs.get("attention_chunk_size") is not None:
         return "it cannot keep chunks apart"
-    # Its window counts tokens, that of a padded mask columns: the same where rows have no holes.
+    # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
     if window is not None and layout.spans != layout.key_lengths:
-        return f"its window counts tokens, and rows with masked tokens within need one of {window} columns"
+        return f"its window counts tokens, and rows with masked tokens within need a window of {window} columns"
     if not torch_varlen_is_complete():
         return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"
     return None
@@ -146,9 +155,9 @@ def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layo
 
 def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
     """
-    Whether attention is torch's variable-length kernel.
+    Whether torch's variable-length kernel computes this attention.
 
-    In half precision on CUDA that is what a run expects; where it cannot be, a warning says so once, with the reason.
+    In half precision on CUDA it should. If it cannot, a warning gives the reason, once.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -156,7 +165,7 @@ def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layou
     if reason is not None:
         logger.warning_once(
             "Packed batches attend segment by segment, which is exact and slow: torch's variable-length "
-            f"FlashAttention cannot serve this model, because {reason}."
+            f"FlashAttention cannot run this model, because {reason}."
         )
     return reason is None
 
@@ -165,16 +174,16 @@ def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layou
 def torch_varlen_is_complete() -> bool:
     """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        return False  # it is FlashAttention, which starts with Ampere
+        return False  # FlashAttention needs Ampere or newer
     return {"scale", "window_size"} <= _varlen_parameters()
 
 
 @cache
 def _varlen_parameters() -> frozenset[str]:
     """
-    What torch's variable-length attention takes: nothing where there is none.
+    Parameters of torch's variable-length attention; empty if this torch has none.
 
-    torch 2.9 has none, 2.10 has neither scale nor window, 2.11 groups heads without being asked.
+    torch 2.9 has none, 2.10 has neither scale nor window, 2.11 groups heads without `enable_gqa`.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -1,1 +1,1 @@
-"""One call of a model: its layout, its arguments, and what its parts have to tell each other."""
+"""One call of a model: its layout, its arguments, and the state that the patches of the call share."""

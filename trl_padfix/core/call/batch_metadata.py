@@ -1,9 +1,9 @@
 """
-What a step of training or evaluation knows of its batch before its forwards, so that they wait for no device.
+Metadata computed with a batch (layout, label positions, ...), so that its forwards need no synchronisation.
 
-A layout serves the very tensors that it was made of, unwritten: they are known by identity and version. Writes that
-leave no trace (`.data`, numpy, another process) are looked for on the device, beside the forward; a [`DeferredCheck`] is read
-where the host waits anyway.
+A layout is used for the tensors that it was built from, recognised by identity and version counter. Writes that leave
+no trace there (`.data`, numpy, another process) are detected on the device, asynchronously: the result of a
+[`DeferredCheck`] is read when the host waits for the device anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,17 +22,22 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 
 
+if TYPE_CHECKING:
+    from .layout_of import LayoutInputs
+
+
 __all__ = [
-    "BatchFacts",
+    "BatchVersion",
     "DeferredCheck",
-    "Known",
-    "Pooled",
-    "Seen",
-    "Step",
+    "ForwardMetadata",
+    "KnownBatch",
+    "KnownBatches",
+    "PooledTokens",
+    "TensorVersion",
     "VerifiedMetadata",
     "defer_check",
-    "facts_of",
-    "pooled_tokens",
+    "find_pooled_tokens",
+    "metadata_of",
     "run_deferred_checks",
     "share_layouts",
     "share_layouts_in_call",
@@ -39,195 +45,283 @@ __all__ = [
 ]
 
 
-class Pooled(NamedTuple):
-    """Which token of each row a sequence classifier of transformers scores: the last one that is not the pad token."""
+class PooledTokens(NamedTuple):
+    """
+    The token of each row that a sequence classifier of transformers scores: the last one that is not the pad token.
+
+    Attributes:
+        pad_token_id (`int`, *optional*): The classifier's pad token.
+        not_last (`tuple[bool, ...]`): For each row, whether the scored token is not its last real token.
+        is_padding (`tuple[bool, ...]`): For each row, whether the scored token is padding.
+    """
 
     pad_token_id: int | None
-    others: tuple[bool, ...]  # of each row, whether it is another one than its last
-    padding: tuple[bool, ...]  # and whether it is padding
+    not_last: tuple[bool, ...]
+    is_padding: tuple[bool, ...]
 
     @classmethod
-    def of(cls, ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> Pooled:
-        """What ids and mask say, both `(B, L)`; one synchronisation if they are on a device."""
-        others, padding = pooled_tokens(ids, mask, pad_token_id).tolist()
-        return cls(pad_token_id, tuple(others), tuple(padding))
+    def of(cls, ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> PooledTokens:
+        """Read ids and mask, both `(B, L)`; one synchronisation if they are on a device."""
+        not_last, is_padding = find_pooled_tokens(ids, mask, pad_token_id).tolist()
+        return cls(pad_token_id, tuple(not_last), tuple(is_padding))
 
 
-def pooled_tokens(ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
-    """`others` and `padding` of [`Pooled`] as a tensor of shape `(2, B)`, where the mask is."""
+def find_pooled_tokens(ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None) -> torch.Tensor:
+    """`not_last` and `is_padding` of [`PooledTokens`] as a tensor `(2, B)`, bool, on the device of the mask."""
     column = torch.arange(mask.shape[1], device=mask.device)
     # Without ids or a pad token transformers scores the last column.
-    scored = torch.ones_like(mask) if ids is None or pad_token_id is None else ids != pad_token_id
-    pooled = (scored * column).argmax(1)
+    is_candidate = torch.ones_like(mask) if ids is None or pad_token_id is None else ids != pad_token_id
+    pooled = (is_candidate * column).argmax(1)  # the last candidate; column 0 if there is none, as in transformers
     last = (mask.bool() * column).argmax(1)
     return torch.stack([pooled != last, mask.gather(1, pooled[:, None]).squeeze(1) == 0])
 
 
 @dataclass(frozen=True, eq=False)
-class BatchFacts:
-    """What there is to know of a batch before its forward."""
+class ForwardMetadata:
+    """
+    Metadata of a batch, computed before its forward. `None` where a value is not known.
+
+    Attributes:
+        layout ([`Layout`]): Layout of the batch.
+        label_positions (`torch.Tensor` of shape `(n,)`, *optional*): Flat indices into `(B, L - 1)` of the positions
+            that predict a label.
+        halves_equal (`bool`, *optional*): Whether both halves of the batch have the same images.
+        pooled ([`PooledTokens`], *optional*): The tokens that a sequence classifier scores.
+    """
 
     layout: Layout
-    scored: torch.Tensor | None = None  # `(n,)`: places of `(B, L - 1)` from which a label is predicted
-    halves_equal: bool | None = None  # whether the halves of the batch have the same images
-    pooled: Pooled | None = None  # the tokens that a sequence classifier scores
+    label_positions: torch.Tensor | None = None
+    halves_equal: bool | None = None
+    pooled: PooledTokens | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A tensor, or none, as it was when something was made of it."""
+class TensorVersion:
+    """Identity and version counter of a tensor (or `None`): detects replacement and in-place writes."""
 
     tensor: torch.Tensor | None
     version: int | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor | None) -> Seen:
+    def of(cls, tensor: torch.Tensor | None) -> TensorVersion:
+        # Inference tensors have no version counter.
         return cls(tensor, None if tensor is None or tensor.is_inference() else tensor._version)
 
-    def is_still(self, other: torch.Tensor | None) -> bool:
-        """Whether `other` is this tensor, or a view of all its values, not written to as far as torch counts it."""
-        own = self.tensor
-        if own is None or other is None:
-            return own is other
+    def matches(self, other: torch.Tensor | None) -> bool:
+        """Whether `other` is this tensor, or a view of all its values, with the same version counter."""
+        tensor = self.tensor
+        if tensor is None or other is None:
+            return tensor is other
         if self.version is None or other.is_inference() or other._version != self.version:
             return False
-        alike = own.shape == other.shape and own.stride() == other.stride() and own.dtype == other.dtype
-        return own is other or (alike and other._is_view() and own.data_ptr() == other.data_ptr())
+        # accelerate and DDP pass views of the batch. A view with the same storage and strides is the same data, and it
+        # shares the version counter of its base.
+        same_format = (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype)
+        return tensor is other or (same_format and other._is_view() and tensor.data_ptr() == other.data_ptr())
+
+
+class BatchVersion(NamedTuple):
+    """Versions of the ids and the mask of a padded batch."""
+
+    ids: TensorVersion
+    mask: TensorVersion
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, mask: torch.Tensor | None) -> BatchVersion:
+        return cls(TensorVersion.of(ids), TensorVersion.of(mask))
+
+    def matches(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
+        """Whether these are the same two tensors, unmodified."""
+        return self.ids.matches(ids) and self.mask.matches(mask)
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
-    """A batch of which something is known."""
+class KnownBatch:
+    """
+    A batch whose metadata has been computed.
 
-    key: Any
-    facts: BatchFacts
-    seen: tuple[Seen, ...]  # the tensors of the key as they were then
-    images: tuple[Seen, ...] = ()  # those of which `facts.halves_equal` says something
+    Attributes:
+        inputs ([`LayoutInputs`]): The tensors and settings that the layout was built from.
+        forward_metadata ([`ForwardMetadata`]): The metadata.
+        versions (`tuple[TensorVersion, ...]`): Versions of the tensors in `inputs` when the metadata was computed.
+        images (`tuple[TensorVersion, ...]`): Versions of the image tensors that `halves_equal` describes.
+    """
+
+    inputs: LayoutInputs
+    forward_metadata: ForwardMetadata
+    versions: tuple[TensorVersion, ...]
+    images: tuple[TensorVersion, ...] = ()
 
     @classmethod
-    def of(cls, key: Any, facts: BatchFacts) -> Known:
-        return cls(key, facts, tuple(map(Seen.of, key.tensors)))
+    def of(cls, inputs: LayoutInputs, forward_metadata: ForwardMetadata) -> KnownBatch:
+        return cls(inputs, forward_metadata, tuple(map(TensorVersion.of, inputs.tensors)))
 
-    def serves(self, key: Any) -> bool:
-        """Whether its layout is that of `key`."""
-        if key.shares != self.key.shares or key.is_packed != self.key.is_packed:
+    def matches_inputs(self, inputs: LayoutInputs) -> bool:
+        """Whether the layout is valid for `inputs`: same settings, and all tensors that it depends on unmodified."""
+        if inputs.shares != self.inputs.shares or inputs.is_packed != self.inputs.is_packed:
             return False
-        needed = self.key.needed
-        return all(not n or s.is_still(t) for n, s, t in zip(needed, self.seen, key.tensors, strict=True))
+        pairs = zip(self.versions, inputs.tensors, strict=True)
+        return all(version.matches(x) for version, x in compress(pairs, self.inputs.depends_on))
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredCheck:
-    """What was relied on, as a sentence without its full stop, and where it is wrong: `(B,)` if known by row."""
+    """
+    An assumption about a batch that the device tests while the host goes on.
 
-    what: str
-    wrong: torch.Tensor
+    Attributes:
+        message (`str`): The assumption, as a sentence without its full stop.
+        violations (`torch.Tensor` of shape `(B,)` or `()`, bool): Whether each row, or the batch, violates it.
+    """
+
+    message: str
+    violations: torch.Tensor
 
 
 @dataclass(eq=False)
-class Step:
-    """What a step knows of batches, those that its forwards met included, and what it relied on, to be read later."""
+class KnownBatches:
+    """
+    Batches of a step with their metadata: precomputed, or built by a forward of the step.
 
-    known: list[Known] = field(default_factory=list)
-    deferred_checks: list[DeferredCheck] | None = None  # without, nobody can have written to the batches
+    Attributes:
+        batches (`list` of [`KnownBatch`]): The batches; where several match, the first one counts.
+        deferred_checks (`list` of [`DeferredCheck`], *optional*): Checks of the step, to be run later. `None` if the
+            batches cannot have been modified, as within one call of a model.
+    """
 
-    def layout(self, key: Any) -> Layout | None:
-        """The layout of `key`, if it is known."""
-        for known in self.known:
-            if known.serves(key):
-                layout = known.facts.layout
+    batches: list[KnownBatch] = field(default_factory=list)
+    deferred_checks: list[DeferredCheck] | None = None
+
+    def layout(self, inputs: LayoutInputs) -> Layout | None:
+        """The known layout for `inputs`, if there is one. Defers a check that it is still valid."""
+        for batch in self.batches:
+            if batch.matches_inputs(inputs):
+                layout = batch.forward_metadata.layout
+                # Version counters do not show all writes: compare the layout with the values too.
                 if self.deferred_checks is not None:
-                    defer_check("The rows of the batch are those that its layout was made of", key.misfits(layout))
+                    violations = inputs.rows_that_differ(layout)
+                    defer_check("The rows of the batch are those that its layout was made of", violations)
                 return layout
         return None
 
-    def facts(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts | None:
-        """What came with the batch that has these ids and this mask."""
-        found = (k.facts for k in self.known if k.seen[0].is_still(ids) and k.seen[1].is_still(mask))
-        return next(found, None)
+    def metadata_of(self, ids: torch.Tensor | None, mask: torch.Tensor | None) -> ForwardMetadata | None:
+        """The metadata of the batch with these ids and this mask."""
+        for batch in self.batches:
+            if batch.versions[0].matches(ids) and batch.versions[1].matches(mask):
+                return batch.forward_metadata
+        return None
 
-    def images_are_doubled(self, x: torch.Tensor, made: Iterable[weakref.ref[torch.Tensor]] = ()) -> bool:
-        """Whether a batch came with word that its images repeat: `x` is like one, or of what was `made` of them."""
-        said = [seen for known in self.known if known.facts.halves_equal for seen in known.images]
-        alive = [t for t in (tensor() for tensor in made) if t is not None]
-        if said and self.deferred_checks is not None and any(x is t or x._base is t for t in alive):
+    def images_are_doubled(self, x: torch.Tensor, doubled_features: Iterable[weakref.ref[torch.Tensor]] = ()) -> bool:
+        """
+        Whether the metadata says that both halves of `x` are equal.
+
+        It does if both halves of a batch hold the same images and `x` is one of these tensors. It also does if `x` is
+        one of the `doubled_features`, which a tower computed from such images.
+        """
+        images = [version for batch in self.batches if batch.forward_metadata.halves_equal for version in batch.images]
+        features = [t for t in (reference() for reference in doubled_features) if t is not None]
+        if images and self.deferred_checks is not None and any(x is t or x._base is t for t in features):
             return True
-        unwritten = [seen.tensor for seen in said if seen.is_still(seen.tensor)]
-        return any(t.shape == x.shape and t.device == x.device for t in unwritten if t is not None)
+        # Only shape and device are compared, on the host: the caller verifies the values on the device.
+        unmodified = [version.tensor for version in images if version.matches(version.tensor)]
+        return any(t.shape == x.shape and t.device == x.device for t in unmodified if t is not None)
 
 
-def facts_of(ids: torch.Tensor | None, mask: torch.Tensor | None) -> BatchFacts | None:
-    """What the running step, if there is one, knows of the batch that has these ids and this mask."""
-    step = context().step
-    return step.facts(ids, mask) if step is not None else None
+def metadata_of(ids: torch.Tensor | None, mask: torch.Tensor | None) -> ForwardMetadata | None:
+    """The metadata that the running step has for the batch with these ids and this mask; `None` outside of a step."""
+    known_batches = context().known_batches
+    return known_batches.metadata_of(ids, mask) if known_batches is not None else None
 
 
 @contextmanager
 def share_layouts_in_call() -> Iterator[None]:
-    """Let the parts of one call of a model share its layout, also outside of a step."""
-    with nullcontext() if context().step is not None else within(step=Step()):
+    """Share one layout among the modules of one call of a model; inside of a step its layouts are shared already."""
+    # Without deferred checks: nothing modifies the batch between the head and the decoder of one call.
+    with nullcontext() if context().known_batches is not None else within(known_batches=KnownBatches()):
         yield
 
 
 @contextmanager
-def with_known_batch(known: Known) -> Iterator[None]:
-    """The running step knows one batch more until the block ends; nothing outside of a step."""
-    step = context().step
-    with nullcontext() if step is None else within(step=replace(step, known=[known, *step.known])):
+def with_known_batch(batch: KnownBatch) -> Iterator[None]:
+    """Add a batch to those of the running step until the block ends; outside of a step nothing happens."""
+    known_batches = context().known_batches
+    if known_batches is None:
+        yield
+        return
+    # In front: of batches that match, the first one counts.
+    with within(known_batches=replace(known_batches, batches=[batch, *known_batches.batches])):
         yield
 
 
 @contextmanager
-def share_layouts(known: Iterable[Known] = (), deferred_checks: list[DeferredCheck] | None = None) -> Iterator[None]:
+def share_layouts(
+    batches: Iterable[KnownBatch] = (), deferred_checks: list[DeferredCheck] | None = None
+) -> Iterator[None]:
     """
-    Let forwards that are given the very same tensors share one layout, until the block ends.
+    Share one layout among forwards on the same tensors, until the block ends.
 
-    `known` came with the batch of the step. `deferred_checks` takes what was relied on, for [`run_deferred_checks`] at a time when the
-    device has been waited for; by default it is read when the block ends.
+    Args:
+        batches (`Iterable` of [`KnownBatch`]):
+            Batches with precomputed metadata.
+        deferred_checks (`list` of [`DeferredCheck`], *optional*):
+            The block appends its checks here. Pass the list to [`run_deferred_checks`] when the host has waited for
+            the device. By default the checks run when the block ends.
     """
-    found: list[DeferredCheck] = [] if deferred_checks is None else deferred_checks
-    with within(step=Step(list(known), found)):
+    checks: list[DeferredCheck] = [] if deferred_checks is None else deferred_checks
+    with within(known_batches=KnownBatches(list(batches), checks)):
         yield
     if deferred_checks is None:
-        run_deferred_checks(found)
+        run_deferred_checks(checks)
 
 
-def defer_check(what: str, wrong: torch.Tensor) -> None:
-    """Note for the running step that its numbers are right only if `wrong` is false everywhere."""
-    step = context().step
-    if step is not None and step.deferred_checks is not None:
-        step.deferred_checks.append(DeferredCheck(what, wrong))
+def defer_check(message: str, violations: torch.Tensor) -> None:
+    """Add a [`DeferredCheck`] to the running step: its numbers are right only if there are no `violations`."""
+    known_batches = context().known_batches
+    if known_batches is not None and known_batches.deferred_checks is not None:
+        known_batches.deferred_checks.append(DeferredCheck(message, violations))
 
 
 class VerifiedMetadata:
-    """Whether what batches come with holds for those who rely on it: compared once, and noted as a doubt later."""
+    """
+    Verifies precomputed metadata: synchronously on the first batch, by a deferred check afterwards.
+
+    Attributes:
+        holds (`bool`, *optional*): Result of the first batch; `None` before.
+    """
 
     def __init__(self) -> None:
         self.holds: bool | None = None
 
-    def verify(self, what: str, wrong: torch.Tensor) -> bool:
-        """Whether it can be relied on; where it did not hold at first, never."""
+    def verify(self, message: str, violations: torch.Tensor) -> bool:
+        """Whether the metadata may be used. If the first batch violated the assumption, it is never used."""
         if self.holds is None:
-            self.holds = not bool(wrong.any())
+            self.holds = not bool(violations.any())  # the host waits here, once
         elif self.holds:
-            defer_check(what, wrong)
+            defer_check(message, violations)
         return self.holds
 
 
-def run_deferred_checks(deferred_checks: Iterable[DeferredCheck], of: str = "") -> None:
+def run_deferred_checks(deferred_checks: Iterable[DeferredCheck], which_step: str = "") -> None:
     """
-    Read what was relied on, waiting for the device; `of` says which step it was.
+    Read the results of deferred checks; the host waits for the device.
+
+    Args:
+        deferred_checks (`Iterable` of [`DeferredCheck`]):
+            The checks.
+        which_step (`str`, *optional*):
+            Names the step in the error, such as `" in step 3 of train"`.
 
     Raises:
-        PaddingRemovalError: If something did not hold, so that numbers of the step are wrong.
+        PaddingRemovalError: If a check fails: numbers of the step are wrong.
     """
-    for doubt in deferred_checks:
-        if not bool(doubt.wrong.any()):
+    for check in deferred_checks:
+        if not bool(check.violations.any()):  # the host waits here
             continue
-        rows = f" Rows: {doubt.wrong.nonzero().flatten().tolist()}." if doubt.wrong.dim() == 1 else ""
+        # Violations per row are `(B,)`; those of a batch as a whole are `()` and name no row.
+        rows = f" Rows: {check.violations.nonzero().flatten().tolist()}." if check.violations.dim() == 1 else ""
         raise PaddingRemovalError(
-            f"{doubt.what}: that was relied on{of}, and does not hold, so its numbers are wrong.{rows} Somebody wrote "
-            "to the batch after its collator, in a way that leaves no trace (`.data`, numpy, another process), or "
-            "gave the model other labels than the batch has. Write to tensors of the batch in place, or put new ones "
-            "into it: a layout is then made of what they hold."
+            f"{check.message}: this assumption{which_step} does not hold, so the numbers of the step are wrong.{rows} "
+            "The batch was modified after its collator in a way that leaves no trace (`.data`, numpy, another "
+            "process), or the model got other labels than those of the batch. Modify tensors of the batch in place, "
+            "or replace them in the batch: a new layout is then built."
         )

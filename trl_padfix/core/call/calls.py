@@ -1,5 +1,5 @@
 """
-The calls of a model and of its decoder: what their parts have to tell each other.
+State that the patches of one call share.
 
 A [`ModelCall`] is one call of an attached model, a [`PackedCall`] one packed forward of its decoder. A [`PackedCall`]
 also travels in the keyword arguments of the layers, where gradient checkpointing keeps it for the recomputation.
@@ -8,9 +8,9 @@ also travels in the keyword arguments of the layers, where gradient checkpointin
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,13 @@ from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
 
 
+if TYPE_CHECKING:
+    from ..mixers.dry_run import LayerCalls
+    from ..mixers.row_buckets import RowBuckets
+
 __all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]
+
+T = TypeVar("T")
 
 LAYOUT = "padding_layout"
 """Keyword under which a [`PackedCall`] travels from the decoder through its layers to the attention function."""
@@ -30,59 +36,99 @@ LAYOUT = "padding_layout"
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """One call of an attached model, from its head to its decoder and back."""
+    """
+    One call of an attached model, from its head to its decoder and back.
 
-    decoder: nn.Module  # of the model that was called
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the module around the decoder: ids and mask
-    scored: torch.Tensor | None = None  # `(n,)`: places in the flattened batch; the decoder returns no other states
-    given: dict[str, Any] = field(default_factory=dict)  # the model's: mask, positions, bounds, for its decoder
-    selects: bool = False  # the model takes columns of what the decoder returns, in any order, before its head
-    pools_last: bool = False  # the decoder returns the state of a row's last real token in all columns of the row
-    layout: Layout | None = None  # of the `(B, L, H)` that the decoder has returned, for what comes after it
-    doubled_features: list[weakref.ref[torch.Tensor]] = field(
-        default_factory=list
-    )  # what towers answered with equal halves
+    Attributes:
+        decoder (`torch.nn.Module`):
+            Decoder of the model.
+        outer_arguments (`dict`):
+            Arguments of the module around the decoder: ids and mask, if the decoder gets only embeddings.
+        scored_index (`torch.Tensor` of shape `(n,)`, *optional*):
+            Indices in the flattened batch of the states that the head scores. The decoder then returns only these.
+        model_arguments (`dict`):
+            Arguments of the model that describe its rows (mask, positions, `cu_seq_lens_q`), for models that do not
+            pass them on to their decoder.
+        selects_columns (`bool`):
+            Whether the model selects columns of the decoder's output by an index, in any order, before its head.
+        pools_last (`bool`):
+            Whether the decoder returns the state of each row's last real token in all columns of the row.
+        layout ([`Layout`], *optional*):
+            Layout of the `(B, L, H)` that the decoder has returned, for the modules after it.
+        doubled_features (`list[weakref.ref[torch.Tensor]]`):
+            Outputs of towers whose two halves are equal.
+    """
+
+    decoder: nn.Module
+    outer_arguments: dict[str, Any] = field(default_factory=dict)
+    scored_index: torch.Tensor | None = None
+    model_arguments: dict[str, Any] = field(default_factory=dict)
+    selects_columns: bool = False
+    pools_last: bool = False
+    layout: Layout | None = None
+    doubled_features: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
     """
-    One packed forward: what its layers need to know.
+    One packed forward of a decoder, with the state that its layers share.
 
-    It lives as long as the forward can still be recomputed: gradient checkpointing keeps it until backward is done.
+    It lives as long as the forward can be recomputed: gradient checkpointing keeps it until backward is done.
+
+    Attributes:
+        layout ([`Layout`]):
+            Layout of the packed row.
+        implementation (`str`):
+            Attention implementation to compute with.
+        decoder (`torch.nn.Module`):
+            The decoder.
+        position_ids (`torch.Tensor` of shape `(1, T)` or `(P, 1, T)`):
+            Positions that the decoder gets.
+        last_position (`int` or `torch.Tensor`):
+            Largest position of the padded call, padding included.
+        dry_run (`Callable`):
+            Records how the decoder calls its layers for row buckets.
+        prepared ([`PreparedMasks`], *optional*):
+            Masks from the module around the decoder, if they differ from the decoder's own.
+        one_bucket (`bool`):
+            Whether all rows form one bucket, so that all processes call each mixer equally often.
+        prefix_states ([`PrefixStates`], *optional*):
+            States of shared prefixes that the forward reads or records.
+        cp_layout ([`ContextParallelLayout`], *optional*):
+            The packed row divided among the processes of a context-parallel group.
+        cache (`dict`):
+            Values of [`PackedCall.cached`].
     """
 
     layout: Layout
-    implementation: str  # of attention, to compute with
+    implementation: str
     decoder: nn.Module
-    position_ids: torch.Tensor  # as the decoder is given them
-    last_position: int | torch.Tensor = 0  # the largest one of the padded call, padding included
-    dry_run: Callable[..., Any] = lambda rows: []  # tells how the decoder calls its layers for rows
-    prepared: PreparedMasks | None = None  # that the decoder was given, where its own would not do
-    one_block: bool = False  # the rows of all mixers are one block, so that every process runs a mixer once
-    prefix_states: PrefixStates | None = None  # states of tokens that other forwards have computed
-    cp_layout: ContextParallelLayout | None = (
-        None  # how the packed row is cut, where each process of a group computes a part
-    )
-    made: dict[Any, Any] = field(default_factory=dict)  # see `once`
+    position_ids: torch.Tensor
+    last_position: int | torch.Tensor = 0
+    dry_run: Callable[[RowBuckets], list[LayerCalls]] = lambda row_buckets: []
+    prepared: PreparedMasks | None = None
+    one_bucket: bool = False
+    prefix_states: PrefixStates | None = None
+    cp_layout: ContextParallelLayout | None = None
+    cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
-    def own_tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Packed tokens that this process computes."""
-        return (
-            self.layout.packed_tokens if self.cp_layout is None else self.cp_layout.tokens[self.cp_layout.group.rank]
-        )
+        return self.layout.packed_tokens if self.cp_layout is None else self.cp_layout.local_tokens
 
-    def once(self, key: Any, build: Callable[[], Any]) -> Any:
-        """What `build` makes for this forward: made at the first call with `key`, and kept for the recomputation."""
-        if key not in self.made:  # two threads of a backward may both build it: it comes out the same
-            self.made[key] = build()
-        return self.made[key]
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """The value of `build()`, computed once per forward and kept for its recomputation."""
+        # No lock: two threads of a backward may both build it, and build the same.
+        if key not in self.cache:
+            self.cache[key] = build()
+        return self.cache[key]
 
 
 @dataclass(frozen=True, eq=False)
 class RowsCall:
-    """A forward of a decoder over rows with its layers left out (`dry_run.py`), with fields of a [`PackedCall`]."""
+    """A dry run of a decoder over padded rows (`mixers/dry_run.py`); the fields are those of a [`PackedCall`]."""
 
     decoder: nn.Module
     position_ids: torch.Tensor
@@ -90,18 +136,19 @@ class RowsCall:
 
 
 def model_call(decoder: nn.Module) -> ModelCall | None:
-    """The call of the model of `decoder` that is running, if one is."""
+    """The running call of the model around `decoder`, if there is one."""
+    # A model may call another attached model inside of its own call, whose decoder is a different one.
     call = context().model
     return call if call is not None and call.decoder is decoder else None
 
 
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
-    """The packed forward that is running, if one is, and if it is that of `decoder`."""
+    """The running packed forward, if there is one; with `decoder` only a forward of that decoder."""
     call = context().packed
     return call if call is not None and decoder in (None, call.decoder) else None
 
 
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
-    """The forward over rows that is running, if one is, and if it is that of `decoder`."""
+    """The running dry run, if there is one; with `decoder` only a dry run of that decoder."""
     call = context().rows
     return call if call is not None and decoder in (None, call.decoder) else None

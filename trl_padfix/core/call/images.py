@@ -1,52 +1,57 @@
 """
-What a decoder is given beside text: the content of images and other features, and masks made around it.
+Inputs of a decoder beyond token ids: features of images and other media, and masks prepared by the module around it.
 
-Prefixes of rows match only if their images match, so the keys that identify each token hold its embeddings too.
+Prefixes of rows match only if their images match, so the keys that identify a token include its embeddings.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ..layout.flat_maps import to_device_async
-from ..model.older import own_masks
-from .prepared_masks import PreparedMasks, by_kind, visible
+from ..model.older import masks_of_decoder
+from .prepared_masks import PreparedMasks, as_bool_mask, by_kind
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 __all__ = ["content_keys", "plain_mask", "tensors_in", "token_keys", "visual_mask"]
 
 
 def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Where the visual tokens are, `(B, L)`, if the decoder is told: it then takes features in their order."""
-    masks = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
-    return next((m for m in masks if m.dtype == torch.bool and tuple(m.shape) == tuple(batch_shape)), None)
+    """Mask of the visual tokens, `(B, L)`, if the call has one; features are then in the order of these tokens."""
+    tensors = [v for k, v in call.items() if isinstance(v, torch.Tensor) and k != "attention_mask"]
+    return next((x for x in tensors if x.dtype == torch.bool and tuple(x.shape) == tuple(batch_shape)), None)
 
 
 def content_keys(
-    call: dict[str, Any], ids: Any, mask: torch.Tensor | None, prepared: PreparedMasks | None
+    call: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor | None, prepared: PreparedMasks | None
 ) -> torch.Tensor | None:
-    """What identifies a token beside its id: positions, embeddings, features ([`token_keys`]), and what it sees."""
+    """Keys that identify a token beyond its id, `(keys, B, L)`: [`token_keys`] and those of prepared masks."""
     keys = token_keys(call, ids.shape)
     if prepared is None:
         return keys
-    given = [] if keys is None else [*keys]
+    of_tokens = [] if keys is None else [*keys]
     mask = torch.ones_like(ids) if mask is None else mask
-    return torch.cat([*(key[None] for key in given), prepared.keys(mask, [ids, *given])])
+    return torch.cat([*(key[None] for key in of_tokens), prepared.keys(mask, [ids, *of_tokens])])
 
 
 def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
     """
-    Keys that identify each token beside its id, `(keys, B, L)`, int64: tokens with equal keys are given equal inputs.
+    Keys that identify a token beyond its id, `(keys, B, L)`, int64: tokens with equal keys have equal inputs.
 
-    They are the positions and (bool or integer) values of a padded `call` as they are, and 64 bits of the content of
-    embeddings and features.
+    Positions and other integers or booleans of a padded `call` are keys as they are. Embeddings and features become
+    64-bit hashes.
     """
     keys: list[torch.Tensor] = []
     mask_BL = visual_mask(call, tuple(batch_shape))
     for name, value in call.items():
+        # Not inputs of a token beyond its id. `cache_position` counts columns, padding included.
         if name in ("attention_mask", "input_ids", "labels", "cache_position"):
             continue
         if name == "position_ids" and value is not None:
@@ -55,21 +60,32 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
         for tensor in tensors_in(value):
             if tensor.shape[:2] == batch_shape:
                 keys.append(tensor if tensor.dim() == 2 and not tensor.is_floating_point() else _content(tensor))
-            elif mask_BL is not None and tensor.dim() == 2:  # a feature for each visual token
-                content = _content(tensor.unsqueeze(0))[0]
+            elif mask_BL is not None and tensor.dim() == 2:  # one feature per visual token
+                content = _content(tensor.unsqueeze(0))[0]  # `(features,)`, put at the visual tokens
                 keys.append(torch.zeros(batch_shape, dtype=torch.int64, device=tensor.device))
                 keys[-1][mask_BL] = content
     return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
 
 
 def plain_mask(
-    call: dict[str, Any], around: dict[str, Any], decoder: Any, is_causal: bool = True
+    call: dict[str, Any], around: dict[str, Any], decoder: PreTrainedModel, is_causal: bool = True
 ) -> tuple[dict[str, Any], PreparedMasks | None]:
     """
-    A decoder call with the two-dimensional mask that prepared masks were made of, as the module `around` it has it.
+    Replace prepared masks in a decoder call by the two-dimensional mask that they were made from.
 
-    Beside it the masks themselves if they are other ones than the decoder would make: tokens of an image see each
-    other. Of a decoder whose attention is not causal by itself they always are: they alone say what is seen.
+    Args:
+        call (`dict`):
+            Arguments of the decoder.
+        around (`dict`):
+            Arguments of the module around it, which has the two-dimensional mask.
+        decoder (`PreTrainedModel`):
+            The decoder.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Whether the decoder's attention is causal without a mask.
+
+    Returns:
+        The call, and [`PreparedMasks`] if the masks differ from those that the decoder would make: tokens of one image
+        see each other. If the attention is not causal without a mask, the prepared masks are always returned.
     """
     prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
     cached = call.get("past_key_values") is not None or call.get("use_cache") is True
@@ -81,33 +97,38 @@ def plain_mask(
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return call, None
     if is_causal:
-        given, own = by_kind(prepared), by_kind(own_masks(decoder.config, embeds, mask))
-        are_alike = (_same_mask(given[kind], own.get(kind), mask) for kind in given)
-        if (None in given) == (None in own) and all(are_alike):
+        masks, usual = by_kind(prepared), by_kind(masks_of_decoder(decoder.config, embeds, mask))
+        are_equal = (_same_mask(masks[kind], usual.get(kind), mask) for kind in masks)
+        if (None in masks) == (None in usual) and all(are_equal):
             return call | {"attention_mask": mask}, None
     return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
 
 
-def _same_mask(prepared: Any, own: Any, mask: torch.Tensor) -> bool:
-    """Whether two masks agree on the rows of real tokens. No mask is a causal one of a batch without padding."""
-    if prepared is None and own is None:
+def _same_mask(a_mask: torch.Tensor | None, b_mask: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether two masks agree for all queries that are real tokens. `None` is a causal mask without padding."""
+    if a_mask is None and b_mask is None:
         return True
     causal = mask.new_ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril().expand(len(mask), 1, -1, -1)
-    a, b = (causal if x is None else x.bool() if x.dim() == 2 else visible(x) for x in (prepared, own))
+    # Flash attention takes the two-dimensional mask itself.
+    a, b = (causal if x is None else x.bool() if x.dim() == 2 else as_bool_mask(x) for x in (a_mask, b_mask))
     padding = mask[:, None, :, None] == 0 if a.dim() == 4 else False
     return a.shape == b.shape and bool(((a == b) | padding).all())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in an argument, those within lists and dictionaries included."""
+    """The tensors in an argument, including those in lists and dictionaries."""
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _content(values: torch.Tensor) -> torch.Tensor:
-    """64 bits of the content of `(B, L, ...)`, `(B, L)`: other values give others, but for one pair in 2**64 or so."""
+    """64-bit hash of the values of each token, `(B, L, ...)` to `(B, L)`; about 1 in 2**64 pairs collides."""
+    # The bits of the values as integers of the same size: -0.0 and 0.0 differ, and NaN equals itself.
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     bits_BLH = values.detach().contiguous().view(bits).flatten(2)
+    # Sum of the values times odd random factors, modulo 2**64; int64 wraps. An odd factor loses no bits. With a fixed
+    # seed the hash is the same on all processes.
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, bits_BLH.shape[2:], generator=generator) * 2 + 1
     factors = to_device_async(factors, values.device)
+    # Row by row, because the products need 8 bytes per value.
     return torch.stack([(row.to(torch.int64) * factors).sum(1) for row in bits_BLH])

@@ -1,10 +1,10 @@
 """
-The layer that is running, for the modules within it.
+The running layer, for the modules inside of it.
 
-A module that is handed rows has to know what its layer was called with, and some layers do not hand the layout down to
-their attention. [`LayerPatch`] keeps both for as long as the layer runs, and gradient checkpointing takes them along:
-since transformers 5 the checkpoint sits inside the forward of a layer, so the function that makes it is given to the
-layer on a view.
+A mixer that runs on padded rows needs the arguments of its layer, and some layers do not pass the layout on to their
+attention. [`LayerPatch`] stores both while the layer runs, and when gradient checkpointing runs it again. Since
+transformers 5 a layer is checkpointed inside of its own forward. The layer then runs on a view with another checkpoint
+function, which sets the running layer for the recomputation too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,12 +28,16 @@ from .arguments import bind
 from .calls import LAYOUT, PackedCall, packed_call
 
 
+if TYPE_CHECKING:
+    from ..handle import PaddingRemoval
+
+
 __all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes_any_argument"]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer within a packed forward, its arguments by name."""
+    """One call of a layer inside of a packed forward, with its arguments by name."""
 
     layer: nn.Module
     arguments: dict[str, Any]
@@ -40,74 +45,79 @@ class LayerCall:
 
 
 def layer_call(call: PackedCall | None = None) -> LayerCall | None:
-    """The call of a layer that is running, if one is, and if it is within the packed forward `call`."""
-    frame = context().layer
-    return frame if frame is not None and (call is None or frame.call is call) else None
+    """The running call of a layer, if there is one; with `call` only one inside of that packed forward."""
+    layer = context().layer
+    return layer if layer is not None and (call is None or layer.call is call) else None
 
 
 def takes_any_argument(module: nn.Module) -> bool:
-    """Whether the forward of a module takes keyword arguments that it does not name."""
+    """Whether the forward of a module takes `**kwargs`."""
     return bool(_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
 
 
 def hands_arguments_on(module: nn.Module) -> bool:
-    """Whether the forward of a module takes keyword arguments that it does not name, and calls something with them."""
+    """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
+    # Python compiles each call with `*` or `**` to this instruction.
     expands = any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(_code(type(module))))
     return takes_any_argument(module) and expands
 
 
 class LayerPatch(ForwardPatch):
     """
-    Keeps the call of a layer for the modules within it, in recomputation too.
+    Sets the running layer for the modules inside of it, in a recomputation too.
 
-    A part of a layer that is checkpointed by itself (not `is_layer`) leaves the call of its layer in place.
+    A submodule of a layer that is checkpointed by itself (`is_layer=False`) keeps the running call of its layer.
     """
 
     serves_recomputation = True
 
-    def __init__(self, module: nn.Module, attachment: Any, is_layer: bool = True):
+    attachment: PaddingRemoval
+
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval, is_layer: bool = True):
         super().__init__(module, attachment)
         self.is_layer = is_layer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        is_handed = LAYOUT in kwargs
+        has_layout = LAYOUT in kwargs
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
         if not takes_any_argument(self.module):
-            kwargs.pop(LAYOUT, None)
-        frame = None if self.is_layer else layer_call(call)
-        if frame is None:
-            frame = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
-        with within(layer=frame, packed=frame.call):
-            return self._forward(frame, is_handed)(*args, **kwargs)
+            kwargs.pop(LAYOUT, None)  # its forward would reject the keyword
+        layer = None if self.is_layer else layer_call(call)
+        if layer is None:
+            layer = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
+        with within(layer=layer, packed=layer.call):
+            return self._forward(layer, has_layout)(*args, **kwargs)
 
-    def _forward(self, frame: LayerCall, is_handed: bool) -> Callable:
-        """The forward of the layer; where it is checkpointed, one whose recomputation is within `frame` too."""
+    def _forward(self, layer: LayerCall, has_layout: bool) -> Callable[..., Any]:
+        """The forward of the layer; if it is checkpointed, its recomputation has the same running layer."""
         if checkpoints_in_forward():
             is_checkpointed = _checkpoints(self.module)
             if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
-                own = {"config": self.module.config} if hasattr(self.module, "config") else {}
-                checkpoint = _carrying(self.module._gradient_checkpointing_func, frame)
-                return self.on_view(_gradient_checkpointing_func=checkpoint, **own)
+                # A view gets a config for packed attention by default; this one replaces the checkpoint function only.
+                config = {"config": self.module.config} if hasattr(self.module, "config") else {}
+                checkpoint = _carrying(self.module._gradient_checkpointing_func, layer)
+                return self.on_view(_gradient_checkpointing_func=checkpoint, **config)
         else:
-            decoder = frame.call.decoder
-            is_checkpointed = frame.call.once("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
-        # The layer is called anew by a checkpoint around it, which knows what the layer was handed, and nothing else.
-        if is_checkpointed and not is_handed:
+            decoder = layer.call.decoder
+            is_checkpointed = layer.call.cached("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
+        # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
+        if is_checkpointed and not has_layout:
             raise PaddingRemovalError(
-                f"{type(self.module).__name__} is checkpointed from outside and is not handed the layout of the "
+                f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
                 "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.23 or "
                 "later, or set one of `padding_free` and `gradient_checkpointing` to False."
             )
         return self.wrapped
 
 
-def _carrying(checkpoint: Callable, frame: LayerCall) -> Callable:
-    """`checkpoint`, whose recomputation is within `frame`, whatever thread runs it."""
+def _carrying(checkpoint: Callable[..., Any], layer: LayerCall) -> Callable[..., Any]:
+    """A checkpoint function whose recomputation has this running layer."""
 
-    def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        with within(layer=frame, packed=frame.call):
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Backward may run in another thread, whose context is empty.
+        with within(layer=layer, packed=layer.call):
             return function(*args, **kwargs)
 
     return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)
@@ -118,5 +128,6 @@ def _checkpoints(module: nn.Module) -> bool:
 
 
 @cache
-def _code(cls: type[nn.Module]) -> Any:
+def _code(cls: type[nn.Module]) -> CodeType:
+    """The code of a class's forward, without its decorators."""
     return inspect.unwrap(cls.forward).__code__

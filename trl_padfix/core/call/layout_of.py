@@ -1,8 +1,8 @@
 """
-The layout of a call of a decoder, and of a batch that its collator has just made.
+The layout of a decoder call, or of a batch in its collator.
 
-Both are read in one way: a [`LayoutKey`] holds the tensors that a layout is made of, and makes it. [`layout_of`] takes
-the layout that the running step has for these very tensors, or makes it.
+Both are read in the same way: a [`LayoutInputs`] holds the tensors that a layout is built from, and builds it.
+[`layout_of`] uses the layout that the running step has for the same tensors, or builds one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -18,160 +18,235 @@ from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
-from .batch_metadata import BatchFacts, Known
+from .batch_metadata import ForwardMetadata, KnownBatch
 from .calls import LAYOUT, ModelCall
 from .images import content_keys
 from .prepared_masks import PreparedMasks
 
 
-__all__ = ["LayoutKey", "PrefixSharing", "layout_of"]
+if TYPE_CHECKING:
+    from ..handle import PaddingRemoval
+
+
+__all__ = ["LayoutInputs", "PrefixSharing", "check_prefix_sharing", "layout_of"]
 
 PrefixSharing = bool | Literal["auto"]
-"""Whether repeated prefixes are computed once; with `"auto"` where that is possible and pays."""
+"""Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
 
-_ALIKE = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
-"""Values for each token that tell no two tokens apart whose ids and positions are the same."""
+
+def check_prefix_sharing(prefix_sharing: Any) -> None:
+    """Raise a `ValueError` for a value that `prefix_sharing` cannot have."""
+    if not isinstance(prefix_sharing, bool) and prefix_sharing != "auto":
+        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
+
+
+_COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
+"""Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
 
 
 @dataclass(frozen=True, eq=False)
-class LayoutKey:
-    """What a layout is made of, as far as a call or a batch says it."""
+class LayoutInputs:
+    """
+    The tensors and settings that a layout is built from.
 
-    ids: torch.Tensor | None  # `(B, L)`
-    mask: torch.Tensor | None  # `(B, L)`, 1 for real tokens; `None` if all are
-    positions: torch.Tensor | None = None  # `(B, L)`, or `(P, B, L)` with other numbers that tell equal ids apart
-    bounds: torch.Tensor | None = None  # `(S + 1,)`: where the sequences of rows that arrive packed begin
-    shares: bool = False  # prefixes that rows have in common are computed once, where that pays
-    is_packed: bool = False  # the rows arrive packed, each with several sequences
+    Attributes:
+        ids (`torch.Tensor` of shape `(B, L)`, *optional*):
+            Token ids. For a packed batch without ids its embeddings, `(B, L, H)`.
+        mask (`torch.Tensor` of shape `(B, L)`, *optional*):
+            1 for real tokens; `None` if all tokens are real.
+        positions (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
+            Positions; with other keys, if equal ids can have different inputs ([`content_keys`]).
+        cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
+            Where the sequences of a packed batch begin and end.
+        shares (`bool`):
+            Whether shared prefixes are computed once, if that saves time.
+        is_packed (`bool`):
+            Whether the batch arrives packed, with several sequences per row.
+    """
+
+    ids: torch.Tensor | None
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+    shares: bool = False
+    is_packed: bool = False
 
     @classmethod
     def read(
         cls,
-        given: Mapping[str, Any],
+        arguments: Mapping[str, Any],
         *,
         prefix_sharing: PrefixSharing = False,
         packs_padded: bool = True,
         takes_positions: bool = True,
         ids_around: torch.Tensor | None = None,
-    ) -> LayoutKey | None:
+    ) -> LayoutInputs | None:
         """
-        Read the arguments of a decoder, or the batch that they will come from; `None` if there is nothing to pack.
+        Read the arguments of a decoder, or the batch that they will come from.
 
-        With `packs_padded=False` only rows that arrive packed are kept apart; a decoder that `takes_positions` tells
-        these by them. `ids_around`, `(B, L)`, are those that the module around a decoder made its embeddings of.
+        Args:
+            arguments (`Mapping[str, Any]`):
+                The arguments, or the batch.
+            prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
+                Whether shared prefixes are computed once.
+            packs_padded (`bool`, *optional*, defaults to `True`):
+                Whether padded batches are packed. If not, only the sequences of a packed batch are kept apart.
+            takes_positions (`bool`, *optional*, defaults to `True`):
+                Whether the decoder takes positions, which tell that a batch is packed.
+            ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
+                Ids that the module around the decoder made its embeddings from.
+
+        Returns:
+            [`LayoutInputs`], or `None` if there is nothing to pack.
 
         Raises:
-            PaddingRemovalError: If something is given that cannot be packed.
+            PaddingRemovalError: If an argument cannot be packed.
             ValueError: If mask and batch do not fit each other.
         """
-        ids, mask, bounds = given.get("input_ids"), given.get("attention_mask"), given.get("cu_seq_lens_q")
-        batch = ids if ids is not None else given.get("inputs_embeds")
-        if batch is None or (mask is not None and (bounds is not None or not packs_padded)):
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        cu_seqlens = arguments.get("cu_seq_lens_q")
+        batch = ids if ids is not None else arguments.get("inputs_embeds")
+        # A mask beside `cu_seqlens`: the caller has packed the batch in another way, which this package leaves alone.
+        if batch is None or (mask is not None and (cu_seqlens is not None or not packs_padded)):
             return None
-        positions = given.get("position_ids")
-        is_packed = mask is None and takes_positions and (bounds is not None or positions is not None)
+        positions = arguments.get("position_ids")
+        is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
+        # Positions of several axes, `(P, B, L)`, do not restart with each sequence, so they cannot tell where one begins.
         if is_packed and (positions is None or positions.dim() == 2):
-            return cls(batch, None, positions, bounds, _shares(given, prefix_sharing), is_packed=True)
+            return cls(batch, None, positions, cu_seqlens, _can_share(arguments, prefix_sharing), is_packed=True)
         if mask is None and (not prefix_sharing or batch.shape[0] == 1):
-            return None
+            return None  # neither padding nor a second row to share with
         if mask is not None:
             _check_mask(mask, batch)
+        # The decoder gets embeddings here. `layout_of` adds keys for their content.
         if prefix_sharing and ids_around is not None:
             return cls(ids_around, mask, shares=True)
-        if _shares(given, prefix_sharing):
+        if _can_share(arguments, prefix_sharing):
             return cls(ids, mask, positions, shares=True)
         return cls(ids, torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device) if mask is None else mask)
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
-        """All that it holds, each a tensor or `None`."""
-        return self.ids, self.mask, self.positions, self.bounds
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Ids, mask, positions and `cu_seqlens`, each a tensor or `None`."""
+        return self.ids, self.mask, self.positions, self.cu_seqlens
 
     @property
-    def needed(self) -> tuple[bool, ...]:
-        """Which of its tensors the layout depends on: without sharing, the mask of a padded batch alone."""
+    def depends_on(self) -> tuple[bool, ...]:
+        """Whether the layout depends on each of the `tensors`; a padded layout without sharing needs only the mask."""
         return (self.shares or self.is_packed, True, self.shares or self.is_packed, True)
 
     def build(self) -> Layout:
-        """The layout; where the tensors are on the host, so is it. Elsewhere it costs one synchronisation."""
-        ids, mask, positions, bounds = self.tensors
+        """Build the layout, on the device of the tensors. On an accelerator this costs one synchronisation."""
+        ids, mask, positions, cu_seqlens = self.tensors
         if self.is_packed:
+            assert ids is not None
             columns = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            plain = partial(packed_layout, columns.expand(ids.shape[:2]), cu_seqlens=bounds)
-            sharing = partial(plain, input_ids=ids)
+            plain = partial(packed_layout, columns.expand(ids.shape[:2]), cu_seqlens=cu_seqlens)
+            shared = plain(input_ids=ids) if self.shares else None
         else:
-            mask = torch.ones_like(ids) if mask is None else mask
-            plain, sharing = partial(padding_free_layout, mask), partial(prefix_sharing_layout, ids, mask, positions)
-        shared = sharing() if self.shares else None
+            if mask is None:
+                assert ids is not None
+                mask = torch.ones_like(ids)
+            plain = partial(padding_free_layout, mask)
+            shared = None
+            if self.shares:
+                assert ids is not None
+                shared = prefix_sharing_layout(ids, mask, positions)
         return shared if shared is not None and shared.sharing_pays else plain()
 
-    def misfits(self, layout: Layout) -> torch.Tensor:
-        """The rows of a batch for which a layout is wrong, `(B,)`, bool, found on the device of the batch."""
-        ids, mask, positions, bounds = self.tensors
+    def rows_that_differ(self, layout: Layout) -> torch.Tensor:
+        """
+        Rows of the batch that do not fit a layout, `(B,)`, bool; computed on their device without synchronisation.
+
+        A layout fits if its real tokens and sequences are those of the batch, and if each shared token has the values
+        of the token that computes it.
+        """
+        ids, mask, positions, cu_seqlens = self.tensors
         real, source, shape = layout.real_index, layout.source, layout.batch_shape
-        first = layout.positions if source is None else layout.positions[source]
+        # All real tokens of a packed batch: position 0 is the first token of a sequence.
+        position_R = layout.positions if source is None else layout.positions[source]
         if not self.is_packed:
-            kept = real.new_zeros(layout.padded_tokens).index_fill(0, real, 1)
-            wrong = kept != (1 if mask is None else mask.flatten() != 0)
-        elif bounds is not None:
-            begins = real.new_zeros(layout.padded_tokens + 1).index_fill(0, bounds.long(), 1)[:-1]
-            wrong = begins.view(shape).index_fill(1, real.new_zeros(1), 1).flatten() != (first == 0)
+            is_real = real.new_zeros(layout.padded_tokens).index_fill(0, real, 1)
+            differs = is_real != (1 if mask is None else mask.flatten() != 0)
+        elif cu_seqlens is not None:
+            begins = real.new_zeros(layout.padded_tokens + 1).index_fill(0, cu_seqlens.long(), 1)[:-1]
+            # A tensor as index: a number would be copied to the device.
+            differs = begins.view(shape).index_fill(1, real.new_zeros(1), 1).flatten() != (position_R == 0)
         else:
+            assert positions is not None
             steps = positions.expand(shape).diff(dim=1, prepend=positions.expand(shape)[:, :1])
-            wrong = (steps != 1).flatten() != (first == 0)
+            differs = (steps != 1).flatten() != (position_R == 0)
         if source is not None:
             computed_by = layout.packed_index[source]
-            others = [] if positions is None else [*positions.reshape(-1, *positions.shape[-2:])]
-            for values in (x.expand(shape).flatten() for x in (ids, *others)):
-                wrong = wrong.index_put((real,), wrong[real] | (values[real] != values[computed_by]))
-        return wrong.view(layout.batch_shape).any(1)
+            keys = [] if positions is None else [*positions.reshape(-1, *positions.shape[-2:])]
+            assert ids is not None
+            for values in (x.expand(shape).flatten() for x in (ids, *keys)):
+                # Boolean indexing would wait for the number of tokens; `index_put` does not.
+                differs = differs.index_put((real,), differs[real] | (values[real] != values[computed_by]))
+        return differs.view(layout.batch_shape).any(1)
 
 
 def layout_of(
-    call: dict[str, Any], handle: Any, model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
+    call: dict[str, Any],
+    handle: PaddingRemoval,
+    model_call: ModelCall | None = None,
+    prepared: PreparedMasks | None = None,
 ) -> Layout | None:
     """
-    The layout of a decoder call, by what its `handle` says; `None` if it is to go through as it is.
+    The layout of a decoder call.
 
-    `model_call` is that of the module around the decoder, with ids that the decoder itself is not given. `prepared`
-    are masks that it was given, if they let tokens see more than its own would.
+    Args:
+        call (`dict`):
+            Arguments of the decoder, by name.
+        handle ([`PaddingRemoval`]):
+            Handle with the settings.
+        model_call ([`ModelCall`], *optional*):
+            Call of the module around the decoder, which has the ids if the decoder gets embeddings.
+        prepared ([`PreparedMasks`], *optional*):
+            Masks that the decoder got, if tokens see more in them than in the decoder's own masks.
+
+    Returns:
+        [`Layout`], or `None` if the call must run unchanged.
 
     Raises:
-        PaddingRemovalError: If the call brings something that cannot be packed.
-        ValueError: If mask and batch do not fit each other, or the mask cannot be read.
+        PaddingRemovalError: If an argument cannot be packed.
+        ValueError: If mask and batch do not fit each other, or the mask holds other values than 0 and 1.
     """
-    cached = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # the latter is paged
-    if cached or call.get("use_cache") is True or LAYOUT in call:
-        return None  # cached: generation, or a caller that asked for the cache; or packed already
+    has_cache = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # "cache": paged generation
+    if has_cache or call.get("use_cache") is True or LAYOUT in call:
+        return None  # generation, or a caller that wants the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
         raise PaddingRemovalError(
-            "The decoder was called with `encoder_hidden_states`: its cross-attention looks at another sequence "
+            "The decoder was called with `encoder_hidden_states`: its cross-attention reads another sequence "
             "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
         )
-    around = model_call.arguments if model_call is not None else {}
+    around = model_call.outer_arguments if model_call is not None else {}
     ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
-    key = LayoutKey.read(
+    inputs = LayoutInputs.read(
         call,
         prefix_sharing=handle.prefix_sharing,
         packs_padded=handle.packs_padded,
         takes_positions=handle.takes_positions,
         ids_around=ids if around else None,
     )
-    if key is None:
+    if inputs is None:
         return None
-    if around and key.shares and not key.is_packed:  # by what only this forward has: no step can know it
-        return replace(key, positions=content_keys(call, key.ids, key.mask, prepared)).build()
-    step = context().step
-    layout = step.layout(key) if step is not None else None
+    if around and inputs.shares and not inputs.is_packed:
+        # The embeddings are among the keys of the tokens. They exist only in this forward: no metadata covers them.
+        assert inputs.ids is not None
+        return replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared)).build()
+    known_batches = context().known_batches
+    layout = known_batches.layout(inputs) if known_batches is not None else None
     if layout is None:
-        with torch.inference_mode(False):  # it may serve a forward with gradients later
-            layout = key.build()
-        if step is not None:
-            step.known.append(Known.of(key, BatchFacts(layout)))
-    return None if key.is_packed and layout.is_trivial else layout
+        with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
+            layout = inputs.build()
+        if known_batches is not None:
+            known_batches.batches.append(KnownBatch.of(inputs, ForwardMetadata(layout)))
+    return None if inputs.is_packed and layout.is_trivial else layout
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:
+    """Raise an error unless `mask` is a `(B, L)` tensor that fits the batch."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise PaddingRemovalError(
@@ -192,9 +267,14 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
 
 
-def _shares(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
-    """Whether ids say which tokens are equal; a [`PaddingRemovalError`] if they do not, and `True` was asked for."""
-    ids = given.get("input_ids")
+def _can_share(arguments: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
+    """
+    Whether tokens with equal ids and positions have equal inputs, so that they can be shared.
+
+    Raises:
+        PaddingRemovalError: If they have not, and `prefix_sharing` is `True`.
+    """
+    ids = arguments.get("input_ids")
     if not prefix_sharing or (ids is None and prefix_sharing == "auto"):
         return False
     if ids is None:
@@ -202,7 +282,8 @@ def _shares(given: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."
         )
-    tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and k not in _ALIKE}
+    tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) and k not in _COVERED_BY_IDS}
+    # Tensors `(B, L, ...)`, and floating-point ones of any shape: features of images, say, differ for equal ids.
     others = [k for k, v in tensors.items() if v.shape[:2] == ids.shape or (v.is_floating_point() and v.dim() > 1)]
     if others and prefix_sharing != "auto":
         raise PaddingRemovalError(

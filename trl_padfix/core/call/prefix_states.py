@@ -1,106 +1,125 @@
 """
-What a forward sees of tokens that other forwards have computed: keys and values of each attention, the states of
-recurrences and convolutions where prefixes end, and final hidden states.
+States of shared prefixes, which later forwards of the same step read: cached keys and values of each attention module,
+states of recurrences and convolutions, and outputs of the decoder.
 
-A [`PrefixStates`] belongs to one forward. A plain class on purpose: FSDP2 looks through dataclasses among the arguments of a
-layer for tensors with gradients.
+A [`PrefixStates`] belongs to one forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 
 __all__ = ["ForwardStates", "PrefixStates", "detached_leaf"]
 
 
-class ForwardStates(dict[Any, tuple[torch.Tensor, ...]]):
+class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
     """
-    Of the tokens of a forward: keys and values by attention module, what its decoder returned by place in `spec`, and
-    the states `(forks, ...)` of other mixers by calls of their functions.
+    States that one prefix forward has recorded for its `t` tokens.
 
-    `ids` are those of the tokens, `(t,)`, and `forks` the places among them behind which other forwards go on.
+    The values are `(keys, values)` by attention module, `(output,)` by index of the output in `output_spec`, and
+    `(states,)` by call of a recurrence or convolution, with one state per fork token: `(forks, ...)`.
+
+    Attributes:
+        output_spec (`TreeSpec`, *optional*): Structure of the decoder's output.
+        ids (`torch.Tensor` of shape `(t,)`): Ids of the tokens; set before the forward.
+        fork_tokens (`tuple[int, ...]`): Indices of the tokens that paths of other forwards continue from.
     """
 
-    spec: Any = None
-    ids: Any = None
-    forks: tuple[int, ...] = ()
+    output_spec: TreeSpec | None = None
+    ids: torch.Tensor = None  # type: ignore[assignment]
+    fork_tokens: tuple[int, ...] = ()
 
-    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
-        """The same with each tensor changed."""
-        found = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
-        found.spec, found.ids, found.forks = self.spec, self.ids, self.forks
-        return found
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
+        """The same states with each tensor changed."""
+        states = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
+        states.output_spec, states.ids, states.fork_tokens = self.output_spec, self.ids, self.fork_tokens
+        return states
 
 
 class PrefixStates:
     """
-    States that a forward sees, of the forwards whose tokens lead its own (`outer`), and its `notes` for others.
+    States that a forward reads from prefix forwards, and states that it records for later ones.
 
-    `closes` are states of other forwards whose backward comes with that of this one, each with the leaf in which the
-    gradients of earlier ones were added up.
+    A plain class, no dataclass: FSDP2 searches dataclasses among the arguments of a layer for tensors with gradients.
+
+    Args:
+        reads (`list` of [`ForwardStates`]):
+            States of the shared prefixes whose tokens come before the new ones of this forward, in the order of the
+            packed tokens.
+        records ([`ForwardStates`], *optional*):
+            Filled by this forward, if it is a prefix forward.
+        pending_backward (`list[tuple[torch.Tensor, torch.Tensor]]`, *optional*):
+            Pairs of a state of a shared prefix and its detached leaf. The backward of this forward also backpropagates
+            the gradient that has accumulated in each leaf through its state.
     """
 
     def __init__(
         self,
-        outer: list[ForwardStates],
-        notes: ForwardStates | None = None,
-        closes: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        reads: list[ForwardStates],
+        records: ForwardStates | None = None,
+        pending_backward: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ):
-        self.outer, self.notes, self.closes = outer, notes, closes or []
+        self.reads, self.records, self.pending_backward = reads, records, pending_backward or []
 
-    def extend(self, module: Any, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(1, K, T, D)` of an attention module behind those of the outer tokens."""
-        if self.notes is not None:
-            self.notes[module] = (key, value)
-        if not self.outer:
+    def prepend_kv(
+        self, module: Hashable, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
+        if self.records is not None:
+            self.records[module] = (key, value)
+        if not self.reads:
             return key, value
-        seen = [*(states[module] for states in self.outer), (key, value)]
-        keys, values = zip(*seen, strict=True)
+        keys, values = zip(*(states[module] for states in self.reads), (key, value), strict=True)
+        # Leaves are in float32, see `detached_leaf`.
         return torch.cat([x.to(key.dtype) for x in keys], dim=2), torch.cat([x.to(value.dtype) for x in values], dim=2)
 
-    def states(self, key: Any) -> torch.Tensor:
-        """The states of a recurrence, or a convolution, at all forks of the outer forwards."""
-        return torch.cat([states[key][0] for states in self.outer])
+    def initial_states(self, key: Hashable) -> torch.Tensor:
+        """States of a recurrence or convolution at all fork tokens of the prefixes, `(states, ...)`."""
+        return torch.cat([states[key][0] for states in self.reads])
 
-    def note(self, key: Any, states: torch.Tensor) -> None:
-        """Note down those at the own forks."""
-        if self.notes is not None:
-            self.notes[key] = (states,)
+    def record(self, key: Hashable, states: torch.Tensor) -> None:
+        """Record the states of a recurrence or convolution at the fork tokens of this forward."""
+        if self.records is not None:
+            self.records[key] = (states,)
 
-    def join(self, output: Any, tokens: int) -> Any:
-        """The output of a decoder for its `tokens`, behind what the outer forwards returned."""
+    def prepend_outputs(self, output: Any, tokens: int) -> Any:
+        """The decoder's output for this forward's `tokens`, with the outputs of the prefixes in front of it."""
         leaves, spec = tree_flatten(output)
-        joined = [self._join(i, x) if _is_by_token(x, tokens) else x for i, x in enumerate(leaves)]
-        if self.notes is not None:
-            self.notes.spec = spec
-        self.notes = None  # what gradient checkpointing computes again is known
+        joined = [self._prepend_output(i, x) if _is_by_token(x, tokens) else x for i, x in enumerate(leaves)]
+        if self.records is not None:
+            self.records.output_spec = spec
+        # Gradient checkpointing may run layers again later: they must not replace the recorded states.
+        self.records = None
         return tree_unflatten(joined, spec)
 
-    def without_own(self) -> Any:
-        """The output where a forward has no token of its own."""
-        spec = self.outer[0].spec
-        return tree_unflatten([self._join(i) if i in self.outer[0] else None for i in range(spec.num_leaves)], spec)
+    def prefix_outputs(self) -> Any:
+        """The output of a forward that computes no token: only the outputs of the prefixes."""
+        spec = self.reads[0].output_spec
+        assert spec is not None
+        leaves = [self._prepend_output(i) if i in self.reads[0] else None for i in range(spec.num_leaves)]
+        return tree_unflatten(leaves, spec)
 
-    def _join(self, place: int, own: torch.Tensor | None = None) -> torch.Tensor:
-        if self.notes is not None and own is not None:
-            self.notes[place] = (own,)
-        parts = [states[place][0] for states in self.outer] + ([] if own is None else [own])
-        dim = 1 if parts[0].dim() > 2 else 0
-        joined = torch.cat([x.to(parts[-1].dtype) for x in parts], dim=dim) if len(parts) > 1 else parts[0]
-        if self.closes and torch.is_grad_enabled() and place == 0:  # the last hidden states
-            joined = _BackpropIntoPrefixes.apply(
-                joined, [leaf for _, leaf in self.closes], *(made for made, _ in self.closes)
-            )
+    def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
+        """One output of the prefixes, followed by that of the `new` tokens, if there are any."""
+        if self.records is not None and new is not None:
+            self.records[index] = (new,)
+        outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
+        dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers
+        joined = torch.cat([x.to(outputs[-1].dtype) for x in outputs], dim=dim) if len(outputs) > 1 else outputs[0]
+        # Output 0 is the last hidden states: their gradient is the first that backward computes in the decoder.
+        if self.pending_backward and torch.is_grad_enabled() and index == 0:
+            states, leaves = zip(*self.pending_backward, strict=True)
+            joined = _BackpropIntoPrefixes.apply(joined, leaves, *states)
         return joined
 
 
 def _is_by_token(x: Any, tokens: int) -> bool:
-    """Whether a part of an output has values for each token: `(1, T, ...)`, or `(T, experts)` of routers."""
+    """Whether an output has a value for each token: `(1, T, ...)`, or `(T, experts)` of routers."""
     if not isinstance(x, torch.Tensor) or x.dim() < 2:
         return False
     return len(x) == tokens if x.dim() == 2 else tuple(x.shape[:2]) == (1, tokens)
@@ -108,31 +127,33 @@ def _is_by_token(x: Any, tokens: int) -> bool:
 
 class _BackpropIntoPrefixes(torch.autograd.Function):
     """
-    Hands states through; its backward adds what gradients earlier forwards have left in leaves.
+    Identity in forward. Backward returns, for each prefix state, the gradient accumulated in its detached leaf.
 
-    So the loss stays a scalar whose backward anybody may call, and each weight gets its gradient in one pass.
+    The loss stays a scalar with one backward, whoever calls it, and each weight gets its gradient in one pass.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, leaves: list[torch.Tensor], *made: torch.Tensor) -> torch.Tensor:
-        ctx.leaves, ctx.dtypes = leaves, [x.dtype for x in made]
-        return hidden.view_as(hidden)
+    def forward(
+        ctx: Any, hidden: torch.Tensor, leaves: tuple[torch.Tensor, ...], *states: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.leaves, ctx.dtypes = leaves, [x.dtype for x in states]
+        return hidden.view_as(hidden)  # a new tensor, whose `grad_fn` is this function
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        # Of zeros where nobody has left any: FSDP2 waits for gradients of all that a forward has made.
-        added = (
+        # Zeros for a leaf without a gradient: FSDP2 waits for the gradients of all outputs of a forward.
+        of_states = (
             (torch.zeros_like(leaf) if leaf.grad is None else leaf.grad).to(dtype)
             for leaf, dtype in zip(ctx.leaves, ctx.dtypes, strict=True)
         )
-        return grads[0], None, *added
+        return grads[0], None, *of_states
 
 
 def detached_leaf(x: torch.Tensor) -> torch.Tensor:
     """
-    `x` without its graph: gradients of forwards that see it add up in it.
+    A copy of `x` without its graph, in which the gradients of the forwards that read it accumulate.
 
-    In float32, also where many of them are in half precision: what sees it casts it to its own.
+    In float32 if `x` is in half precision, because many gradients are added; a forward casts it to its own dtype.
     """
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return (x.detach().float() if half else x.detach()).requires_grad_()
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return (x.detach().float() if is_half else x.detach()).requires_grad_()

@@ -1,9 +1,9 @@
 """
-Masks that the module around a decoder prepares: tokens of one image see each other, in both directions.
+Masks that the module around a decoder prepares, in which the tokens of one image see each other in both directions.
 
-Such a mask says of every pair of tokens of a row whether one sees the other. A packed forward does not ask how it was
-made: each segment attends with the part of it that belongs to the segment's row. Rows share a prefix only up to a
-token before which nothing looks further: they part before an image, never inside one.
+Such a mask says for each pair of tokens of a row whether one sees the other. In a packed forward each segment attends
+with its part of the mask of its row, however the mask was made. Rows share a prefix only up to a position that no
+earlier token sees beyond: they part before an image, never inside one.
 """
 
 from __future__ import annotations
@@ -17,75 +17,89 @@ from ..layout.layout import Layout
 from ..model.masks import PackedMask
 
 
-__all__ = ["PreparedMasks", "by_kind", "visible", "with_added_masks"]
+__all__ = ["PreparedMasks", "as_bool_mask", "by_kind", "with_added_masks"]
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedMasks:
     """
-    The masks of a padded batch that a decoder is given: `(B, 1, L, L)`, `True` (or 0, to be added to scores) where a
-    token is seen.
+    Prepared masks of a padded batch.
+
+    Attributes:
+        masks (`dict[str | None, torch.Tensor]`):
+            Masks `(B, 1, L, L)` by the type of the layers that use them; the key `None` stands for all layers. `True`
+            (or 0, in masks that are added to scores) where the query of the row sees the key of the column.
+        original:
+            The argument that the decoder got, for a call with nothing to pack.
     """
 
-    masks: dict[str | None, torch.Tensor]  # by the type of the layers that it is for, `None` for all
-    given: Any = None  # as the decoder was given them, for a call that has nothing to pack
+    masks: dict[str | None, torch.Tensor]
+    original: Any = None
 
     @classmethod
     def of(cls, prepared: Any) -> PreparedMasks:
-        """Those that stand in the place of an attention mask: one, or a `dict` by the type of the layers."""
+        """Read the argument `attention_mask`: one mask, or a `dict` of masks by layer type. `None` means causal."""
         masks = by_kind(prepared)
-        other = next(mask for mask in masks.values() if mask is not None)
-        causal = torch.ones(other.shape[-2:], dtype=torch.bool, device=other.device).tril().expand(other.shape)
+        tensor = next(mask for mask in masks.values() if mask is not None)
+        causal = torch.ones(tensor.shape[-2:], dtype=torch.bool, device=tensor.device).tril().expand(tensor.shape)
         return cls({kind: causal if mask is None else mask for kind, mask in masks.items()}, prepared)
 
     def for_decoder(self) -> Any:
-        """What the packed forward of the decoder is given for them: a name by which attention finds each again."""
+        """The argument of the packed decoder: descriptions in place of the masks, by which attention finds them."""
         return None if None in self.masks else {kind: PackedMask(kind=kind) for kind in self.masks}
 
-    def keys(self, mask_BL: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+    def keys(self, mask_BL: torch.Tensor, other_keys: list[torch.Tensor]) -> torch.Tensor:
         """
-        Keys that identify what each token sees, and the whole of the block that sees itself: `(masks + 1, B, L)`.
+        Keys that identify what each token sees, `(masks + 1, B, L)`, int64.
 
-        `given` are the other keys of a token, each `(B, L)`. Two tokens that agree in their last key are the same
-        tokens of the same blocks, so rows that are sorted by it part before a block in which they differ.
+        One key per mask is the hash of the tokens that the token sees. The last key is the hash of the token's
+        *block*, a run of tokens that ends where neither its last token nor any token before sees further. Outside of
+        images each token is a block. All tokens of a block have the same last key, so rows that are sorted by it part
+        before the first block in which they differ.
+
+        Args:
+            mask_BL (`torch.Tensor` of shape `(B, L)`): 1 for real tokens.
+            other_keys (`list` of `torch.Tensor` of shape `(B, L)`): The other keys of the tokens.
         """
         L = mask_BL.shape[1]
+        # Odd random factors for hashes, as in `images._content`. Another seed, so that the two hashes are independent.
         generator = torch.Generator().manual_seed(1)
-        shape = (len(self.masks) + len(given) + 1, L)
+        shape = (len(self.masks) + len(other_keys) + 1, L)
         factors = (torch.randint(-(2**62), 2**62, shape, generator=generator) * 2 + 1).to(mask_BL.device)
         rows = []
         for b, real in enumerate(mask_BL.bool()):
+            # Index of each token among the real ones of its row: keys must not depend on the side of the padding.
             rank = (real.cumsum(0) - 1).clamp(min=0)
-            furthest, sights = rank, []
+            furthest, sight_keys = rank, []
             for mask in self.masks.values():
-                seen = visible(mask[b, 0]) & real[None, :] & real[:, None]
-                sights.append((seen * factors[0, rank]).sum(1))
-                furthest = torch.maximum(furthest, (seen * rank).amax(1))
-            own = [*sights, *(key[b] for key in given)]
-            content = sum((key * factors[i + 1, rank] for i, key in enumerate(own)), torch.zeros_like(rank)) * real
-            # A block ends with the first token up to which nothing looks further.
+                sees = as_bool_mask(mask[b, 0]) & real[None, :] & real[:, None]
+                sight_keys.append((sees * factors[0, rank]).sum(1))
+                furthest = torch.maximum(furthest, (sees * rank).amax(1))
+            keys = [*sight_keys, *(key[b] for key in other_keys)]
+            content = sum((key * factors[i + 1, rank] for i, key in enumerate(keys)), torch.zeros_like(rank)) * real
+            # A block ends with the first token that neither it nor any earlier token sees beyond.
             ends = (furthest.cummax(0).values == rank) & real
             block = ends.cumsum(0) - ends.long()
-            whole = torch.zeros(L + 1, dtype=content.dtype, device=content.device).index_add_(0, block, content)
-            rows.append(torch.stack([*sights, whole[block]]))
+            of_block = torch.zeros(L + 1, dtype=content.dtype, device=content.device).index_add_(0, block, content)
+            rows.append(torch.stack([*sight_keys, of_block[block]]))
         return torch.stack(rows, dim=1)
 
     def of_segments(self, kind: str | None, layout: Layout) -> list[torch.Tensor]:
-        """The part of each segment of a layout: `(1, 1, queries, keys)`, `True` where a token is seen."""
+        """The part of the mask for each segment: `(1, 1, queries, keys)`, `True` where the query sees the key."""
         mask, L = self.masks[None if None in self.masks else kind], layout.batch_shape[1]
-        # A segment is the end of one row, and its keys are that row from its first real token on.
+        # A segment is the end of a row, and its keys are the real tokens of that row up to there.
         rows = (layout.packed_index[layout.cu_seqlens_q[:-1].long()] // L).tolist()
         begins = torch.searchsorted(layout.real_index, torch.tensor(rows, device=layout.real_index.device) * L)
         parts = []
         lengths = zip(layout.query_lengths, layout.key_lengths, strict=True)
         for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
-            parts.append(visible(mask[row])[:, columns[-queries:]][:, :, columns][None])
+            parts.append(as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])
         return parts
 
 
 def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:
-    """Prepared masks as attention that is written out adds them to its scores."""
+    """Prepared masks in the form that eager attention adds to its scores: 0 and the lowest number of `dtype`."""
     if isinstance(prepared, dict):
         return {kind: with_added_masks(mask, dtype) for kind, mask in prepared.items()}
     if not isinstance(prepared, torch.Tensor) or prepared.dtype != torch.bool or prepared.dim() != 4:
@@ -94,10 +108,10 @@ def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:
 
 
 def by_kind(prepared: Any) -> dict[str | None, Any]:
-    """Prepared masks by the type of the layers that they are for; by `None` one that is for all."""
+    """Prepared masks by the type of the layers that use them; the key `None` stands for all layers."""
     return prepared if isinstance(prepared, dict) else {None: prepared}
 
 
-def visible(mask: torch.Tensor) -> torch.Tensor:
-    """Where a mask lets tokens be seen, as it is or added to scores."""
+def as_bool_mask(mask: torch.Tensor) -> torch.Tensor:
+    """A prepared mask as booleans, `True` where a key is seen; masks that are added to scores have 0 there."""
     return mask if mask.dtype == torch.bool else mask == 0

@@ -1,1 +1,1 @@
-"""Where the tokens of a padded batch lie in one packed row."""
+"""Index maps between a padded batch and its packed row."""

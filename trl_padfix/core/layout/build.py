@@ -1,4 +1,4 @@
-"""The three ways to make a layout, with the checks of what it is made from."""
+"""The three functions that build a layout, with the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def prefix_sharing_layout(
     """
     Layout that drops the padding of a batch and keeps every distinct prefix once.
 
-    Two tokens are one if their rows agree in every real token up to and including them: the same ids at the same
-    positions. In a causal decoder such tokens have the same hidden states.
+    Two tokens are computed once if their rows have the same ids at the same positions in all real tokens up to and
+    including these two. In a causal decoder such tokens have the same hidden states.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, L)`):
@@ -60,7 +60,7 @@ def prefix_sharing_layout(
         attention_mask (`torch.Tensor` of shape `(B, L)`):
             1 for real tokens, 0 for padding.
         position_ids (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
-            Positions that the decoder is given, if it is given any; rows with other positions share nothing.
+            Positions that the decoder gets, if it gets any. Tokens with different positions are never shared.
 
     Returns:
         [`Layout`] on the mask's device. Costs one device synchronisation.
@@ -101,23 +101,23 @@ def packed_layout(
     position_ids: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, input_ids: torch.Tensor | None = None
 ) -> Layout:
     """
-    Layout of rows that arrive packed: each holds several sequences, one behind the other, and nothing else.
+    Layout of a packed batch: each row holds several sequences, one after the other, without padding.
 
     Args:
         position_ids (`torch.Tensor` of shape `(B, L)`):
-            A sequence begins at each row's first token, and wherever a position is not the one after the position
-            before it.
+            A sequence begins at the first token of each row, and at each token whose position is not the position
+            before it plus 1.
         cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
-            Where the sequences begin in the flattened batch; the positions are not asked then.
+            Where the sequences begin and end in the flattened batch. By default the positions tell.
         input_ids (`torch.Tensor` of shape `(B, L)`, *optional*):
-            If given, sequences that begin alike, at the same positions, share their prefixes.
+            If given, sequences share prefixes of the same ids at the same positions.
 
     Returns:
         [`Layout`] on the device of the positions. Costs one device synchronisation.
 
     Raises:
-        ValueError: If the positions are not two-dimensional, `input_ids` is not like them, or `cu_seqlens` does not
-            ascend from 0 to `B * L` in whole numbers.
+        ValueError: If the positions are not two-dimensional, `input_ids` has another shape or device, or `cu_seqlens`
+            is not ascending integers from 0 to `B * L`.
 
     Example:
 
@@ -135,80 +135,89 @@ def packed_layout(
     """
     if position_ids.dim() != 2:
         raise ValueError(
-            f"Positions of shape {tuple(position_ids.shape)} do not say where the sequences of a packed row begin; "
-            "that takes `(B, L)`."
+            f"Positions of shape {tuple(position_ids.shape)} do not tell where the sequences of a packed row begin. "
+            "Pass positions of shape `(B, L)`."
         )
     if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
         raise ValueError(
             f"Token ids of shape {tuple(input_ids.shape)} on {input_ids.device} and positions of shape "
             f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
         )
-    given = [position_ids] if input_ids is None else [position_ids, input_ids]
-    given_BL = torch.stack([x.to(torch.int64) for x in given]).cpu()
+    tensors = [position_ids] if input_ids is None else [position_ids, input_ids]
+    keys_BL = torch.stack([x.to(torch.int64) for x in tensors]).cpu()  # one copy, one synchronisation
     B, L = position_ids.shape
     if cu_seqlens is None:
-        begins = given_BL[0].diff(dim=1, prepend=given_BL[0, :, :1]) != 1
+        begins = keys_BL[0].diff(dim=1, prepend=keys_BL[0, :, :1]) != 1
     else:
         begins = torch.zeros(B, L, dtype=torch.bool)
         begins.view(-1)[_begins(cu_seqlens, B * L)] = True
-    begins[:, 0] = True  # no sequence goes on in the next row
-    place = torch.arange(B * L)
+    begins[:, 0] = True  # no sequence continues in the next row
+    index = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
     lengths = first.diff(append=torch.tensor([B * L]))
-    position = place - first.repeat_interleave(lengths)
-    keys = [] if input_ids is None else [x.flatten() for x in given_BL]
-    return _lay_out((B, L), place, position, lengths.tolist(), keys).to(position_ids.device)
+    # Counted from 0 in each sequence, whatever number its positions start with.
+    position = index - first.repeat_interleave(lengths)
+    keys = [] if input_ids is None else [x.flatten() for x in keys_BL]
+    return _lay_out((B, L), index, position, lengths.tolist(), keys).to(position_ids.device)
 
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
-    """The layout of `mask`, with rows that agree in all `keys` shared; without keys nothing is shared."""
+    """The layout of `mask`, with prefixes shared that agree in all `keys`; without keys nothing is shared."""
     if mask.dim() != 2:
         raise ValueError(
             f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
             "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
         )
-    given = [mask, *keys]
-    if mask.device.type != "cpu":  # one copy to the host, and so one synchronisation, for all that is read
-        given = list(torch.stack([x.to(torch.int64) for x in given]).cpu())
-    kept_BL, (B, L) = _kept(mask, given[0]), mask.shape
-    real_index, lengths = kept_BL.flatten().nonzero().squeeze(1), kept_BL.sum(1)
-    begins = torch.arange(B) * L + kept_BL.int().argmax(1)
+    tensors = [mask, *keys]
+    if mask.device.type != "cpu":  # all in one copy to the host: one synchronisation
+        tensors = list(torch.stack([x.to(torch.int64) for x in tensors]).cpu())
+    is_real_BL, (B, L) = _is_real(mask, tensors[0]), mask.shape
+    real_index, lengths = is_real_BL.flatten().nonzero().squeeze(1), is_real_BL.sum(1)
+    begins = torch.arange(B) * L + is_real_BL.int().argmax(1)  # `argmax` returns the first of equal values
     position_R = real_index - begins.repeat_interleave(lengths)
-    keys_R = [key.flatten()[real_index] for key in given[1:]]
+    keys_R = [key.flatten()[real_index] for key in tensors[1:]]
     if keys_R and not torch.equal(position_R[lengths.cumsum(0) - 1] + 1, lengths):
-        keys_R.insert(0, position_R)  # only of rows with holes are the positions not 0, 1, 2, ...
+        # A row has holes. Without holes positions are 0, 1, 2, ... in all rows, and need no comparison.
+        keys_R.insert(0, position_R)
     return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
 
 
-def _kept(mask: torch.Tensor, on_host: torch.Tensor) -> torch.Tensor:
-    """Where tokens are real, `(B, L)`, bool; a `ValueError` for other values than 0 and 1 and for empty rows."""
-    kept_BL = on_host != 0
-    if mask.is_floating_point() or not kept_BL.numel() or not torch.equal(on_host, kept_BL.to(on_host.dtype)):
+def _is_real(mask: torch.Tensor, host_mask: torch.Tensor) -> torch.Tensor:
+    """
+    Whether each token is real, `(B, L)`, bool, on the host; `host_mask` is the copy of `mask` there.
+
+    Raises:
+        ValueError: For other values than 0 and 1, and for rows without a real token.
+    """
+    is_real_BL = host_mask != 0
+    # A floating-point mask is read again from `mask`: its copy on the host may be cut to integers.
+    is_binary = torch.equal(host_mask, is_real_BL.to(host_mask.dtype))
+    if mask.is_floating_point() or not is_real_BL.numel() or not is_binary:
         values = mask.flatten().unique()[:5].tolist()
         if not values or not set(values) <= {0, 1}:
             raise ValueError(
                 f"The attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} holds {values}; removing "
                 "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
             )
-    empty = (~kept_BL.any(1)).nonzero().flatten().tolist()
+    empty = (~is_real_BL.any(1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
             f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
             "defined result. Drop these rows from the batch, or keep at least one token of each."
         )
-    return kept_BL
+    return is_real_BL
 
 
 def _begins(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Where sequences begin, on the host; raises a `ValueError` for bounds that do not ascend from 0 to `tokens`."""
-    bounds = cu_seqlens.cpu()
-    whole = bounds.dim() == 1 and bounds.dtype in (torch.int16, torch.int32, torch.int64) and len(bounds) > 1
-    if not whole or bounds[0] != 0 or bounds[-1] != tokens or (bounds.diff() < 0).any():
+    """First tokens of the sequences, on the host; a `ValueError` if `cu_seqlens` do not ascend from 0 to `tokens`."""
+    ends = cu_seqlens.cpu()
+    is_integer_vector = ends.dim() == 1 and ends.dtype in (torch.int16, torch.int32, torch.int64) and len(ends) > 1
+    if not is_integer_vector or ends[0] != 0 or ends[-1] != tokens or (ends.diff() < 0).any():
         raise ValueError(
-            f"`cu_seqlens` of dtype {cu_seqlens.dtype} is {bounds.flatten()[:9].tolist()}; the bounds of sequences in "
+            f"`cu_seqlens` of dtype {cu_seqlens.dtype} is {ends.flatten()[:9].tolist()}; the bounds of sequences in "
             f"a batch of {tokens} tokens are whole numbers that ascend from 0 to {tokens}."
         )
-    return bounds.long()[bounds < tokens]
+    return ends.long()[ends < tokens]  # an empty sequence at the end begins nowhere
 
 
 def _lay_out(
@@ -219,22 +228,46 @@ def _lay_out(
     keys_R: list[torch.Tensor],
 ) -> Layout:
     """
-    The layout of the real tokens of sequences of `lengths`, one behind the other, on the host.
+    Build the layout on the host.
 
-    Sequences that agree in all `keys_R` are shared; without keys none are.
+    Args:
+        batch_shape (`tuple[int, int]`): `(B, L)`.
+        real_index (`torch.Tensor` of shape `(R,)`): Flat index of each real token, sequence after sequence.
+        position_R (`torch.Tensor` of shape `(R,)`): Position of each real token in its sequence.
+        lengths (`list[int]`): Real tokens of each sequence.
+        keys_R (`list` of `torch.Tensor` of shape `(R,)`): Prefixes are shared that agree in all keys; none without.
+
+    Example: the rows 1-2-3-4 and 1-2-5 make the segments 1-2-3-4 and 5, with the keys 1-2-3-4 and 1-2-5.
+
+    ```python
+    >>> import torch
+
+    >>> ids, positions = torch.tensor([1, 2, 3, 4, 1, 2, 5]), torch.tensor([0, 1, 2, 3, 0, 1, 2])
+    >>> layout = _lay_out((2, 4), torch.arange(7), positions, [4, 3], [ids])
+    >>> layout.source
+    tensor([0, 1, 2, 3, 0, 1, 4])
+    >>> layout.packed_index, layout.key_index
+    (tensor([0, 1, 2, 3, 6]), tensor([0, 1, 2, 3, 0, 1, 4]))
+    >>> layout.query_lengths, layout.key_lengths
+    ((4, 1), (4, 3))
+
+    ```
     """
     begins = [0, *accumulate(lengths)][:-1]
+    # First real token of each row, tokens that it shares with earlier segments, and its length.
     segments = [(begin, 0, length) for begin, length in zip(begins, lengths, strict=True)]
     source, packed_index, positions = None, real_index, position_R
     if keys_R:
-        rows = [(begins[row], own, lengths[row]) for row, own in zip(*sort_by_keys(keys_R, lengths), strict=True)]
+        order, shared_lengths = sort_by_keys(keys_R, lengths)
+        rows = [(begins[row], shared, lengths[row]) for row, shared in zip(order, shared_lengths, strict=True)]
         source = source_of_real_tokens(rows, len(real_index))
-        # A row that another one begins with, or is, may have no token of its own: then it has no segment.
-        segments = [(begin, own, length) for begin, own, length in rows if length > own]
+        # A row that another row begins with, or equals, has no new tokens, and so no segment.
+        segments = [(begin, shared, length) for begin, shared, length in rows if length > shared]
         packed_index, positions = (
-            torch.cat([x[begin + own : begin + n] for begin, own, n in segments]) for x in (real_index, position_R)
+            torch.cat([x[begin + shared : begin + n] for begin, shared, n in segments])
+            for x in (real_index, position_R)
         )
-    queries, keys = [n - own for _, own, n in segments], [n for *_, n in segments]
+    queries, keys = [n - shared for _, shared, n in segments], [n for *_, n in segments]
     key_index = None
     if source is not None and queries != keys:
         key_index = torch.cat([source[begin : begin + n] for begin, _, n in segments])

@@ -1,20 +1,22 @@
 """
-Layouts: where the tokens of a padded `(B, L)` batch lie in one packed row of `T` tokens.
+Layouts: index maps between a padded `(B, L)` batch and its packed row of `T` tokens.
 
 A layout is built on the host, from the attention mask (padding-free) or from mask and token ids (prefix sharing). It
-knows nothing of models: it is index maps, the place of each packed token in its row, and the attention segments.
+holds index maps, the position of each packed token and the segments for attention, and nothing about a model.
 
-Shapes: `B` rows, `L` padded length, `R` real tokens, `T` packed tokens (`T <= R`), `S` segments. `_BL`, `_R`, `_T`
-after a name is the tensor's shape.
+Shapes: `B` rows, `L` padded length, `R` real tokens, `T` packed tokens (`T <= R`), `S` segments. A suffix such as
+`_BL`, `_R` or `_T` of a name is the tensor's shape.
 
-Prefix sharing is a trie. Rows are sorted; each row then begins with the longest prefix that it shares with any row
-before it (`shared`), and only the rest of it is new. The new tokens of a row are one *segment*: its queries are those
-tokens, its keys are the whole row from its first token on, wherever those keys were computed. That is causal attention
-aligned to the bottom right, which every variable-length attention kernel knows.
+With prefix sharing the rows of a batch form a prefix tree. Rows are sorted; each row then begins with the longest
+prefix that it shares with any row before it, and only the rest of it is new. The new tokens of a row are one
+*segment*. The queries of a segment are its new tokens; its keys are its *path*, all tokens of the row up to the end of
+the segment, wherever they are computed. Attention is causal and aligned to the bottom right: the last query is the
+last key. All variable-length attention kernels support this.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "pack", "unpack"]
 
 
-KEYS_PER_TOKEN = 64
-"""Keys that a layer gathers, and whose gradients it adds up, in the time that it takes to compute a token, about."""
+GATHERED_KEYS_PER_TOKEN = 64
+"""Computing one token costs about as much as gathering 64 keys, backward included."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,31 +43,54 @@ class Layout:
     """
     Index maps between a padded batch of `B` rows and `L` columns and its packed row of `T` tokens.
 
-    Build one with [`padding_free_layout`], [`prefix_sharing_layout`] or [`packed_layout`].
+    Build one with [`padding_free_layout`], [`prefix_sharing_layout`] or [`packed_layout`]. It holds what flash-attn's
+    `unpad_input` returns (`indices`, `cu_seqlens`, `max_seqlen`) and what xformers' `BlockDiagonalMask` describes;
+    [`Layout.dense_mask`] writes that mask out.
 
     Attributes:
         batch_shape (`tuple[int, int]`):
             `(B, L)` of the padded batch.
         real_index (`torch.Tensor` of shape `(R,)`):
-            Where each real token stands in the flattened batch (`row * L + column`), ascending.
+            Index of each real token in the flattened batch (`row * L + column`), ascending: flash-attn's `indices`.
         source (`torch.Tensor` of shape `(R,)`, *optional*):
-            Packed token that computes each real token. `None` when each real token is computed by itself, in order.
+            Packed token that computes each real token: the inverse index of `packed_index`. `None` if packed and real
+            tokens are the same, in one order.
         packed_index (`torch.Tensor` of shape `(T,)`):
-            Where each packed token stands in the flattened batch (for a shared token: in one of its rows).
+            Index of each packed token in the flattened batch; for a shared token the index in one of its rows.
         positions (`torch.Tensor` of shape `(T,)`):
-            Columns between each packed token and the first real token of its row (of a row that arrived packed: of its
-            sequence). A hole in a row keeps its place.
+            Position of each packed token in its row (in a packed batch: in its sequence), counted from the first real
+            token. Masked tokens in between count.
         key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
-            Tokens that are the keys of the segments, segment after segment. `None` when the keys of every segment are
-            its own queries.
+            Packed tokens that are the keys of the segments, segment after segment (TRL: `tree_kv_index`). `None` if
+            the keys of each segment are its queries.
         cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
-            Where the queries and the keys of the segments begin and end. One object where they are equal: cuDNN asks.
+            Cumulative query and key lengths of the segments. One object if they are equal: cuDNN takes causal calls
+            only with one object for both.
         query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
-            Tokens of each segment, on the host.
+            Queries and keys of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
-            Columns from a segment's first key to its last, both counted: its key length, plus the holes.
+            Columns from the first key of each segment to its last, both included: its key length plus its holes.
         positions_among (`torch.Tensor` of shape `(n,)`, *optional*):
-            `positions` of the `n` tokens that `key_index` numbers, where these are not the packed ones.
+            `positions` of the `n` tokens that `key_index` indexes. `None` if these are the packed tokens.
+
+    Example: two rows, the first two tokens shared.
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import prefix_sharing_layout
+
+    >>> ids = torch.tensor([[1, 2, 3, 4], [0, 1, 2, 5]])
+    >>> layout = prefix_sharing_layout(ids, (ids > 0).long())
+    >>> layout.real_index, layout.source
+    (tensor([0, 1, 2, 3, 5, 6, 7]), tensor([0, 1, 2, 3, 0, 1, 4]))
+    >>> layout.packed_index, layout.positions
+    (tensor([0, 1, 2, 3, 7]), tensor([0, 1, 2, 3, 2]))
+    >>> layout.cu_seqlens_q, layout.cu_seqlens_k
+    (tensor([0, 4, 5], dtype=torch.int32), tensor([0, 4, 7], dtype=torch.int32))
+    >>> layout.key_index.split(layout.key_lengths)
+    (tensor([0, 1, 2, 3]), tensor([0, 1, 4]))
+
+    ```
     """
 
     batch_shape: tuple[int, int]
@@ -79,24 +104,26 @@ class Layout:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     spans: tuple[int, ...]
-    positions_among: torch.Tensor | None = None
+    key_source_positions: torch.Tensor | None = None
 
     @classmethod
-    def of_segments(cls, queries: Sequence[int], keys: Sequence[int], **others: Any) -> Self:
-        """A layout of segments with so many `queries` and `keys` each, on the device of its `positions`."""
-        device = others["positions"].device
-        bounds = to_device_async(cu_seqlens_of(queries), device)
+    def of_segments(cls, query_lengths: Sequence[int], key_lengths: Sequence[int], **fields: Any) -> Self:
+        """A layout with segments of these lengths, on the device of its `positions`; `fields` are its other fields."""
+        device = fields["positions"].device
+        cu_seqlens_q = cu_seqlens_k = to_device_async(cu_seqlens_of(query_lengths), device)
+        if list(query_lengths) != list(key_lengths):  # else one object, see `cu_seqlens_q`
+            cu_seqlens_k = to_device_async(cu_seqlens_of(key_lengths), device)
         return cls(
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds if list(queries) == list(keys) else to_device_async(cu_seqlens_of(keys), device),
-            query_lengths=tuple(queries),
-            key_lengths=tuple(keys),
-            **others,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            query_lengths=tuple(query_lengths),
+            key_lengths=tuple(key_lengths),
+            **fields,
         )
 
     @property
     def padded_tokens(self) -> int:
-        """`B * L`, what the padded computation puts through the decoder."""
+        """`B * L`: tokens that the decoder computes for the padded batch."""
         return self.batch_shape[0] * self.batch_shape[1]
 
     @property
@@ -106,86 +133,172 @@ class Layout:
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens that the packed computation puts through the decoder."""
+        """`T`: tokens of the packed row."""
         return self.packed_index.numel()
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that a forward of this layout computes."""
+        """Tokens that a forward with this layout computes; fewer than `T` if it reads tokens of other forwards."""
         return self.packed_tokens
 
     @property
     def last_index(self) -> torch.Tensor:
-        """Where the last real token of each row stands in the flattened batch, `(B,)`."""
+        """Index of each row's last real token in the flattened batch, `(B,)`."""
         B, L = self.batch_shape
         ends = torch.arange(1, B + 1, device=self.real_index.device) * L
+        # `real_index` ascends: the last real token of a row is the one before the first at or after the row's end.
         return self.real_index[torch.searchsorted(self.real_index, ends) - 1]
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of a segment."""
+        """Most queries and most keys of a segment: `(max_seqlen_q, max_seqlen_k)`."""
         return max(self.query_lengths), max(self.key_lengths)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Most queries of a segment, as flash-attn names it."""
+        return self.longest[0]
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Most keys of a segment, as flash-attn names it."""
+        return self.longest[1]
 
     @property
     def key_positions(self) -> torch.Tensor:
         """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
-        among = self.positions if self.positions_among is None else self.positions_among
-        return among if self.key_index is None else among.index_select(0, self.key_index)
+        positions = self.positions if self.key_source_positions is None else self.key_source_positions
+        return positions if self.key_index is None else positions.index_select(0, self.key_index)
 
     @cached_property
-    def key_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_sort_order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        Places in `key_index` sorted by the token that they name, and where those of each token begin among them:
-        the order in which the gradients of keys are summed, as [`torch.nn.functional.embedding_bag`] takes it.
+        Places in `key_index`, sorted by token, and the first of these places of each token.
+
+        The gradient of a token is the sum over its places: `input` and `offsets` of
+        [`torch.nn.functional.embedding_bag`].
+
+        Example: tokens 0 and 1 are keys of two segments.
+
+        ```python
+        >>> import torch
+        >>> from trl_padfix import prefix_sharing_layout
+
+        >>> layout = prefix_sharing_layout(torch.tensor([[1, 2, 3], [1, 2, 5]]), torch.ones(2, 3))
+        >>> layout.key_index
+        tensor([0, 1, 2, 0, 1, 3])
+        >>> layout.key_sort_order
+        (tensor([0, 3, 1, 4, 2, 5]), tensor([0, 2, 4, 5]))
+
+        ```
         """
         assert self.key_index is not None
-        among = self.positions if self.positions_among is None else self.positions_among
-        with torch.inference_mode(False):  # it may serve a forward with gradients later
+        positions = self.positions if self.key_source_positions is None else self.key_source_positions
+        # Stable, so that a sum has one order and gradients are the same in each run. No inference tensors: a forward
+        # with gradients may use the cached value later.
+        with torch.inference_mode(False):
             tokens, order = self.key_index.sort(stable=True)
-            return order, torch.searchsorted(tokens, torch.arange(len(among), device=tokens.device))
+            return order, torch.searchsorted(tokens, torch.arange(len(positions), device=tokens.device))
 
     @property
     def gathered_keys(self) -> int:
-        """Keys that each layer gathers before it attends."""
+        """Keys that each attention layer gathers."""
         return 0 if self.key_index is None else self.key_index.numel()
 
     @property
     def is_trivial(self) -> bool:
-        """Whether there is nothing to remove and to share: the padded computation is the packed one."""
+        """Whether the batch has neither padding nor shared prefixes: then it runs as it is."""
+        # In a packed batch a row without padding may have several segments, which must be kept apart.
         return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
 
     @property
     def sharing_pays(self) -> bool:
         """
-        Whether the tokens that are saved cost more than the keys that every layer gathers for it: little for each, but
-        of whole rows, however short the prefix is that they share.
+        Whether the shared tokens cost more than the keys that each layer gathers.
+
+        A gathered key costs little, but a layer gathers all keys of a row, however short its shared prefix is.
         """
-        return (self.real_tokens - self.packed_tokens) * KEYS_PER_TOKEN >= self.gathered_keys
+        return (self.real_tokens - self.packed_tokens) * GATHERED_KEYS_PER_TOKEN >= self.gathered_keys
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
         return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
 
-    def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
+    def packed_index_of(self, flat_index: torch.Tensor) -> torch.Tensor:
         """
         Packed tokens that compute the real tokens at `flat_index` (`row * L + column` in the padded batch).
 
         Args:
             flat_index (`torch.Tensor` of shape `(n,)`):
-                Places of real tokens. A place that holds padding has no packed token; asking for it is an error of
-                the caller that is not detected.
+                Indices of real tokens. For the index of a masked token the result is any packed token; this is not
+                checked.
 
         Returns:
             `torch.Tensor` of shape `(n,)`.
+
+        Example:
+
+        ```python
+        >>> import torch
+        >>> from trl_padfix import padding_free_layout
+
+        >>> layout = padding_free_layout(torch.tensor([[0, 1, 1], [1, 1, 1]]))
+        >>> layout.packed_index_of(torch.tensor([2, 3]))
+        tensor([1, 2])
+
+        ```
         """
-        # Within bounds for any index: one that is out of range would end a CUDA context without a word.
+        # In range for any index: an index out of range would stop the CUDA context with an error that names no line.
         rank = torch.searchsorted(self.real_index, flat_index).clamp(max=self.real_tokens - 1)
         return rank if self.source is None else self.source[rank]
+
+    def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
+        """Deprecated name of [`Layout.packed_index_of`]: it returns indices, not positions."""
+        warnings.warn(
+            "`Layout.packed_positions_of` is deprecated: use `Layout.packed_index_of`, which does the same.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.packed_index_of(flat_index)
+
+    def dense_mask(self) -> torch.Tensor:
+        """
+        The attention mask that the segments describe, written out; for tests and readers, not for computing.
+
+        Returns:
+            `torch.Tensor` of shape `(T, T)`, bool: `True` where the packed token of the row sees that of the column.
+            If `key_index` indexes other tokens than the packed ones, there is a column for each of those.
+
+        Example: the rows 1-2-3 and 1-5; the packed row is 1-2-3-5.
+
+        ```python
+        >>> import torch
+        >>> from trl_padfix import prefix_sharing_layout
+
+        >>> ids = torch.tensor([[1, 2, 3], [1, 5, 0]])
+        >>> prefix_sharing_layout(ids, (ids > 0).long()).dense_mask().int()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 1, 1, 0],
+                [1, 0, 0, 1]], dtype=torch.int32)
+
+        ```
+        """
+        columns = self.packed_tokens if self.key_source_positions is None else len(self.key_source_positions)
+        keys = torch.arange(columns, device=self.positions.device) if self.key_index is None else self.key_index
+        mask = self.positions.new_zeros(self.packed_tokens, columns, dtype=torch.bool)
+        end = 0
+        for queries, path in zip(self.query_lengths, keys.split(self.key_lengths), strict=True):
+            end += queries
+            for n in range(queries):
+                # Aligned to the bottom right: the last query sees the whole path, the query before it one key less.
+                mask[end - 1 - n, path[: len(path) - n]] = True
+        return mask
 
 
 def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
-    Gather the packed tokens of a padded batch into one row.
+    Gather the packed tokens of a padded batch into one row: flash-attn's `unpad_input`.
 
     Args:
         x (`torch.Tensor` of shape `(B, L, ...)`):
@@ -206,13 +319,15 @@ def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
-    Lay packed values back out as a padded batch. Padding becomes zero; a shared token is given to each of its rows.
+    Scatter packed values to a padded batch: flash-attn's `pad_input`.
+
+    Padding becomes zero. The value of a shared token is copied to each of its rows.
 
     Args:
         x (`torch.Tensor` of shape `(1, T, ...)`):
             Packed values.
         layout ([`Layout`]):
-            The layout that they were packed with.
+            Layout that the values were packed with.
 
     Returns:
         `torch.Tensor` of shape `(B, L, ...)`.
@@ -227,6 +342,6 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
     if layout.real_tokens == layout.padded_tokens:
         return real.unflatten(0, layout.batch_shape)
-    # In place: these zeros are new, and a second copy of the padded batch would be its peak of memory.
+    # In place: no graph needs the zeros, and a second padded batch would be the peak of memory.
     padded = real.new_zeros(layout.padded_tokens, *real.shape[1:])
     return padded.index_copy_(0, layout.real_index, real).unflatten(0, layout.batch_shape)

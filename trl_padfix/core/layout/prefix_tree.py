@@ -1,7 +1,8 @@
 """
-The trie of prefix sharing: rows sorted, and the prefix of each that a row before it has computed already.
+The prefix tree: rows in sorted order, with the number of tokens that each shares with the row before it.
 
-Rows are compared as bytes and paths copied from the row before: time and memory are linear in the tokens.
+Rows are compared as bytes, and the path of a shared prefix is copied from the row before: time and memory are linear
+in the number of tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ __all__ = ["SortedRows", "common_bytes", "sort_by_keys", "sort_rows", "source_of
 
 
 class SortedRows(NamedTuple):
-    """Rows, sorted, and how many tokens each of them begins with that the row before it has too."""
+    """
+    Rows in sorted order.
+
+    Attributes:
+        order (`list[int]`): Row numbers, sorted by the content of the rows.
+        shared (`list[int]`): Tokens that each sorted row has in common with the one before: an LCP array.
+    """
 
     order: list[int]
     shared: list[int]
@@ -26,45 +33,82 @@ class SortedRows(NamedTuple):
 
 def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
     """
-    Sort rows of `lengths` by the keys that identify their tokens, each key `(R,)`.
+    Sort rows by the keys that identify their tokens.
 
-    In sorted order a row shares with all rows before it what it shares with the one just before it.
+    In sorted order the row just before has the longest shared prefix of all rows before.
+
+    Args:
+        keys_R (`list` of `torch.Tensor` of shape `(R,)`):
+            Keys of the tokens of all rows, one row after the other. Tokens are equal if all their keys are.
+        lengths (`list[int]`):
+            Tokens of each row.
+
+    Returns:
+        [`SortedRows`].
+
+    Example: the rows 1-2-3-4, 1-6 and 1-2-5 in the order 1-2-3-4, 1-2-5, 1-6.
+
+    ```python
+    >>> import torch
+
+    >>> sort_by_keys([torch.tensor([1, 2, 3, 4, 1, 6, 1, 2, 5])], [4, 2, 3])
+    SortedRows(order=[0, 2, 1], shared=[0, 2, 1])
+
+    ```
     """
     keys = np.stack([key.numpy() for key in keys_R], axis=1)
-    # Big-endian numbers, whose bytes sort as they do. The bits of all numbers together: one pass says whether 32 bits
-    # hold them, and none is negative.
+    # The bytes of big-endian numbers sort as the numbers do. The bitwise OR of all keys tells in one pass whether all
+    # fit into 31 bits and none is negative; then 4 bytes per key are enough.
     keys = keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")
     width = keys.itemsize * len(keys_R)
-    bounds = [0, *(width * np.cumsum(lengths)).tolist()]
-    every = keys.tobytes()
-    return sort_rows([every[begin:end] for begin, end in pairwise(bounds)], width)
+    ends = (width * np.cumsum(lengths)).tolist()
+    content = keys.tobytes()
+    return sort_rows([content[begin:end] for begin, end in pairwise([0, *ends])], width)
 
 
 def sort_rows(rows: Sequence[bytes], width: int) -> SortedRows:
-    """[`sort_by_keys`] of rows that are bytes already, `width` of them for each token."""
+    """[`sort_by_keys`] for rows that are bytes already, `width` bytes for each token."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     pairs = pairwise(rows[row] for row in order)
+    # Equal bytes may end within a token; the floor division drops such a part.
     return SortedRows(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
 
 
-def common_bytes(left: bytes, right: bytes) -> int:
-    """How many bytes `left` and `right` begin with in common."""
-    most = min(len(left), len(right))
-    one, other = (np.frombuffer(x, dtype=np.uint8, count=most) for x in (left, right))
-    parted = np.flatnonzero(one != other)
-    return int(parted[0]) if len(parted) else most
+def common_bytes(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix of two byte strings."""
+    shorter = min(len(a), len(b))
+    a_bytes, b_bytes = (np.frombuffer(x, dtype=np.uint8, count=shorter) for x in (a, b))
+    differing = np.flatnonzero(a_bytes != b_bytes)
+    return int(differing[0]) if len(differing) else shorter
 
 
 def source_of_real_tokens(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
     """
-    The packed token that computes each real token, `(R,)`.
+    Packed token that computes each real token: `Layout.source`.
 
-    `rows` are sorted: where each begins among the real tokens, how many tokens it shares, and its length.
+    Args:
+        rows (`list[tuple[int, int, int]]`):
+            In sorted order, for each row: its first real token, the tokens that it shares with the row before in
+            sorted order, and its length.
+        tokens (`int`):
+            Number of real tokens, `R`.
+
+    Returns:
+        `torch.Tensor` of shape `(R,)`.
+
+    Example: 1-2-3-4, 1-6 and 1-2-5 stand one after the other. The packed tokens are 1-2-3-4, then 5, then 6.
+
+    ```python
+    >>> source_of_real_tokens([(0, 0, 4), (6, 2, 3), (4, 1, 2)], 9)
+    tensor([0, 1, 2, 3, 0, 5, 0, 1, 4])
+
+    ```
     """
     source = np.empty(tokens, dtype=np.int64)
     before = packed = 0
-    for begin, own, length in rows:
-        source[begin : begin + own] = source[before : before + own]
-        source[begin + own : begin + length] = np.arange(packed, packed + length - own)
-        before, packed = begin, packed + length - own
+    for begin, shared, length in rows:
+        # A copy of the row just before is enough: in sorted order no earlier row shares more with this one.
+        source[begin : begin + shared] = source[before : before + shared]
+        source[begin + shared : begin + length] = np.arange(packed, packed + length - shared)
+        before, packed = begin, packed + length - shared
     return torch.from_numpy(source)

@@ -1,10 +1,13 @@
 """
-Layouts of a step that is computed in pieces, each distinct token of it once.
+Layouts of a step whose micro-batches share prefixes, so that each distinct token of the step is computed once.
 
-A piece is a padded batch of whole rows. Tokens that several pieces need form *trunks*, one for those that the same
-first and the same last piece need. A trunk has a forward of its own, before that of its first piece; the forward of a
-piece computes what no trunk has, and looks at the trunks for the rest of its rows. Pieces come depth first, so trunks
-that are needed at one time are about one path.
+A micro-batch is a padded batch of full rows. Tokens that several micro-batches need form *shared prefixes*: tokens
+with the same first and the same last user are one shared prefix. Each shared prefix has a forward of its own, just
+before its first user. The forward of a micro-batch computes its other tokens, and reads the states of the shared
+prefixes.
+
+Micro-batches come depth first, so the shared prefixes that are in memory together are about one path of the prefix
+tree.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +24,20 @@ from .build import prefix_sharing_layout
 from .layout import Layout
 
 
+if TYPE_CHECKING:
+    from ..call.prefix_states import PrefixStates
+
+
 __all__ = ["PrefixPlan", "PrefixedLayout", "SharedPrefix", "plan_shared_prefixes"]
 
-FORWARD = 128
-"""Tokens that are computed in the time that one more forward takes, about: a trunk that saves fewer is none."""
+MIN_SAVED_TOKENS = 128
+"""A prefix forward costs about as much as 128 tokens. A prefix that saves fewer is computed in each micro-batch."""
 
-STATES = 1 / 8
-"""What the keys and values of a token need of the memory that its activations need, with their gradients, about."""
+KV_MEMORY_FRACTION = 1 / 8
+"""Memory of a token's keys, values and their gradients, as a fraction of that of its activations; about."""
+
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+"""The tokens of a dummy forward, which only matches the collectives of other processes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,59 +45,63 @@ class PrefixedLayout(Layout):
     """
     Layout of a forward whose rows begin with tokens that other forwards have computed.
 
-    As a [`Layout`] it is that of the padded batch: its packed tokens are those of the `outer` trunks, trunk after
-    trunk, and then those that the forward computes.
+    As a [`Layout`] it is that of the padded batch. Its packed tokens are those of the shared prefixes that the forward
+    reads, prefix after prefix, followed by the new ones, which the forward computes.
 
     Attributes:
-        own ([`Layout`], *optional*): What the forward computes; its keys are numbered as above. `None` for nothing.
-        outer (`tuple[int, ...]`): Numbers of the trunks that it looks at.
-        is_trunk (`bool`): Whether it is a trunk: nobody reads what its forward returns.
-        forks (`tuple[int, ...]`): Which of its own tokens, if it is a trunk, other forwards go on behind.
-        sight ([`PrefixStates`], *optional*): Their states, in a forward that is running.
+        new ([`Layout`], *optional*): The tokens that the forward computes, with keys among all packed tokens. `None`
+            if the forward computes none.
+        prefixes (`tuple[int, ...]`): Numbers of the shared prefixes that the forward reads.
+        is_prefix (`bool`): Whether this is the forward of a shared prefix, whose output nothing reads.
+        fork_tokens (`tuple[int, ...]`): For a shared prefix: indices among its new tokens of those that the paths of
+            other forwards continue from.
+        prefix_states ([`PrefixStates`], *optional*): States of the `prefixes`, while the forward runs.
     """
 
-    own: Layout | None = None
-    outer: tuple[int, ...] = ()
+    new: Layout | None = None
+    prefixes: tuple[int, ...] = ()
     is_prefix: bool = False
-    forks: tuple[int, ...] = ()
-    prefix_states: Any = None
+    fork_tokens: tuple[int, ...] = ()
+    prefix_states: PrefixStates | None = None
 
+    # Also without padding: the forward must record or read prefix states.
     is_trivial = False  # type: ignore[assignment]
 
     @property
     def computed_tokens(self) -> int:
         """Tokens that the forward computes."""
-        return 0 if self.own is None else self.own.packed_tokens
+        return 0 if self.new is None else self.new.packed_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefix:
     """
-    Tokens that several pieces need.
+    Tokens that several micro-batches need.
 
     Attributes:
-        first, last (`int`): The first and the last piece that need them.
-        tokens (`int`): How many they are.
-        again (`bool`): Whether they are computed a second time for the last piece, and only keys and values kept.
-        layouts (`dict[int, PrefixedLayout]`): Those of its forward, in the batch of the first piece and, if it is
-            computed again, of the last one.
+        first_user, last_user (`int`): The first and the last micro-batch that need the tokens.
+        tokens (`int`): Their number.
+        recompute (`bool`): Whether only keys and values are kept until the last user. For the last user the tokens are
+            computed a second time, with their graph.
+        layouts (`dict[int, PrefixedLayout]`): Layouts of the prefix forward, by the micro-batch whose rows it runs on:
+            the first user and, if the prefix is recomputed, the last one.
     """
 
-    first: int
-    last: int
+    first_user: int
+    last_user: int
     tokens: int
-    again: bool
+    recompute: bool
     layouts: dict[int, PrefixedLayout]
 
 
 @dataclass(frozen=True, eq=False)
 class PrefixPlan:
     """
-    How the pieces of a step are computed.
+    Layouts of the micro-batches of a step and of their shared prefixes.
 
     Attributes:
-        layouts (`dict[int, PrefixedLayout]`): One for each piece.
-        trunks (`dict[int, SharedPrefix]`): By number; each looks at those before it only.
+        layouts (`dict[int, PrefixedLayout]`): The layout of each micro-batch.
+        prefixes (`dict[int, SharedPrefix]`): Shared prefixes by number; each reads only those with smaller numbers.
     """
 
     layouts: dict[int, PrefixedLayout]
@@ -95,213 +109,321 @@ class PrefixPlan:
 
     @property
     def summary(self) -> str:
-        """What is computed once and what twice, in a sentence."""
-        again = [prefix.tokens for prefix in self.prefixes.values() if prefix.again]
+        """A sentence for the log: the number of shared tokens, and how many of them are computed twice."""
+        tokens = sum(prefix.tokens for prefix in self.prefixes.values())
+        recomputed = [prefix.tokens for prefix in self.prefixes.values() if prefix.recompute]
         text = (
-            f"The {len(self.layouts)} micro-batches of this step have {len(self.prefixes)} prefixes in common, of "
-            f"{sum(prefix.tokens for prefix in self.prefixes.values())} tokens, which are computed once for all of them"
+            f"The {len(self.layouts)} micro-batches of this step share {len(self.prefixes)} prefixes of {tokens} "
+            "tokens in total, which are computed once for all micro-batches"
         )
-        if not again:
+        if not recomputed:
             return f"{text}."
-        return f"{text}; {len(again)} of them ({sum(again)} tokens) a second time, for which less is kept meanwhile."
+        return f"{text}. To save memory, {len(recomputed)} of them ({sum(recomputed)} tokens) are computed twice."
 
 
 def plan_shared_prefixes(
     batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int, gather: Callable[[list], list] | None = None
 ) -> PrefixPlan | None:
     """
-    The layouts of pieces and of their trunks.
+    Plan the forwards of a step: find the shared prefixes of its micro-batches and build all layouts.
 
     Args:
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
-            Ids and mask of each piece, `(b, l)` both, on the host.
+            Ids and mask of each micro-batch, both `(b, l)`, on the host.
         budget (`int`):
-            Tokens whose activations are to be kept at one time. Where pieces and the trunks that they need are more,
-            trunks that later pieces need too are computed again for the last of them.
+            Most tokens whose activations are kept at a time. If a micro-batch and the prefixes in memory exceed it,
+            prefixes that later micro-batches need too keep only keys and values, and are recomputed for the last one.
         gather (`Callable[[list], list]`, *optional*):
-            Joins lists of all processes that have as many pieces, where these have to run like forwards: what one
-            computes as a trunk is a trunk on all of them, if need be of one token that nobody looks at.
+            Concatenates lists of all processes, which must have equally many micro-batches. If given, all processes
+            run the same forwards: a process that lacks a shared prefix runs a dummy forward of one token for it.
 
     Returns:
-        [`PrefixPlan`], or `None` where pieces have too little in common.
+        [`PrefixPlan`], or `None` if the micro-batches have too little in common.
     """
-    step = _StepPrefixTree(batches)
-    groups = step.groups()
-    again = step.computed_again(groups, budget)
+    tree = _StepPrefixTree(batches)
+    spans = tree.find_shared_prefixes()
+    recompute = tree.choose_recomputed(spans, budget)
     if gather is not None:
-        groups, again = _of_all_processes(groups, again, gather)
-    if not groups:
+        spans, recompute = _union_over_processes(spans, recompute, gather)
+    if not spans:
         return None
-    owner = _owner(step.tokens, groups)
+    owner = _prefix_of_token(tree.tokens, spans)
     prefixes: dict[int, SharedPrefix] = {}
-    for n, (first, last, tokens) in enumerate(groups):
-        forks = step.forks(owner, n, tokens)
-        layouts = {
-            i: replace(step.layout(i, owner, groups, prefix=n), forks=forks)
-            for i in ((first, last) if again[n] else (first,))
-        }
-        prefixes[n] = SharedPrefix(first, last, len(tokens), again[n], layouts)
-    pieces = {i: step.layout(i, owner, groups) for i in range(len(batches))}
-    for i, layout in pieces.items():
-        if gather is not None and layout.own is None:  # a forward in its place
-            groups.append((i, i, NO_TOKENS))
+    for n, (first_user, last_user, tokens) in enumerate(spans):
+        fork_tokens = tree.fork_tokens(owner, n, tokens)
+        users = (first_user, last_user) if recompute[n] else (first_user,)
+        layouts = {i: replace(tree.layout(i, owner, spans, prefix=n), fork_tokens=fork_tokens) for i in users}
+        prefixes[n] = SharedPrefix(first_user, last_user, len(tokens), recompute[n], layouts)
+    micro_batches = {i: tree.layout(i, owner, spans) for i in range(len(batches))}
+    for i, layout in micro_batches.items():
+        if gather is not None and layout.new is None:  # a dummy forward stands for the forward of the micro-batch
+            spans.append(_PrefixSpan(i, i, NO_TOKENS))
             n = len(prefixes)
-            prefixes[n] = SharedPrefix(i, i, 0, False, {i: step.layout(i, owner, groups, prefix=n)})
-    return PrefixPlan(pieces, prefixes)
+            prefixes[n] = SharedPrefix(i, i, 0, False, {i: tree.layout(i, owner, spans, prefix=n)})
+    return PrefixPlan(micro_batches, prefixes)
 
 
-_PrefixSpan = tuple[int, int, np.ndarray]
-"""First piece, last piece and tokens of a trunk."""
+class _PrefixSpan(NamedTuple):
+    """A shared prefix before it has layouts: its first and last user, and its tokens in the tree."""
 
-NO_TOKENS = np.zeros(0, dtype=np.int64)
-"""The tokens of a forward that is run because other processes run one."""
+    first_user: int
+    last_user: int
+    tokens: np.ndarray
 
 
-def _owner(tokens: int, groups: list[_PrefixSpan]) -> np.ndarray:
-    """The group of each token; -1 for none."""
+def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
+    """Number of the shared prefix that each of the tree's `tokens` belongs to; -1 for none."""
     owner = np.full(tokens, -1)
-    for n, (_, _, of_group) in enumerate(groups):
-        owner[of_group] = n
+    for n, span in enumerate(spans):
+        owner[span.tokens] = n
     return owner
 
 
-def _of_all_processes(
-    groups: list[_PrefixSpan], again: list[bool], gather: Callable[[list], list]
+def _union_over_processes(
+    spans: list[_PrefixSpan], recompute: list[bool], gather: Callable[[list], list]
 ) -> tuple[list[_PrefixSpan], list[bool]]:
-    """The trunks that any process has, without tokens where it is another one, and which are computed again."""
-    own = {(first, last): tokens for first, last, tokens in groups}
-    found: dict[tuple[int, int], bool] = {}
-    for key, is_again in gather([*zip(own, again, strict=True)]):
-        found[key] = found.get(key, False) or is_again
-    keys = sorted(found, key=lambda key: (key[0], -key[1]))
-    return [(*key, own.get(key, NO_TOKENS)) for key in keys], _seen_with_graph(keys, [found[key] for key in keys])
+    """
+    Union of the shared prefixes of all processes, and which of them are recomputed.
+
+    A prefix that this process lacks has no tokens here: a dummy forward keeps the collectives matched.
+    """
+    tokens = {(first_user, last_user): tokens for first_user, last_user, tokens in spans}
+    is_recomputed: dict[tuple[int, int], bool] = {}
+    for users, is_recomputed_there in gather([*zip(tokens, recompute, strict=True)]):
+        is_recomputed[users] = is_recomputed.get(users, False) or is_recomputed_there
+    # The order of `find_shared_prefixes`.
+    all_users = sorted(is_recomputed, key=lambda users: (users[0], -users[1]))
+    union = [_PrefixSpan(*users, tokens.get(users, NO_TOKENS)) for users in all_users]
+    return union, _recompute_dependents(all_users, [is_recomputed[users] for users in all_users])
 
 
-def _seen_with_graph(spans: list[tuple[int, int]], again: list[bool]) -> list[bool]:
-    """What looks at a trunk that is computed again for the same piece has to see it with its graph."""
-    for n, (_, last) in enumerate(spans):
-        again[n] = again[n] or any(again[m] and spans[m][1] == last for m in range(n))
-    return again
+def _recompute_dependents(users: list[tuple[int, int]], recompute: list[bool]) -> list[bool]:
+    """
+    Recompute each prefix that ends with the same micro-batch as a recomputed prefix before it.
+
+    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both. `users`
+    are the first and the last user of each prefix.
+    """
+    for n, (_, last_user) in enumerate(users):
+        recompute[n] = recompute[n] or any(recompute[m] and users[m][1] == last_user for m in range(n))
+    return recompute
+
+
+class _Numbering(NamedTuple):
+    """
+    Packed tokens of one forward.
+
+    Attributes:
+        number (`np.ndarray` of shape `(tokens of the tree,)`): Packed token of each token of the tree; -1 for tokens
+            that the forward neither reads nor computes.
+        tokens (`np.ndarray` of shape `(T,)`): Token of the tree of each packed token: the inverse of `number`.
+        paths (`list[np.ndarray]`): Path of each segment, as tokens of the tree.
+        query_lengths (`list[int]`): New tokens of each segment.
+    """
+
+    number: np.ndarray
+    tokens: np.ndarray
+    paths: list[np.ndarray]
+    query_lengths: list[int]
 
 
 class _StepPrefixTree:
-    """The trie of all rows of a step: its tokens are numbered depth first."""
+    """
+    The prefix tree of all rows of a step, whose tokens are numbered depth first.
+
+    Attributes:
+        tokens (`int`): Number of tokens in the tree.
+        positions (`np.ndarray` of shape `(tokens,)`): Position of each token in its rows.
+        paths (`list[list[np.ndarray]]`): For each micro-batch and each of its rows, the row's tokens in the tree.
+        masks (`list[np.ndarray]`): Mask of each micro-batch, `(b, l)`, bool.
+        tokens_of_batch (`list[np.ndarray]`): The tokens that each micro-batch needs, ascending.
+
+    Example: the micro-batches 1-2-3 and 1-2-4 share the prefix 1-2, and 1-5 shares 1 with them. The tree's tokens are
+    1, 2, 3, 4, 5. Token 0 has the first user 0 and the last user 2, token 1 has 0 and 1: two prefixes.
+
+    ```python
+    >>> import torch
+
+    >>> rows = [torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 4]]), torch.tensor([[1, 5]])]
+    >>> tree = _StepPrefixTree([(row, torch.ones_like(row)) for row in rows])
+    >>> [paths[0].tolist() for paths in tree.paths]
+    [[0, 1, 2], [0, 1, 3], [0, 4]]
+    >>> spans = [_PrefixSpan(0, 2, np.array([0])), _PrefixSpan(0, 1, np.array([1]))]
+    >>> owner = _prefix_of_token(tree.tokens, spans)
+    >>> owner.tolist()
+    [0, 1, -1, -1, -1]
+    >>> layout = tree.layout(1, owner, spans)  # of 1-2-4
+    >>> layout.prefixes, layout.packed_index.tolist(), layout.source.tolist()
+    ((0, 1), [0, 1, 2], [0, 1, 2])
+    >>> layout.new.query_lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
+    ((1,), [0, 1, 2], [2])
+    >>> tree.fork_tokens(owner, 0, spans[0].tokens)  # 1-2 and 1-5 part behind the only token of prefix 0
+    (0,)
+
+    ```
+    """
 
     def __init__(self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]):
+        # One padded batch of all rows. Prefixes are compared by position in the row, so any side of padding will do.
         width = max(ids.shape[1] for ids, _ in batches)
         ids, mask = (
-            torch.cat([torch.nn.functional.pad(x.to(torch.int64), (0, width - x.shape[1])) for x in given])
-            for given in zip(*batches, strict=True)
+            torch.cat([torch.nn.functional.pad(x.to(torch.int64), (0, width - x.shape[1])) for x in tensors])
+            for tensors in zip(*batches, strict=True)
         )
-        trie = prefix_sharing_layout(ids, mask)
-        source = trie.source if trie.source is not None else torch.arange(trie.real_tokens)
-        self.tokens, self.positions = trie.packed_tokens, trie.positions.numpy()
+        layout = prefix_sharing_layout(ids, mask)
+        source = layout.source if layout.source is not None else torch.arange(layout.real_tokens)
+        # `prefix_sharing_layout` sorts the rows, which numbers the packed tokens depth first.
+        self.tokens, self.positions = layout.packed_tokens, layout.positions.numpy()
         paths = np.split(source.numpy(), np.cumsum(mask.sum(1).numpy())[:-1])
         ends = np.cumsum([0, *(len(ids) for ids, _ in batches)])
         self.paths = [paths[begin:end] for begin, end in pairwise(ends)]
         self.masks = [mask.numpy() != 0 for _, mask in batches]
-        self.needed = [np.unique(np.concatenate(paths)) for paths in self.paths]
+        self.tokens_of_batch = [np.unique(np.concatenate(paths)) for paths in self.paths]
 
-    def groups(self) -> list[_PrefixSpan]:
-        """The trunks, each behind those that it looks at."""
-        first, last = np.full(self.tokens, len(self.paths)), np.full(self.tokens, -1)
+    def find_shared_prefixes(self) -> list[_PrefixSpan]:
+        """Shared prefixes that are worth a forward; each comes after all that it reads."""
+        count = len(self.paths)
+        first_user, last_user = np.full(self.tokens, count), np.full(self.tokens, -1)
         users = np.zeros(self.tokens, dtype=np.int64)
-        for i, tokens in enumerate(self.needed):
-            first[tokens] = np.minimum(first[tokens], i)
-            last[tokens] = i
+        for i, tokens in enumerate(self.tokens_of_batch):
+            first_user[tokens] = np.minimum(first_user[tokens], i)
+            last_user[tokens] = i
             users[tokens] += 1
         shared = np.flatnonzero(users > 1)
-        keys = first[shared] * len(self.paths) + (len(self.paths) - 1 - last[shared])
-        found = [shared[keys == key] for key in np.unique(keys)]
-        # One that saves little is computed by each of its pieces, unless another one looks at it.
-        kept: list[_PrefixSpan] = []
-        needed = np.zeros(self.tokens, dtype=bool)
-        for tokens in reversed(found):
-            if int((users[tokens] - 1).sum()) >= FORWARD or needed[tokens].any():
-                kept.append((int(first[tokens[0]]), int(last[tokens[0]]), tokens))
-                for path in self.paths[kept[-1][0]]:
+        # Sort key: first user ascending, last user descending. The users of a token include those of all tokens behind
+        # it on a path, so an enclosing prefix comes before those that depend on it.
+        keys = first_user[shared] * count + (count - 1 - last_user[shared])
+        candidates = [shared[keys == key] for key in np.unique(keys)]
+        spans: list[_PrefixSpan] = []
+        is_read = np.zeros(self.tokens, dtype=bool)  # whether a chosen prefix reads the token
+        # From the last to the first: a prefix that saves little is chosen if a chosen prefix after it reads it.
+        for tokens in reversed(candidates):
+            saved = int((users[tokens] - 1).sum())
+            if saved >= MIN_SAVED_TOKENS or is_read[tokens].any():
+                span = _PrefixSpan(int(first_user[tokens[0]]), int(last_user[tokens[0]]), tokens)
+                spans.append(span)
+                for path in self.paths[span.first_user]:
                     on_path = np.flatnonzero(np.isin(path, tokens))
                     if len(on_path):
-                        needed[path[: on_path[-1]]] = True
-        return kept[::-1]
+                        is_read[path[: on_path[-1]]] = True
+        return spans[::-1]
 
-    def computed_again(self, groups: list[_PrefixSpan], budget: int) -> list[bool]:
-        """Of each trunk, whether its activations would not fit beside the pieces before its last one."""
-        owner = _owner(self.tokens, groups)
-        again = [False] * len(groups)
-        for i, tokens in enumerate(self.needed):
+    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> list[bool]:
+        """Whether each prefix is recomputed, because its activations do not fit beside its users but the last one."""
+        owner = _prefix_of_token(self.tokens, spans)
+        lengths = [len(span.tokens) for span in spans]
+        recompute = [False] * len(spans)
+        for i, tokens in enumerate(self.tokens_of_batch):
+            # Memory while micro-batch `i` runs, in tokens with activations: its new tokens and the prefixes alive.
             load = int((owner[tokens] < 0).sum())
-            alive = [n for n, (first, last, _) in enumerate(groups) if first <= i <= last]
-            load += sum(len(groups[n][2]) * (STATES if again[n] and groups[n][1] > i else 1) for n in alive)
-            for n in sorted(alive, key=lambda n: -len(groups[n][2])):
-                if load > budget and groups[n][1] > i and not again[n]:
-                    again[n] = True
-                    load -= len(groups[n][2]) * (1 - STATES)
-        return _seen_with_graph([(first, last) for first, last, _ in groups], again)
+            alive = [n for n, span in enumerate(spans) if span.first_user <= i <= span.last_user]
+            is_reduced = {n: recompute[n] and spans[n].last_user > i for n in alive}
+            load += sum(lengths[n] * (KV_MEMORY_FRACTION if is_reduced[n] else 1) for n in alive)
+            # Greedy: the largest prefixes first, until the activations fit the budget.
+            for n in sorted(alive, key=lambda n: -lengths[n]):
+                if load > budget and spans[n].last_user > i and not recompute[n]:
+                    recompute[n] = True
+                    load -= lengths[n] * (1 - KV_MEMORY_FRACTION)
+        return _recompute_dependents([(span.first_user, span.last_user) for span in spans], recompute)
 
-    def forks(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
-        """At which of the `tokens` of a trunk paths leave it."""
-        ends = [path[:-1][(owner[path[:-1]] == prefix) & (owner[path[1:]] != prefix)] for path in chain(*self.paths)]
-        return tuple(np.searchsorted(tokens, np.unique(np.concatenate(ends))).tolist())
+    def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
+        """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
+        forks = [path[:-1][(owner[path[:-1]] == prefix) & (owner[path[1:]] != prefix)] for path in chain(*self.paths)]
+        return tuple(np.searchsorted(tokens, np.unique(np.concatenate(forks))).tolist())
 
-    def layout(self, i: int, owner: np.ndarray, groups: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
-        """The layout of a piece, or of a `prefix` in its batch."""
-        paths, real = self.paths[i], np.flatnonzero(self.masks[i])
-        source = np.concatenate(paths)
-        columns = np.split(real, np.cumsum([len(path) for path in paths])[:-1])
-        is_empty = prefix >= 0 and not len(groups[prefix][2])
-        if is_empty:  # a token that looks at nothing
-            paths, columns = [paths[0][:1]], [columns[0][:1]]
-        elif prefix >= 0:  # the rows up to their last token in the trunk
-            ends = [np.flatnonzero(owner[path] == prefix)[-1:] + 1 for path in paths]
-            paths = [path[: end[0]] for path, end in zip(paths, ends, strict=True) if len(end)]
-            columns = [places[: end[0]] for places, end in zip(columns, ends, strict=True) if len(end)]
-        needed = np.concatenate(paths)
-        outer = [] if is_empty else [n for n in np.unique(owner[needed]).tolist() if n not in (-1, prefix)]
-        tokens = [np.zeros(0, dtype=np.int64), *(groups[n][2] for n in outer)]
-        first = at = sum(map(len, tokens))
-        local = np.full(self.tokens, -1)
-        local[np.concatenate(tokens)] = np.arange(at)
-        queries, seen = [], []
-        # The trie is numbered depth first: by their last tokens its paths are in order. What has a number already, of
-        # a trunk or of a row before, is where a path begins.
-        for path in sorted(paths, key=lambda path: path[-1]):
-            new = path[local[path] < 0]
-            if len(new):
-                local[new] = np.arange(at, at + len(new))
-                at += len(new)
-                tokens.append(new)
-                queries.append(len(new))
-                seen.append(path)
-        positions = torch.from_numpy(self.positions[np.concatenate(tokens)])
-        place = np.zeros(at, dtype=np.int64)
-        place[local[needed]] = np.concatenate(columns)
-        packed = torch.from_numpy(place)
-        batch: dict[str, Any] = {"batch_shape": self.masks[i].shape, "real_index": torch.from_numpy(real)}
-        own, keys = None, [len(path) for path in seen]
-        if seen:
-            is_whole = not first and queries == keys
-            own = Layout.of_segments(
-                queries,
-                keys,
-                **batch,
-                source=None,
-                packed_index=packed[first:],
-                positions=positions[first:],
-                key_index=None if is_whole else torch.from_numpy(local[np.concatenate(seen)]),
-                spans=tuple((self.positions[[path[-1] for path in seen]] + 1).tolist()),
-                positions_among=None if is_whole else positions,
-            )
+    def layout(self, batch: int, owner: np.ndarray, spans: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
+        """
+        Layout of a micro-batch or, if `prefix` is given, of that prefix's forward on the rows of the micro-batch.
+
+        `owner` holds the shared prefix of each token. The class has an example.
+        """
+        is_dummy = prefix >= 0 and not len(spans[prefix].tokens)
+        paths, flat_index = self._paths_of(batch, owner, prefix, is_dummy)
+        tokens = np.concatenate(paths)
+        # A dummy forward reads nothing: its prefixes may not have been computed.
+        read = [] if is_dummy else [n for n in np.unique(owner[tokens]).tolist() if n not in (-1, prefix)]
+        numbering = self._numbering(paths, [spans[n].tokens for n in read])
+        T = len(numbering.tokens)
+        # A prefix may hold tokens that this micro-batch does not need: their index stays 0, and nothing reads it.
+        packed_index = np.zeros(T, dtype=np.int64)
+        packed_index[numbering.number[tokens]] = np.concatenate(flat_index)
+        # -1 marks tokens of the batch outside of this prefix forward. Nothing reads their output; 0 is a valid index.
+        source = torch.from_numpy(numbering.number[np.concatenate(self.paths[batch])]).clamp(min=0)
+        index_maps: dict[str, Any] = {
+            "batch_shape": self.masks[batch].shape,
+            "real_index": torch.from_numpy(np.flatnonzero(self.masks[batch])),
+            "packed_index": torch.from_numpy(packed_index),
+            "positions": torch.from_numpy(self.positions[numbering.tokens]),
+        }
         return PrefixedLayout.of_segments(
-            [at],
-            [at],
-            **batch,
-            source=torch.from_numpy(local[source]).clamp(min=0),
-            packed_index=packed,
-            positions=positions,
+            [T],
+            [T],
+            **index_maps,
+            source=source,
             key_index=None,
-            spans=(at,),
-            own=own,
-            outer=tuple(outer),
+            spans=(T,),
+            new=self._segments(numbering, index_maps),
+            prefixes=tuple(read),
             is_prefix=prefix >= 0,
+        )
+
+    def _paths_of(
+        self, batch: int, owner: np.ndarray, prefix: int, is_dummy: bool
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The paths of a forward's rows, as tokens of the tree, and their indices in the flattened micro-batch."""
+        paths, real_index = self.paths[batch], np.flatnonzero(self.masks[batch])
+        flat_index = np.split(real_index, np.cumsum([len(path) for path in paths])[:-1])
+        if is_dummy:  # one token, which sees only itself
+            return [paths[0][:1]], [flat_index[0][:1]]
+        if prefix < 0:
+            return paths, flat_index
+        # Rows up to and including their last token in the prefix; rows without such a token are left out.
+        ends = [np.flatnonzero(owner[path] == prefix)[-1:] + 1 for path in paths]
+        cut = [
+            (path[: end[0]], index[: end[0]])
+            for path, index, end in zip(paths, flat_index, ends, strict=True)
+            if len(end)
+        ]
+        return [path for path, _ in cut], [index for _, index in cut]
+
+    def _numbering(self, paths: list[np.ndarray], read_tokens: list[np.ndarray]) -> _Numbering:
+        """
+        Number the packed tokens of a forward: first the tokens that it reads, then the new ones of its `paths`.
+
+        `read_tokens` are the tokens of each prefix that the forward reads.
+        """
+        tokens = [NO_TOKENS, *read_tokens]
+        next_free = sum(map(len, tokens))
+        number = np.full(self.tokens, -1)
+        number[np.concatenate(tokens)] = np.arange(next_free)
+        segment_paths, query_lengths = [], []
+        # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. Tokens
+        # that have a number, of a prefix or of a row before, are then the begin of a path.
+        for path in sorted(paths, key=lambda path: path[-1]):
+            new = path[number[path] < 0]
+            if len(new):
+                number[new] = np.arange(next_free, next_free + len(new))
+                next_free += len(new)
+                tokens.append(new)
+                segment_paths.append(path)
+                query_lengths.append(len(new))
+        return _Numbering(number, np.concatenate(tokens), segment_paths, query_lengths)
+
+    def _segments(self, numbering: _Numbering, index_maps: dict[str, Any]) -> Layout | None:
+        """Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens."""
+        number, tokens, paths, query_lengths = numbering
+        if not paths:
+            return None
+        key_lengths = [len(path) for path in paths]
+        read = len(tokens) - sum(query_lengths)
+        keys_are_queries = not read and query_lengths == key_lengths
+        return Layout.of_segments(
+            query_lengths,
+            key_lengths,
+            **index_maps
+            | {"packed_index": index_maps["packed_index"][read:], "positions": index_maps["positions"][read:]},
+            source=None,
+            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(paths)]),
+            spans=tuple((self.positions[[path[-1] for path in paths]] + 1).tolist()),
+            key_source_positions=None if keys_are_queries else index_maps["positions"],
         )

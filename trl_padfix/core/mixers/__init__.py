@@ -1,1 +1,1 @@
-"""What in a decoder mixes tokens, and how each of it runs on a packed row."""
+"""The mixers of a decoder (modules in which tokens see each other), and the mode in which each runs when packed."""

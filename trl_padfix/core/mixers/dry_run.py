@@ -1,9 +1,9 @@
 """
-How a decoder calls its layers for rows.
+Record the arguments with which a decoder calls its layers for padded rows, by running it with stubbed layers.
 
-Masks, biases and positions of rows are made by each decoder in its own way. Instead of knowing these ways, the decoder
-is run over the rows with its layers left out: on a view of it, every layer is replaced by a stub that notes what it is
-called with and hands its hidden states on. No layer computes anything, and the decoder itself is left as it is.
+Each decoder makes the masks, biases and positions of rows in a way of its own. Instead of repeating these ways here,
+the decoder itself runs over the rows, on a view in which a stub stands for every layer. A stub records its arguments
+and returns its hidden states. No layer computes anything, and the decoder itself is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..context import outside_calls, within
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
 from ..model.views import view_of
-from .row_buckets import RowBuckets, of_rows
+from .row_buckets import RowBuckets, rows_of
 
 
 __all__ = ["DryRun", "LayerCalls"]
@@ -33,9 +33,17 @@ LayerCalls = dict[int, dict[str, Any]]
 
 class DryRun:
     """
-    Runs the decoder of a patch with its layers left out.
+    Runs the decoder of a patch with stubbed layers.
 
-    `packed` are its arguments for the packed tokens, `last_position` is the largest position of the padded call.
+    Args:
+        patch ([`ForwardPatch`]):
+            The patch of the decoder.
+        layers (`dict[str, torch.nn.Module]`):
+            Its layers by their names in it.
+        packed (`dict[str, Any]`):
+            Its arguments for the packed row.
+        last_position (`int` or `torch.Tensor`):
+            Largest position of the padded call.
     """
 
     def __init__(
@@ -46,100 +54,116 @@ class DryRun:
         last_position: int | torch.Tensor,
     ):
         self.patch, self.layers, self.last_position = patch, layers, last_position
-        # What is recomputed may come after the graph of the embeddings is gone; their values are all that is asked.
+        # Detached: a recomputation may come after the graph of the embeddings was freed, and only values are needed.
         arguments = {k: v for k, v in packed.items() if k != LAYOUT}
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
         self.accepted = packed.keys() | inspect.signature(type(patch.module).forward).parameters.keys()
 
     def __call__(self, rows: RowBuckets) -> list[LayerCalls]:
-        return [self._over(rows, block) for block in range(len(rows.tokens))]
+        """The arguments of the layers for the rows of each bucket."""
+        return [self._layer_calls(rows, bucket) for bucket in range(len(rows.tokens))]
 
-    def as_called(self) -> None:
-        """Run over the arguments as they are, to no end but to call the same parts as processes that need it."""
-        self._calls(self.packed, None)
+    def run_for_collectives(self) -> None:
+        """
+        Run over the packed arguments and discard the result.
 
-    def _over(self, rows: RowBuckets, block: int) -> LayerCalls:
-        given = {k: of_rows(v, v, rows, block) for k, v in self.packed.items()}
+        The calls match those of processes that need a dry run: under FSDP and ZeRO-3 modules run collectives.
+        """
+        self._run(self.packed, None)
+
+    def _layer_calls(self, rows: RowBuckets, bucket: int) -> LayerCalls:
+        arguments = {k: rows_of(v, v, rows, bucket) for k, v in self.packed.items()}
         if (packed := self.packed.get("position_ids")) is not None:
-            packed = packed.flatten(-2)  # `(T,)`, or `(n, T)` where a token has several
-            given["position_ids"] = packed[..., rows.tokens[block]] + rows.beyond[block]
-        fixed = {"attention_mask": mask_of_rows(rows.tokens[block], self.patch.module), "use_cache": False}
-        given |= {k: v for k, v in fixed.items() if k in self.accepted}
-        positions: Any = given.get("position_ids")
-        return self._calls(given, RowsCall(self.patch.module, positions, self.last_position))
+            packed = packed.flatten(-2)  # `(T,)`, or `(P, T)` where a token has several positions
+            # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.
+            arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
+        fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
+        arguments |= {k: v for k, v in fixed.items() if k in self.accepted}
+        positions: Any = arguments.get("position_ids")
+        return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
 
-    def _calls(self, given: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
-        for outputs in _OUTPUTS:
-            seen: LayerCalls = {}
-            forward = _forward_with_stubs(self.patch, self.layers, seen, outputs)
+    def _run(self, arguments: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
+        for hidden_states in _HIDDEN_STATES:
+            recorded_calls: LayerCalls = {}
+            forward = _forward_with_stubs(self.patch, self.layers, recorded_calls, hidden_states)
             try:
                 with torch.no_grad(), outside_calls(), within(rows=rows_call):
-                    forward(**given)
+                    forward(**arguments)
             except Exception as error:
                 if isinstance(error, ValueError | TypeError) and "unpack" in str(error):
-                    continue  # the layers return another number of outputs
-                # Behind the last layer the decoder may want more than the stubs give.
-                if len(seen) < len({id(layer) for layer in self.layers.values()}):
+                    continue  # the decoder expects another number of outputs from its layers
+                # Behind the last layer the decoder may need more than the stubs return: all calls are recorded then.
+                if len(recorded_calls) < len({id(layer) for layer in self.layers.values()}):
                     raise
-            return seen
+            return recorded_calls
         raise AssertionError("unreachable: a decoder unpacks between one and four outputs of a layer")
 
 
-class _Hidden(torch.Tensor):
-    """Hidden states that pass for the outputs of a layer, whether these are a tensor or a tuple."""
+class _HiddenStates(torch.Tensor):
+    """Hidden states that a decoder can use as a layer's output, whether it expects a tensor or a tuple."""
 
     outputs = 2
 
     def __getitem__(self, index: Any) -> Any:
+        # Decoders that expect a tuple take `outputs[0]`; slices and masks still index the tensor.
         return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, *([None] * (self.outputs - 1))))
 
 
-_OUTPUTS = tuple(type("_Hidden", (_Hidden,), {"outputs": n}) for n in (2, 3, 4, 1))
+# Classes by the number of outputs that a decoder unpacks, most frequent first: tried until no `unpack` error comes.
+_HIDDEN_STATES = tuple(type("_HiddenStates", (_HiddenStates,), {"outputs": n}) for n in (2, 3, 4, 1))
 
 
-class _Stub(nn.Module):
-    """Stands for a layer: notes how it is called, and returns the hidden states."""
+class _LayerStub(nn.Module):
+    """Replaces a layer: records the arguments of its call, and returns the hidden states."""
 
-    def __init__(self, layer: nn.Module, seen: LayerCalls, hidden: type[_Hidden]):
+    def __init__(self, layer: nn.Module, recorded_calls: LayerCalls, hidden_states: type[_HiddenStates]):
         super().__init__()
-        self.__dict__.update(_layer=layer, _seen=seen, _hidden=hidden)
+        # Past `nn.Module.__setattr__`, which would register the layer as a child of the stub.
+        self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls, _hidden_states=hidden_states)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
+        return getattr(self.__dict__["_layer"], name)  # decoders read attributes such as `attention_type`
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # without the hooks of a module
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # not `forward`: hooks of modules must not run
         layer = self.__dict__["_layer"]
         arguments = bind(type(layer).forward.__get__(layer), args, kwargs)
-        self.__dict__["_seen"].setdefault(id(layer), arguments)
+        self.__dict__["_recorded_calls"].setdefault(id(layer), arguments)  # a shared layer: its first call counts
         hidden = next(v for v in arguments.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
-        return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden"])
+        # `hidden` may already be the `_HiddenStates` of the layer before, so the cast starts from a plain tensor.
+        return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden_states"])
 
 
-def _forward_with_stubs(patch: ForwardPatch, layers: dict[str, nn.Module], seen: LayerCalls, hidden: type) -> Callable:
+def _forward_with_stubs(
+    patch: ForwardPatch,
+    layers: dict[str, nn.Module],
+    recorded_calls: LayerCalls,
+    hidden_states: type[_HiddenStates],
+) -> Callable:
     """The forward that `patch` wraps, on a view whose lists of layers hold stubs."""
-    stubs: dict[int, _Stub] = {}
+    stubs: dict[int, _LayerStub] = {}  # one for each layer, as some models use a layer in several places
 
-    def replaced(module: nn.Module, prefix: str) -> dict[str, Any]:
-        """The config of `module`, and its children that hold layers, as they are on its view."""
-        held: dict[str, Any] = {}
+    def overrides_of(module: nn.Module, prefix: str) -> dict[str, Any]:
+        """The config of `module`, and those of its children that hold layers, with stubs for these."""
+        overrides: dict[str, Any] = {}
         for name, child in module.named_children():
             inside = [n for n in layers if n.startswith(f"{prefix}{name}.")]
             if not inside:
                 continue
             if isinstance(child, nn.ModuleList):
-                held[name] = nn.ModuleList(
-                    stubs.setdefault(id(layer), _Stub(layer, seen, hidden))
+                overrides[name] = nn.ModuleList(
+                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls, hidden_states))
                     if f"{prefix}{name}.{i}" in layers
                     else layer
                     for i, layer in enumerate(child)
                 )
             else:
-                held[name] = view_of(child, replaced(child, f"{prefix}{name}."))
+                overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
         if hasattr(module, "config"):
-            held["config"] = module.config
-        return held
+            # The model's own: a view would name packed attention, and rows need the masks of the real one.
+            overrides["config"] = module.config
+        return overrides
 
-    return patch.on_view(**replaced(patch.module, ""))
+    return patch.on_view(**overrides_of(patch.module, ""))

@@ -1,19 +1,23 @@
 """
-A layout as a tree, for recurrences and convolutions whose state forks where prefixes part.
+A layout as a tree of nodes, for recurrences and convolutions whose state forks where rows part.
 
-The packed tokens are cut into nodes: runs of tokens between two forks. A node begins with the state in which its
-parent ended. Nodes of one depth are a level; a recurrence computes level after level, all nodes of a level at once. A
-short convolution needs no states, only the few tokens before each segment on its path.
+The packed tokens are cut into nodes: runs of tokens between two forks. A node begins with the final state of its
+parent. Nodes of one depth form a level. A recurrence computes level after level, all nodes of a level at once. A short
+convolution needs no states, only the few tokens before each segment on its path.
+
+Example: the rows `1 2 3 4`, `1 2 5` and `1 6` share prefixes and pack into `1 2 3 4 | 5 | 6` (tokens 0 to 5). Node
+`[0]` is the root. Nodes `[1]` and `[5]` form level 1; their parent is `[0]`. Nodes `[4]` and `[2, 3]` form level 2;
+their parent is `[1]`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -24,7 +28,22 @@ from ..layout.layout import Layout
 from .row_buckets import bucket_by_length
 
 
-__all__ = ["Level", "NodeBlock", "NodeTree", "tree_of"]
+__all__ = ["Level", "NodeBlock", "NodeTree", "Parent", "tree_of", "with_zero"]
+
+
+class Parent(NamedTuple):
+    """
+    Where the path of a segment or of a node comes from.
+
+    `kind` is `"none"` at the beginning of a row, `"prefix"` for the prefix state `number`, and `"packed"` for this
+    forward. `number` is then that of a packed token (parent of a segment) or of a node (parent of a node).
+    """
+
+    kind: Literal["none", "prefix", "packed"]
+    number: int = 0
+
+
+_NO_PARENT = Parent("none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +53,8 @@ class NodeBlock:
 
     Attributes:
         tokens (`torch.Tensor` of shape `(n, l)`): Packed tokens of each node; `T` beyond its end.
-        parents (`torch.Tensor` of shape `(n,)`, *optional*): Number of the parent of each node; `None` for roots.
+        parents (`torch.Tensor` of shape `(n,)`, *optional*): State number of the parent of each node; `None` if no
+            node of the level has an initial state.
     """
 
     tokens: torch.Tensor
@@ -50,8 +70,8 @@ class Level:
         blocks (`tuple` of [`NodeBlock`]): The nodes in blocks of about equal length.
         tokens (`torch.Tensor` of shape `(sum of lengths,)`): Packed tokens of all nodes, node after node.
         cu_seqlens (`torch.Tensor` of shape `(nodes + 1,)`, int32): Where the nodes begin and end in `tokens`.
-        parents (`torch.Tensor` of shape `(nodes,)`, *optional*): Number of the parent of each node.
-        is_last (`bool`): Whether nobody goes on behind the nodes of this level.
+        parents (`torch.Tensor` of shape `(nodes,)`, *optional*): State number of the parent of each node.
+        is_last (`bool`): Whether no later node and no other forward continues from a node of this level.
     """
 
     blocks: tuple[NodeBlock, ...]
@@ -65,217 +85,248 @@ class NodeTree:
     """
     The nodes of a layout, level by level.
 
-    Nodes are numbered in the order of the levels, and within a level in the order of its blocks; behind the states
-    that the forward sees of others, if it does, and a state of zeros for those that begin a row.
+    States are numbered: first the prefix states, then one state of zeros for nodes that begin a row (both only in a
+    forward with prefix states), then the final states of the nodes, level by level and within a level block by block.
 
     Attributes:
         levels (`list` of [`Level`]): Roots first.
-        take (`torch.Tensor` of shape `(T,)`): Where each packed token is in the outputs of all blocks, block by block.
-        take_varlen (`torch.Tensor` of shape `(T,)`): Where it is in the tokens of all levels, level by level.
-        forks (`list[int]`, *optional*): Packed tokens behind which other forwards go on; `None` if none can.
+        packed_from_blocks (`torch.Tensor` of shape `(T,)`):
+            Index of each packed token in the outputs of all blocks, flattened and concatenated.
+        packed_from_levels (`torch.Tensor` of shape `(T,)`):
+            Index of each packed token in the concatenated tokens of all levels.
+        parent_tokens (`list` of [`Parent`]): The token before each segment on its path.
+        num_prefix_states (`int`): How many states of other forwards this forward reads.
+        fork_tokens (`list[int]`, *optional*):
+            Packed tokens after which other forwards continue; `None` if no other forward can.
     """
 
     def __init__(self, layout: Layout, prefix_states: PrefixStates | None = None):
         self.layout, self.tokens = layout, layout.packed_tokens
         self.prefix_states = prefix_states = prefix_states or PrefixStates([])
         self.device = layout.packed_index.device
-        self.forks = None if prefix_states.notes is None else list(prefix_states.notes.forks)
-        self.before, self.seen = _parent_tokens(layout, prefix_states)
-        nodes, parents = _nodes(layout.query_lengths, self.before, self.forks or [])
+        self.fork_tokens = None if prefix_states.records is None else list(prefix_states.records.fork_tokens)
+        self.parent_tokens, self.num_prefix_states = _parent_tokens(layout, prefix_states)
+        nodes, parents = _nodes(layout.query_lengths, self.parent_tokens, self.fork_tokens or [])
         depth: list[int] = []
         for parent in parents:  # parents come before their children
-            depth.append(0 if parent < 0 else depth[parent] + 1)
-        number = {-1: self.seen, **{-2 - n: n for n in range(self.seen)}} if self.seen else {}
+            depth.append(depth[parent.number] + 1 if parent.kind == "packed" else 0)
+        # Numbers of states: the prefix states, one state of zeros for nodes without a parent, then nodes in the order
+        # of their computation. Without prefix states roots have no initial state at all, and numbers begin with nodes.
+        number: dict[Parent, int] = {}
+        if self.num_prefix_states:
+            number = {Parent("prefix", n): n for n in range(self.num_prefix_states)}
+            number[_NO_PARENT] = self.num_prefix_states
         self.levels: list[Level] = []
-        in_blocks, in_levels = [], []
+        tokens_in_blocks, tokens_in_levels = [], []
         for d in range(max(depth) + 1):
             level = [n for n in range(len(nodes)) if depth[n] == d]
-            blocks, pieces = [], []
-            has_states = d > 0 or self.seen > 0
+            blocks, node_tokens = [], []
+            has_states = d > 0 or self.num_prefix_states > 0
             for group in bucket_by_length([len(nodes[n]) for n in level]):
                 members = [level[i] for i in group]
-                own = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
-                tokens = pad_sequence(own, batch_first=True, padding_value=self.tokens)
-                before = (
+                members_tokens = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
+                tokens = pad_sequence(members_tokens, batch_first=True, padding_value=self.tokens)
+                block_parents = (
                     torch.tensor([number[parents[n]] for n in members], device=self.device) if has_states else None
                 )
-                blocks.append(NodeBlock(tokens.to(self.device), before))
-                number |= {n: len(number) + i for i, n in enumerate(members)}
-                pieces += own
-                in_blocks.append(tokens.flatten())
-            bounds = torch.tensor([0, *map(len, pieces)]).cumsum(0).to(self.device, torch.int32)
+                blocks.append(NodeBlock(tokens.to(self.device), block_parents))
+                number |= {Parent("packed", n): len(number) + i for i, n in enumerate(members)}
+                node_tokens += members_tokens
+                tokens_in_blocks.append(tokens.flatten())
+            cu_seqlens = torch.tensor([0, *map(len, node_tokens)]).cumsum(0).to(self.device, torch.int32)
             all_parents = torch.cat([block.parents for block in blocks]) if has_states else None
-            is_last = d == max(depth) and self.forks is None
-            tokens = torch.cat(pieces)
-            self.levels.append(Level(tuple(blocks), tokens.to(self.device), bounds, all_parents, is_last))
-            in_levels.append(tokens)
-        # Every token is in one place; beyond the ends of nodes stands `T`, which is sorted behind all tokens.
-        self.take = torch.cat(in_blocks).argsort()[: self.tokens].to(self.device)
-        self.take_varlen = torch.cat(in_levels).argsort().to(self.device)
-        ending = {node[-1]: number[n] for n, node in enumerate(nodes)}
-        self._handed_on = torch.tensor(
-            [ending[fork] for fork in self.forks or []], dtype=torch.int64, device=self.device
+            is_last = d == max(depth) and self.fork_tokens is None
+            tokens = torch.cat(node_tokens)
+            self.levels.append(Level(tuple(blocks), tokens.to(self.device), cu_seqlens, all_parents, is_last))
+            tokens_in_levels.append(tokens)
+        # argsort inverts a permutation. Each token is in one block only, and the filler `T` beyond the ends of nodes
+        # sorts behind all tokens, so the first `T` places are the inverse.
+        self.packed_from_blocks = torch.cat(tokens_in_blocks).argsort()[: self.tokens].to(self.device)
+        self.packed_from_levels = torch.cat(tokens_in_levels).argsort().to(self.device)
+        state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
+        self._fork_states = torch.tensor(
+            # A dtype, because a tensor of an empty list would be float32.
+            [state_after[fork] for fork in self.fork_tokens or []],
+            dtype=torch.int64,
+            device=self.device,
         )
-        self._led: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._left_context: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @property
     def is_flat(self) -> bool:
-        """Whether no state is handed on: each row is by itself, in this forward and beyond it."""
-        return len(self.levels) == 1 and not self.seen and self.forks is None
+        """Whether no node needs a state of another one: each row is by itself, in this forward and beyond it."""
+        return len(self.levels) == 1 and not self.num_prefix_states and self.fork_tokens is None
 
     @cached_property
-    def node_of(self) -> torch.Tensor:
-        """Number of the node of each token, `(1, T)`, int32; of a tree of roots only."""
+    def seq_idx(self) -> torch.Tensor:
+        """Number of the row of each token, `(1, T)`, int32; for flat trees only."""
         lengths = torch.tensor(self.layout.query_lengths, device=self.device)
         return torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)[None].to(torch.int32)
 
     def convolve(
-        self, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, width: int, key: Any
+        self, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, width: int, key: Hashable
     ) -> torch.Tensor:
         """
-        A convolution over a token and the `width` tokens before it on its path, from `(1, C, T)` to `(1, C, T)`.
+        A convolution over each token and the `width` tokens before it on its path, `(1, C, T)` to `(1, C, T)`.
 
-        `run` computes it of one row. The states that forwards hand on under `key` are the last inputs of it.
+        `run` convolves one row. `key` names the call: under it, the last `width` inputs before each fork are recorded
+        for other forwards, and those of other forwards are read.
         """
-        index, own, ends = self.led(width)
+        index, segment_index, fork_index = self.with_left_context(width)
         x = with_zero(x[0].transpose(0, 1))
-        if self.seen:
-            x = torch.cat([self.prefix_states.states(key).flatten(0, 1).to(x.dtype), x])
-        if self.forks is not None:
-            self.prefix_states.note(key, x[ends])
-        return run(x.index_select(0, index).transpose(0, 1).unsqueeze(0)).index_select(2, own)
+        if self.num_prefix_states:
+            x = torch.cat([self.prefix_states.initial_states(key).flatten(0, 1).to(x.dtype), x])
+        if self.fork_tokens is not None:
+            self.prefix_states.record(key, x[fork_index])
+        return run(x.index_select(0, index).transpose(0, 1).unsqueeze(0)).index_select(2, segment_index)
 
-    def led(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def with_left_context(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        The segments, each led by the `width` tokens before it on its path (`T` where there is none); where the own
-        tokens of the segments are among them, `(T,)`; and the last `width` tokens up to each fork, `(forks, width)`.
+        Each segment behind the `width` tokens before it on its path, as one row of `T + segments * width` tokens.
 
-        Where states of other forwards are seen, all of this counts from the end of those.
+        Example, for `width=2` and the rows `1 2 3 4` and `1 2 5`, packed into `1 2 3 4 | 5` (`T` is 5): the row is
+        `T T 0 1 2 3 | 0 1 4`, the segments' own tokens are at `2 3 4 5 8`.
+
+        Returns:
+            `tuple` of three `torch.Tensor`: index of each token of that row, where `T` stands for a zero; index of the
+            packed tokens in that row, `(T,)`; index of the last `width` tokens up to each fork, `(forks, width)`. With
+            prefix states the first and the last count from `num_prefix_states * width`: these many inputs of other
+            forwards come before the packed tokens.
         """
-        if width not in self._led:
-            first, lengths = self.seen * width, self.layout.query_lengths
-            starts, segments, own = list(accumulate(lengths, initial=0)), [], []
+        if width not in self._left_context:
+            first, lengths = self.num_prefix_states * width, self.layout.query_lengths
+            starts, segments, segment_places = list(accumulate(lengths, initial=0)), [], []
 
-            def up_to(token: int) -> torch.Tensor:
-                if token == -1:
+            def context_up_to(parent: Parent) -> torch.Tensor:
+                if parent.kind == "none":
                     return torch.full((width,), first + self.tokens)
-                if token < 0:
-                    return torch.arange(width) + (-2 - token) * width
-                at = bisect(starts, token) - 1
-                end = token - starts[at] + 1
-                return segments[at][end : end + width]
+                if parent.kind == "prefix":
+                    return torch.arange(width) + parent.number * width
+                segment = bisect(starts, parent.number) - 1
+                # The segment has its own context in front, so the `width` tokens up to its token number `i` end at
+                # `width + i` and begin at `i + 1`.
+                begin = parent.number - starts[segment] + 1
+                return segments[segment][begin : begin + width]
 
-            for n, (before, length) in enumerate(zip(self.before, lengths, strict=True)):
-                own.append(torch.arange(length) + starts[n] + (n + 1) * width)
-                segments.append(torch.cat([up_to(before), torch.arange(length) + first + starts[n]]))
-            ends = torch.stack([up_to(fork) for fork in self.forks]) if self.forks else torch.zeros(0, width).long()
-            index, places = torch.cat(segments), torch.cat(own)
-            self._led[width] = index.to(self.device), places.to(self.device), ends.to(self.device)
-        return self._led[width]
+            for n, (parent, length) in enumerate(zip(self.parent_tokens, lengths, strict=True)):
+                segment_places.append(torch.arange(length) + starts[n] + (n + 1) * width)
+                segments.append(torch.cat([context_up_to(parent), torch.arange(length) + first + starts[n]]))
+            forks = [context_up_to(Parent("packed", fork)) for fork in self.fork_tokens or []]
+            last_tokens = torch.stack(forks) if forks else torch.zeros(0, width).long()
+            indices = torch.cat(segments), torch.cat(segment_places), last_tokens
+            index, segment_index, fork_index = (x.to(self.device) for x in indices)
+            self._left_context[width] = index, segment_index, fork_index
+        return self._left_context[width]
 
-    def over_blocks(
-        self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Any = None
+    def scan_blocks(
+        self, kernel: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Hashable = None
     ) -> torch.Tensor:
         """
         Run a recurrence over the nodes, block by block, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
 
-        `step(parts, initial_states, with_states)` computes a block: its inputs `(n, l, ...)`, zero beyond the ends of
-        nodes, the states `(n, ...)` before them (`None` at roots), and whether their final states are needed. It
-        returns outputs `(n, l, ...)` and final states. Under `key` forwards hand states on.
+        `kernel(chunks, initial_states, with_states)` computes the nodes of a block: `chunks` are the inputs of its
+        tokens, `(n, l, ...)` with zeros beyond the ends of nodes. It returns outputs `(n, l, ...)` and final states.
+        `key` names the call: under it, states are recorded for other forwards, and those of other forwards are read.
         """
         padded = [with_zero(x[0]) for x in inputs]
-        outputs, states = [], self._states(key)
+        outputs, states = [], self._initial_states(key)
         for level in self.levels:
-            known: Any = torch.cat(states) if states else None
+            computed_states: Any = torch.cat(states) if states else None
             for block in level.blocks:
                 shape = block.tokens.shape
-                parts = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in padded]
-                initial = None if block.parents is None else known.index_select(0, block.parents)
-                output, final = step(parts, initial, not level.is_last)
+                chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in padded]
+                initial = None if block.parents is None else computed_states.index_select(0, block.parents)
+                output, final = kernel(chunks, initial, not level.is_last)
                 outputs.append(output.flatten(0, 1))
                 if not level.is_last:
                     states.append(final)
-        self._hand_on(key, states)
-        return torch.cat(outputs).index_select(0, self.take).unsqueeze(0)
+        self._record(key, states)
+        return torch.cat(outputs).index_select(0, self.packed_from_blocks).unsqueeze(0)
 
-    def over_levels(
-        self, step: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Any = None
+    def scan_levels(
+        self, kernel: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Hashable = None
     ) -> torch.Tensor:
         """
-        As [`NodeTree.over_blocks`] with a variable-length kernel, one call for each level.
+        Like [`NodeTree.scan_blocks`] with a variable-length kernel, one call for each level.
 
-        `step(parts, initial_states, with_states, cu_seqlens)` is given the tokens of all nodes of a level in one row,
-        `(1, t, ...)`. It returns outputs `(1, t, ...)` and final states, one for each node.
+        `kernel(chunks, initial_states, with_states, cu_seqlens)` computes the nodes of a level as one row: `chunks`
+        are the inputs of its tokens, `(1, t, ...)`. It returns outputs `(1, t, ...)` and a final state for each node.
         """
-        outputs, states = [], self._states(key)
+        outputs, states = [], self._initial_states(key)
         for level in self.levels:
-            parts = [x.index_select(1, level.tokens) for x in inputs]
+            chunks = [x.index_select(1, level.tokens) for x in inputs]
             initial = None if level.parents is None else torch.cat(states).index_select(0, level.parents)
-            output, final = step(parts, initial, not level.is_last, level.cu_seqlens)
+            output, final = kernel(chunks, initial, not level.is_last, level.cu_seqlens)
             outputs.append(output)
             if not level.is_last:
                 states.append(final)
-        self._hand_on(key, states)
-        return torch.cat(outputs, dim=1).index_select(1, self.take_varlen)
+        self._record(key, states)
+        return torch.cat(outputs, dim=1).index_select(1, self.packed_from_levels)
 
-    def _states(self, key: Any) -> list[torch.Tensor]:
-        """The states that other forwards have handed on, and one of zeros, where there are any."""
-        if not self.seen:
+    def _initial_states(self, key: Hashable) -> list[torch.Tensor]:
+        """The prefix states and the state of zeros, in the order of their numbers; empty without prefix states."""
+        if not self.num_prefix_states:
             return []
-        seen = self.prefix_states.states(key)
-        return [seen, torch.zeros_like(seen[:1])]
+        prefix_states = self.prefix_states.initial_states(key)
+        return [prefix_states, torch.zeros_like(prefix_states[:1])]
 
-    def _hand_on(self, key: Any, states: list[torch.Tensor]) -> None:
-        if self.forks is not None:
-            self.prefix_states.note(key, torch.cat(states).index_select(0, self._handed_on))
+    def _record(self, key: Hashable, states: list[torch.Tensor]) -> None:
+        if self.fork_tokens is not None:
+            self.prefix_states.record(key, torch.cat(states).index_select(0, self._fork_states))
 
 
 def tree_of(call: PackedCall) -> NodeTree:
-    """The tree of a packed forward."""
-    return call.once("tree", lambda: NodeTree(call.layout, call.prefix_states))
+    """The tree of a packed forward, built once for all its mixers."""
+    return call.cached("tree", lambda: NodeTree(call.layout, call.prefix_states))
 
 
 def with_zero(x: torch.Tensor) -> torch.Tensor:
-    """`(T, ...)` with one more token, which is zero: what the index `T` stands for."""
+    """`(T, ...)` with one more token of zeros, at index `T`: the filler of indices."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
-def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[int], int]:
-    """
-    The token before each segment on its path, and how many states of other forwards are seen.
-
-    -1 stands for none, and `-2 - n` for a token of another forward, behind which state `n` is.
-    """
-    if layout.key_index is None:
-        return [-1] * len(layout.query_lengths), 0
+def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Parent], int]:
+    """The token before each segment on its path, and the number of states of other forwards."""
+    if layout.key_index is None:  # keys are queries: each segment is a whole row
+        return [_NO_PARENT] * len(layout.query_lengths), 0
     queries, keys = torch.tensor(layout.query_lengths), torch.tensor(layout.key_lengths)
+    # The keys of a segment end with its queries; the key before the first query is the parent. Segments without one
+    # read a wrong place (clamped to be valid), and `where` replaces it.
     places = (keys.cumsum(0) - queries - 1).clamp(min=0).to(layout.key_index.device)
-    before = layout.key_index[places].cpu().where(keys > queries, -1).tolist()
-    outer: list[int] = []
+    tokens = layout.key_index[places].cpu().where(keys > queries, -1).tolist()
+    # Keys of a forward with prefix states are numbered behind the tokens of these: shift them to packed tokens.
+    prefix_forks: list[int] = []
     begin = 0
-    for states in prefix_states.outer:
-        outer += [begin + fork for fork in states.forks]
+    for states in prefix_states.reads:
+        prefix_forks += [begin + fork for fork in states.fork_tokens]
+        assert states.ids is not None, "states that others read were recorded by a forward that set them"
         begin += len(states.ids)
-    number = {token: -2 - n for n, token in enumerate(outer)} | {-1: -1}
-    return [token - begin if token >= begin else number[token] for token in before], len(outer)
+    parent_of = {token: Parent("prefix", n) for n, token in enumerate(prefix_forks)} | {-1: _NO_PARENT}
+    parents = [Parent("packed", token - begin) if token >= begin else parent_of[token] for token in tokens]
+    return parents, len(prefix_forks)
 
 
-def _nodes(lengths: Iterable[int], parent_tokens: list[int], ends: list[int]) -> tuple[list[range], list[int]]:
+def _nodes(
+    lengths: Iterable[int], parent_tokens: list[Parent], fork_tokens: list[int]
+) -> tuple[list[range], list[Parent]]:
     """
-    The nodes of segments, each a range of tokens, and the number of the parent of each; below 0 for roots.
+    The nodes of segments, each a range of packed tokens, and the parent of each node.
 
-    Nodes end with segments, with the parent of a segment, and at the tokens of `ends`.
+    A node ends at the end of its segment, at the parent token of a segment, and at each of `fork_tokens`. Segments of
+    lengths 4 and 1, of which the second continues after token 1, have the nodes `0 1`, `2 3` and `4`; node 0 is the
+    parent of the other two.
     """
-    forks = {*parent_tokens, *ends}
+    forks = {parent.number for parent in parent_tokens if parent.kind == "packed"}.union(fork_tokens)
     nodes: list[range] = []
-    parents: list[int] = []
-    ending: dict[int, int] = {}  # number of the node that ends with a token
+    parents: list[Parent] = []
+    node_ending_at: dict[int, Parent] = {}
     begin = 0
     for length, parent_token in zip(lengths, parent_tokens, strict=True):
-        before, last = ending[parent_token] if parent_token >= 0 else parent_token, begin + length - 1
+        is_packed, last = parent_token.kind == "packed", begin + length - 1
+        parent = node_ending_at[parent_token.number] if is_packed else parent_token
         for end in sorted({f for f in forks if begin <= f < last} | {last}):
             nodes.append(range(begin, end + 1))
-            parents.append(before)
-            before = ending[end] = len(nodes) - 1
+            parents.append(parent)
+            parent = node_ending_at[end] = Parent("packed", len(nodes) - 1)
             begin = end + 1
     return nodes, parents

@@ -1,32 +1,34 @@
 """
-What in a decoder mixes tokens, and how a packed forward runs it.
+The mixers of a decoder, and the mode in which each runs in a packed forward.
 
-A layer is made of parts that compute each token by itself, and of *mixers*: modules that look at other tokens. Each
-mixer runs in one of three ways:
+A layer consists of modules that compute each token by itself, and of *mixers*: modules in which tokens see each other
+(attention, recurrence, convolution). Each mixer runs in one of three modes:
 
-- `packed`: attention through transformers' interface, which is handed the layout;
-- `forked`: linear attention, state-space scans and short convolutions, whose functions are led past the seams;
-- `rows`: everything else that is causal, on blocks of rows.
+- `packed`: attention through transformers' attention interface, which receives the layout (`attention/`);
+- `forked`: linear attention, state-space scans, short convolutions, run per segment or node from the state of its
+  prefix (`primitives.py`, `forks.py`);
+- `rows`: all other causal mixers, on buckets of rows (`row_buckets.py`).
 
-A decoder that is more than a stack of such layers is given whole rows (`whole_rows.py`).
+A decoder that is more than a stack of such layers runs on `whole rows` itself ([`over_whole_rows`] in
+`row_buckets.py`).
 
-Rules are about what a module does, read from its class, not about names of models.
+The mode follows from what a module does, read from the code of its class, not from the name of the model.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.attention import ViewPatch, counts_columns, names_attention, uses_attention_interface
 from ..call.layers import LayerPatch, hands_arguments_on
-from ..model.patching import ForwardPatch, beneath_patches
+from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch, needs_whole_rows
 
@@ -50,31 +52,39 @@ _MIXING = {
     "position_embeddings",
     "state",
 }
-"""Arguments by which a module is known to look at other tokens."""
+"""Names of arguments by which a module is known to be a mixer."""
 
 _TOWERS = ("vision", "visual", "image", "audio", "embed_tokens_extend")
-"""Names of parts that compute features of what is not text, and so are not layers of the decoder."""
+"""In names of modules: they compute features of images or audio, and so are not layers of the decoder."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mixer:
     """
-    A module that looks at other tokens.
+    A module in which tokens see each other.
 
     Attributes:
-        how (`str`): `packed`, `forked` or `rows`; `whole rows` if it is the decoder.
-        why (`str`): What it is that a packed row cannot serve; empty for packed ones.
+        name (`str`): Its name in the decoder.
+        module (`torch.nn.Module`): The module.
+        mode (`str`): `packed`, `forked` or `rows`; `whole rows` if it is the decoder itself.
+        why (`str`): Why the module cannot run on a packed row; empty in packed mode.
     """
 
     name: str
     module: nn.Module
-    how: str
+    mode: str
     why: str = ""
+
+    @property
+    def how(self) -> str:
+        """Deprecated name of `mode`."""
+        warnings.warn("`Mixer.how` is deprecated; use `Mixer.mode`.", DeprecationWarning, stacklevel=2)
+        return self.mode
 
 
 @dataclass(frozen=True, eq=False)
 class Mixers:
-    """The layers of a decoder, by name, and what mixes tokens in them, in their order."""
+    """The layers of a decoder, by name, and their mixers in the order of the layers."""
 
     decoder: nn.Module
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -82,38 +92,38 @@ class Mixers:
 
     @classmethod
     def of(cls, decoder: nn.Module) -> Mixers:
-        """The mixers of `decoder`, each with the way in which it runs."""
+        """The mixers of `decoder`, each with its mode."""
         if reason := needs_whole_rows(decoder):
             return cls(decoder, {}, (Mixer("", decoder, WHOLE, reason),))
         layers = dict(_layers(decoder))
-        found: dict[nn.Module, Mixer] = {}
+        mixers: dict[nn.Module, Mixer] = {}  # by module, because some layers share one
         for name, layer in layers.items():
             for inner, module in _mixers(layer):
-                if module not in found:
-                    found[module] = Mixer(f"{name}.{inner}" if inner else name, module, *_choice(module))
-        return cls(decoder, layers, tuple(found.values()))
+                if module not in mixers:
+                    mixers[module] = Mixer(f"{name}.{inner}" if inner else name, module, *_mode_of(module))
+        return cls(decoder, layers, tuple(mixers.values()))
 
     def counts(self) -> Counter[str]:
-        """How many mixers run in each way."""
-        return Counter(mixer.how for mixer in self.mixers)
+        """Number of mixers in each mode."""
+        return Counter(mixer.mode for mixer in self.mixers)
 
-    def that_are(self, how: str) -> list[Mixer]:
-        """The mixers that run in a way."""
-        return [mixer for mixer in self.mixers if mixer.how == how]
+    def in_mode(self, mode: str) -> list[Mixer]:
+        """The mixers that run in `mode`."""
+        return [mixer for mixer in self.mixers if mixer.mode == mode]
 
     @property
     def chunk(self) -> int:
-        """Most tokens that a scan of a forked mixer computes at once; 0 if there is none."""
-        return max((chunk_of(mixer.module) for mixer in self.that_are(FORKED)), default=0)
+        """Largest chunk of the recurrences of forked mixers, in tokens; 0 if there is none."""
+        return max((chunk_of(mixer.module) for mixer in self.in_mode(FORKED)), default=0)
 
     @property
     def caveat(self) -> str:
-        """Why transformers itself gives a token other numbers in other batches; empty if it does not."""
+        """Why the numbers of a token depend on its batch in transformers itself; empty if they do not."""
         for mixer in self.mixers:
-            parts = list(mixer.module.modules())
-            if any(hasattr(part, "indexer") for part in parts):
+            modules = list(mixer.module.modules())
+            if any(hasattr(m, "indexer") for m in modules):  # sparse attention of DeepSeek V3.2
                 what = "among keys with equal scores its indexer selects others where a row has other padding"
-            elif any(hasattr(part, "chunkwise_kernel_fn") and hasattr(part, "sequence_kernel_fn") for part in parts):
+            elif any(hasattr(m, "chunkwise_kernel_fn") and hasattr(m, "sequence_kernel_fn") for m in modules):  # xLSTM
                 what = "one kernel computes the whole chunks of a row, and another, not quite the same, what is left"
             else:
                 continue
@@ -123,56 +133,59 @@ class Mixers:
             )
         return ""
 
-    def patches(self, handle: Any) -> Iterator[ForwardPatch]:
-        """What makes each mixer run in its way."""
-        if self.that_are(WHOLE):
+    def patches(self, handle: Attachment) -> Iterator[ForwardPatch]:
+        """The patches that make each mixer run in its mode; none for whole rows: the decoder's patch runs these."""
+        if self.in_mode(WHOLE):
             return
-        on_rows = [m.module for m in self.that_are(ROWS)]
+        on_rows = [m.module for m in self.in_mode(ROWS)]
+        # Attention inside a module on rows attends to rows, with the model's own function and masks.
         inside = {part for module in on_rows for part in module.modules()}
         for module in self.decoder.modules():
             if module is not self.decoder and module not in inside and names_attention(module):
                 yield ViewPatch(module, handle)
-        yield from (PrimitivesPatch(m.module, handle) for m in self.that_are(FORKED))
+        yield from (PrimitivesPatch(m.module, handle) for m in self.in_mode(FORKED))
         for module in on_rows:
-            # What takes places in a row from a mixer before it needs all rows in one block.
+            # `indices` are columns that an earlier mixer selected: their number is the same only in one bucket.
             yield RowsPatch(module, handle, any("indices" in name for name in _parameters(module)))
         if not self._needs_layers():
             return
-        layers = dict.fromkeys(self.layers.values())  # some are shared by several places
+        layers = dict.fromkeys(self.layers.values())  # without duplicates: some models use a layer in several places
         yield from (LayerPatch(layer, handle) for layer in layers)
         parts = dict.fromkeys(part for layer in layers for part in layer.modules() if part not in layers)
         checkpointed = (part for part in parts if isinstance(part, GradientCheckpointingLayer))
         yield from (LayerPatch(part, handle, is_layer=False) for part in checkpointed)
 
     def _needs_layers(self) -> bool:
-        """Whether some module cannot be reached by the keyword arguments of its layer."""
-        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.that_are(PACKED))]
-        return len(self.that_are(PACKED)) < len(self.mixers) or not all(map(hands_arguments_on, reached))
+        """Whether the layout cannot reach some mixer in the keyword arguments of its layer."""
+        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.in_mode(PACKED))]
+        return len(self.in_mode(PACKED)) < len(self.mixers) or not all(map(hands_arguments_on, reached))
 
 
 def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a decoder, by name: elements of its module lists that are mixers or have some."""
-    inside: list[str] = []
+    """The layers of a decoder, by name: the elements of its module lists that are or contain mixers."""
+    inside: list[str] = []  # prefixes of lists that are taken: a list within a layer holds no layers (experts)
     for name, blocks in decoder.named_modules():
         if not isinstance(blocks, nn.ModuleList) or any(name.startswith(prefix) for prefix in inside):
             continue
-        if not any(part in name for part in _TOWERS) and any(_mixes(b) or any(_outermost(b)) for b in blocks):
+        if not any(word in name for word in _TOWERS) and any(_mixes(b) or any(_outermost(b)) for b in blocks):
             inside.append(f"{name}.")
             yield from ((f"{name}.{i}", block) for i, block in enumerate(blocks))
 
 
 def _mixers(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The mixers of a layer, by their names in it. Attention to another sequence is not run, and left out."""
-    found = [(name, m) for name, m in _outermost(layer) if not _is_cross_attention(name, m)]
-    if not found and _mixes(layer) and any(isinstance(child, nn.Linear) for child in layer.children()):
+    """The mixers of a layer, by their names in it, without cross attention: a decoder alone does not run it."""
+    mixers = [(name, m) for name, m in _outermost(layer) if not _is_cross_attention(name, m)]
+    if not mixers and _mixes(layer) and any(isinstance(child, nn.Linear) for child in layer.children()):
         return [("", layer)]  # a bare attention in a list (XLM)
-    return found
+    return mixers
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules inside `module` that look at other tokens."""
+    """The outermost mixers inside `module`, by name."""
     for name, child in module.named_children():
-        is_layer = type(child).__name__.endswith(("DecoderLayer", "EncoderLayer"))  # a layer in a layer (Zamba's)
+        is_layer = type(child).__name__.endswith(
+            ("DecoderLayer", "EncoderLayer")
+        )  # a layer in a layer (Zamba's): its mixers
         if _mixes(child) and not (is_layer and any(_outermost(child))):
             yield prefix + name, child
         else:
@@ -191,39 +204,41 @@ def _parameters(module: nn.Module) -> set[str]:
 
 
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
-    named = any(part in name for part in ("encoder_attn", "cross_attn", "crossattention"))
-    return named or "cross" in type(module).__name__.lower() or bool(getattr(module, "is_cross_attention", False))
+    is_named = any(word in name for word in ("encoder_attn", "cross_attn", "crossattention"))
+    return is_named or "cross" in type(module).__name__.lower() or bool(getattr(module, "is_cross_attention", False))
 
 
-def _choice(module: nn.Module) -> tuple[str, str]:
-    """How a mixer runs, and what it is that a packed row cannot serve."""
-    reason = _against_packing(module)
+def _mode_of(module: nn.Module) -> tuple[str, str]:
+    """The mode of a mixer, and why it cannot run on a packed row (empty in packed mode)."""
+    reason = _packing_obstacle(module)
     if not reason:
         return PACKED, ""
-    # Patches of a handle that was removed stay while gradient checkpointing has yet to recompute its forwards.
-    is_own = beneath_patches(vars(module).get("forward")) is None
-    return FORKED if primitives_of(module) and is_own else ROWS, reason
+    # A forward that another library replaced may call other functions than the class's code. Patches of a removed
+    # handle do not count: they stay until gradient checkpointing has recomputed its forwards.
+    is_plain = beneath_patches(vars(module).get("forward")) is None
+    return FORKED if primitives_of(module) and is_plain else ROWS, reason
 
 
-def _against_packing(module: nn.Module) -> str:
-    """Why packed attention does not serve a mixer; empty if it does."""
-    parts = list(module.modules())
-    attentions = [m for m in parts if uses_attention_interface(m)]
-    if any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in parts):
+def _packing_obstacle(module: nn.Module) -> str:
+    """Why a mixer cannot run as packed attention; empty if it can."""
+    modules = list(module.modules())
+    attentions = [m for m in modules if uses_attention_interface(m)]
+    if any(isinstance(m, nn.Conv1d) and m.kernel_size[0] > 1 for m in modules):
         return "convolution over the sequence"
     if not attentions:
-        names = set().union(*map(_parameters, parts))
+        names = set().union(*map(_parameters, modules))
         if names & {"alibi", "position_bias"}:
-            return "attention written out, with a bias built from places in the batch"
+            return "attention written out, with a bias built from columns of the batch"
         return "attention written out" if "attention_mask" in names else "recurrence"
-    if any(hasattr(m, "indexer") for m in parts):
+    if any(hasattr(m, "indexer") for m in modules):
         return "indexer that selects keys among those of the batch"
-    if any(getattr(m, "compressor", None) is not None for m in parts):
+    if any(getattr(m, "compressor", None) is not None for m in modules):
         return "keys that stand for several tokens"
+    # Without positions such a module numbers the columns of its input, and in a packed row these are other numbers.
     for attention in filter(counts_columns, attentions):
-        # Llama 4 has no temperature where it rotates.
+        # Llama 4 tunes the temperature only in layers without rotary embeddings.
         if getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False):
-            return "temperature by the place in the batch"
+            return "temperature by the column of the batch"
     if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
         return "attention with a bias of its own"
     return ""

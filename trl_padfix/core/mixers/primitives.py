@@ -1,13 +1,13 @@
 """
-The functions with which linear attention, state-space scans and short convolutions look at other tokens.
+Replacements for the functions with which linear attention, state-space scans and short convolutions mix tokens.
 
 A mixer of these kinds stays packed: its projections, norms and gates compute each token by itself. Only the functions
-that it calls by these names are replaced, and only for this mixer: it runs with a copy of its forward that has globals
-of its own. The replacements call the very functions that the model would have called, on the segments of the layout:
+that it calls by the names in `_REPLACEMENTS` are replaced, and only for this mixer: it runs a copy of its forward
+with globals of its own. The replacements call the original function, on the segments of the layout:
 
-- a convolution on all segments at once, each led by the few tokens before it on its path;
-- a recurrence on the nodes of the tree, level by level, each node from the final state of its parent; with the
-  variable-length kernel of a package, where one is installed whose states carry gradients;
+- a convolution on all segments at once, each behind the few tokens before it on its path (left context);
+- a recurrence on the nodes of the tree, level by level, each node from the final state of its parent; with a
+  variable-length kernel where an installed package has one whose states carry gradients;
 - a scan whose state carries no gradient on rows.
 """
 
@@ -29,58 +29,70 @@ from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
-from ..model.patching import ForwardPatch
+from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
 from ..parallel.mixers import with_context_parallel
 from .forks import tree_of
 from .row_buckets import row_buckets
 
 
-__all__ = ["LEFT_OUT", "PrimitivesPatch", "chunk_of", "hands_states_on", "kernel_parameters", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "can_export_state", "chunk_of", "kernel_parameters", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
 
 Keys = Iterator[tuple[nn.Module, int]]
-"""A name for each call of a function in a mixer, the same in all its forwards: states are handed on by it."""
+"""A name for each function call of a mixer, the same in all its forwards: other forwards find its states by it."""
+
+Replace = Callable[[Callable, PackedCall, Keys], Callable]
+"""Makes the replacement of an original function, for one packed forward of a mixer."""
 
 
 def primitives_of(module: nn.Module) -> set[str]:
-    """Names of the functions through which `module` looks at other tokens; none if it does so in other ways too."""
+    """
+    Names of the functions through which `module` mixes tokens; empty if it also mixes tokens in another way.
+
+    They are read from the code of its forward, so that code on the Hub is recognised too.
+    """
     forward = inspect.unwrap(type(module).forward)
-    loaded = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
-    names = _KNOWN.keys() & loaded & forward.__globals__.keys()
-    by_attention = uses_attention_interface(module) or "attention_interface" in forward.__code__.co_varnames
-    convolves = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
-    recurs = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
-    by_itself = (convolves and "causal_conv1d_fn" not in names) or (recurs and not names & _RECURRENCES)
-    return set() if by_attention or by_itself else names
+    # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
+    global_names = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
+    names = _REPLACEMENTS.keys() & global_names & forward.__globals__.keys()
+    has_attention = uses_attention_interface(module) or "attention_interface" in forward.__code__.co_varnames
+    has_convolution = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
+    has_recurrence = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
+    # A convolution or recurrence that calls none of the functions is written out in the forward.
+    is_written_out = (has_convolution and "causal_conv1d_fn" not in names) or (
+        has_recurrence and not names & _RECURRENCES
+    )
+    return set() if has_attention or is_written_out else names
 
 
-def hands_states_on(module: nn.Module) -> bool:
-    """Whether a forked mixer can begin with the states in which other forwards have ended, and gradients go back."""
-    return all(_KNOWN[name] is not _scan_on_rows for name in primitives_of(module))
+def can_export_state(module: nn.Module) -> bool:
+    """Whether a forked mixer can continue from the states of another forward, with gradients into that forward."""
+    return all(_REPLACEMENTS[name] is not _scan_on_rows for name in primitives_of(module))
 
 
 def chunk_of(module: nn.Module) -> int:
-    """Tokens that the recurrence of a forked mixer computes at once; 0 if it has none that works by chunks."""
-    known = getattr(module, "chunk_size", None)
+    """Tokens that the recurrence of a forked mixer computes at once; 0 if it does not work by chunks."""
+    size = getattr(module, "chunk_size", None)
     space = inspect.unwrap(type(module).forward).__globals__
-    for name in primitives_of(module) & _BY_CHUNKS:
-        default = _parameters(space[name]).get("chunk_size")
-        known = known or (default.default if default is not None else None)
-        return known if isinstance(known, int) else CHUNK
+    for name in primitives_of(module) & _CHUNKED:
+        parameter = _parameters(space[name]).get("chunk_size")
+        size = size or (parameter.default if parameter is not None else None)
+        return size if isinstance(size, int) else CHUNK  # no size: a kernel behind the function, or no default
     return 0
 
 
 class PrimitivesPatch(ForwardPatch):
-    """Runs a mixer whose functions keep the segments of the packed row apart."""
+    """Runs a mixer with functions that keep the segments of the packed row apart."""
 
     serves_recomputation = runs_on_view = True
 
-    def __init__(self, module: nn.Module, attachment: Any):
+    def __init__(self, module: nn.Module, attachment: Attachment):
         super().__init__(module, attachment)
-        for name in primitives_of(module) & _BY_CHUNKS:  # before the first step, if one cannot be read
+        # A kernel whose parameters cannot be read raises here, not in the first step.
+        for name in primitives_of(module) & _CHUNKED:
             kernel_parameters(inspect.unwrap(type(module).forward).__globals__[name])
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,76 +102,99 @@ class PrimitivesPatch(ForwardPatch):
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()
         function = getattr(forward, "__func__", None)
-        assert function is not None, "a mixer whose forward is not a method of its class is handed rows"
+        assert function is not None, "a mixer whose forward is not a method of its class runs on rows"
         space = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
         keys = zip(repeat(self.module), count())
         replaced = {
-            name: with_context_parallel(name, _KNOWN[name](space[name], call, keys), call.cp_layout) for name in names
+            name: with_context_parallel(name, _REPLACEMENTS[name](space[name], call, keys), call.cp_layout)
+            for name in names
         }
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
 
 
 def _with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
-    """A copy of `function`, and of what it wraps, in which the globals `replaced` have other values."""
+    """
+    A copy of `function`, and of the functions that it wraps, with other values for the globals in `replaced`.
+
+    The copy belongs to one call, so other models and threads keep their globals. Patching the module that defines the
+    function would change all its models.
+    """
     inner = getattr(function, "__wrapped__", None)
     space, closure = function.__globals__, function.__closure__
     if inner is None:
         space = {**space, **replaced}
     else:
+        # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
         copied = _with_globals(inner, replaced)
         closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure or ())
     copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
     return copy
 
 
-def _holds(cell: CellType, value: Any) -> bool:
+def _holds(cell: CellType, value: object) -> bool:
     try:
         return cell.cell_contents is value
     except ValueError:  # an empty cell
         return False
 
 
-def _convolution(own: Callable, call: PackedCall, keys: Keys) -> Callable:
+def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:
     tree = tree_of(call)
 
     def causal_conv1d_fn(
-        hidden_states: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: Any = None, **kwargs: Any
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         def run(x: torch.Tensor) -> torch.Tensor:
-            return own(x, weight, bias, activation=activation)
+            return original(x, weight, bias, activation=activation)
 
         return tree.convolve(run, hidden_states, weight.shape[-1] - 1, next(keys))
 
     return causal_conv1d_fn
 
 
-def _delta_rule(own: Callable, call: PackedCall, keys: Keys) -> Callable:
-    tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(own)
+def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(original)
 
-    def chunk(query: Any, key: Any, value: Any, g: Any, beta: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        kept = {k: v for k, v in kwargs.items() if k in ("use_qk_l2norm_in_kernel", "chunk_size", "scale")}
+    def chunk(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        options = {k: v for k, v in kwargs.items() if k in ("use_qk_l2norm_in_kernel", "chunk_size", "scale")}
 
-        def step(parts: list[torch.Tensor], initial: Any, with_states: bool, bounds: Any = None) -> Any:
-            # Beyond its end a node does not decay (g = 0) and does not write (beta = 0). q, k and v go by position:
-            # kernels have other names for them.
-            q, k, v, decay, write = parts
-            given = {"initial_state": initial, "output_final_state": with_states, **kept}
-            if bounds is not None:
-                given["cu_seqlens"] = bounds
-            return own(q, k, v, g=decay, beta=write, **given)
+        def kernel(
+            chunks: list[torch.Tensor],
+            initial: torch.Tensor | None,
+            with_states: bool,
+            cu_seqlens: torch.Tensor | None = None,
+        ) -> Any:
+            # Zeros beyond the end of a node leave its final state unchanged: no decay (g = 0), no write (beta = 0).
+            # q, k and v are positional, because kernels have other names for them.
+            q, k, v, decay, write = chunks
+            arguments = {"initial_state": initial, "output_final_state": with_states, **options}
+            if cu_seqlens is not None:
+                arguments["cu_seqlens"] = cu_seqlens
+            return original(q, k, v, g=decay, beta=write, **arguments)
 
-        over = tree.over_levels if is_varlen else tree.over_blocks
-        return over(step, [query, key, value, g, beta], next(keys)), None
+        scan = tree.scan_levels if is_varlen else tree.scan_blocks
+        return scan(kernel, [query, key, value, g, beta], next(keys)), None
 
     return chunk
 
 
-def _state_space(own: Callable, call: PackedCall, keys: Keys) -> Callable:
-    known = kernel_parameters(own)
-    tree, is_kernel, separates = tree_of(call), bool(known), "seq_idx" in known
+def _state_space(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    parameters = kernel_parameters(original)
+    tree, is_kernel, takes_seq_idx = tree_of(call), bool(parameters), "seq_idx" in parameters
 
     def scan(
         hidden_states: torch.Tensor,
@@ -168,107 +203,113 @@ def _state_space(own: Callable, call: PackedCall, keys: Keys) -> Callable:
         B: torch.Tensor,
         C: torch.Tensor,
         chunk_size: int,
-        D: Any = None,
-        dt_bias: Any = None,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **kwargs: Any,
     ) -> torch.Tensor:
-        # Step sizes are made here, so that beyond the end of a node they are zero: no decay, no input.
+        # Step sizes are computed here, not in `original`: softplus(0 + bias) is not 0, and only a step size of zero
+        # beyond the end of a node leaves its final state unchanged (no decay, no input).
         if is_kernel:
-            dt = dt.float()  # as kernels do within; the function in torch adds the bias in the model's precision
+            dt = dt.float()  # as kernels do; the function in torch adds the bias in the model's precision
         if dt_bias is not None:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
             dt = nn.functional.softplus(dt)
         dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
-        if separates and tree.is_flat:
-            return own(hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, seq_idx=tree.node_of)
+        if takes_seq_idx and tree.is_flat:  # the kernel resets its state where the number of the row changes
+            return original(hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, seq_idx=tree.seq_idx)
 
-        def step(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
-            x, steps, b, c = parts
-            given = {"initial_states": initial, "return_final_states": with_states}
-            output = own(x, steps, A, b, c, chunk_size=chunk_size, D=D, **given)
+        def kernel(chunks: list[torch.Tensor], initial: torch.Tensor | None, with_states: bool) -> Any:
+            x, step_sizes, b, c = chunks
+            states = {"initial_states": initial, "return_final_states": with_states}
+            output = original(x, step_sizes, A, b, c, chunk_size=chunk_size, D=D, **states)
             return output if with_states else (output, None)
 
-        return tree.over_blocks(step, [hidden_states, dt, B, C], next(keys))
+        return tree.scan_blocks(kernel, [hidden_states, dt, B, C], next(keys))
 
     return scan
 
 
-def _scan_on_rows(own: Callable, call: PackedCall, keys: Keys) -> Callable:
-    """A scan on rows, where its arguments and its output hold tokens in their last dimension."""
-    rows, parameters = row_buckets(call), list(_parameters(own))
+def _scan_on_rows(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    """A scan on rows, whose arguments and output have tokens in their last dimension, `(1, C, T)`."""
+    rows, parameters = row_buckets(call), list(_parameters(original))
 
-    def of_rows(name: str, value: Any, block: int) -> Any:
+    def rows_of_argument(name: str, value: torch.Tensor | None, bucket: int) -> torch.Tensor | None:
         if name not in ("hidden_states", "dt", "B", "C", "z") or value is None:
             return value
-        return rows.gather(value.transpose(1, 2), block).transpose(1, 2)
+        return rows.gather(value.transpose(1, 2), bucket).transpose(1, 2)
 
     def scan(*args: Any, **kwargs: Any) -> torch.Tensor:
         outputs = []
-        for block in range(len(rows.tokens)):
-            positional = [of_rows(name, value, block) for name, value in zip(parameters, args, strict=False)]
-            named = {name: of_rows(name, value, block) for name, value in kwargs.items()}
-            outputs.append(own(*positional, **named).transpose(1, 2))
+        for bucket in range(len(rows.tokens)):
+            by_place = [
+                rows_of_argument(name, value, bucket) for name, value in zip(parameters, args, strict=False)
+            ]  # not strict: optional parameters have no argument
+            by_name = {name: rows_of_argument(name, value, bucket) for name, value in kwargs.items()}
+            outputs.append(original(*by_place, **by_name).transpose(1, 2))
         return rows.scatter(outputs).transpose(1, 2)
 
     return scan
 
 
-def _left_out(own: Callable, call: PackedCall, keys: Keys) -> Callable:
-    """For fused kernels of a whole mixer: without one the mixer computes its steps one by one."""
+def _left_out(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    """For fused kernels of a whole mixer: if they return `None`, the mixer computes its steps one by one."""
     return lambda *args, **kwargs: None
 
 
-def _parameters(own: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: Callable | nn.Module) -> Mapping[str, inspect.Parameter]:
     """Parameters with which a mixer calls a function of transformers: those of its version in torch."""
-    if isinstance(own, nn.Module):
-        return dict([*inspect.signature(type(own).forward).parameters.items()][1:])  # without `self`
-    return inspect.signature(own).parameters
+    if isinstance(function, nn.Module):
+        return dict([*inspect.signature(type(function).forward).parameters.items()][1:])  # without `self`
+    return inspect.signature(function).parameters
 
 
-def kernel_parameters(own: Any) -> frozenset[str]:
+def kernel_parameters(function: Callable | nn.Module) -> frozenset[str]:
     """
-    Parameters of the kernel behind a function of transformers; none where the function is its own, in torch.
+    Parameters of the kernel that a function of transformers calls; empty if it is computed by transformers, in torch.
 
-    Where the package `kernels` is installed, such a function is a module whose forward calls it. `kernelize` puts a
-    kernel of the Hub into that module at any time, so only what is read from functions is kept.
+    Where the package `kernels` is installed, such a function is a module whose forward calls the kernel. `kernelize`
+    can put a kernel of the Hub into that module at any time, so nothing is cached for modules, only for functions.
 
     Raises:
-        PaddingRemovalError: If they cannot be read: without them nobody knows whether the kernel keeps rows apart.
+        PaddingRemovalError: If they cannot be read: it is then unknown whether the kernel keeps rows apart.
     """
-    if not isinstance(own, nn.Module):
-        return _of_function(own)
-    forward = inspect.unwrap(getattr(own.forward, "__func__", own.forward))
-    behind = inspect.getclosurevars(forward).nonlocals.get("func") if inspect.isfunction(forward) else None
-    return _of_function(behind or own.forward)
+    if not isinstance(function, nn.Module):
+        return _parameters_of_function(function)
+    forward = inspect.unwrap(getattr(function.forward, "__func__", function.forward))
+    # transformers' forward of such a module is a closure over the function that it calls, `func`.
+    inner = inspect.getclosurevars(forward).nonlocals.get("func") if inspect.isfunction(forward) else None
+    return _parameters_of_function(inner or function.forward)
 
 
 @cache
-def _of_function(function: Any) -> frozenset[str]:
+def _parameters_of_function(function: Callable) -> frozenset[str]:
     inner = function
     while inspect.isfunction(inner):
+        # transformers' decorator of such functions holds the parameters of the kernel that it chose in its closure.
         closure = inspect.getclosurevars(inner).nonlocals
         if "is_new_implementation" in closure:
             return frozenset(closure["applicable_params"] if closure["is_new_implementation"] else ())
-        following = getattr(inner, "__wrapped__", None)
-        if following is None:
+        wrapped = getattr(inner, "__wrapped__", None)
+        if wrapped is None:
             break
-        inner = following
+        inner = wrapped
     if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):
         return frozenset()
-    code = getattr(inspect.unwrap(function), "__code__", None)  # no signature: one may be claimed of what it calls
+    # The code, not the signature: a wrapper may claim the signature of the function that it wraps.
+    code = getattr(inspect.unwrap(function), "__code__", None)
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
     if set(names) <= {"self"}:
         raise PaddingRemovalError(
-            f"The arguments of {function!r} cannot be read, so nobody knows whether it keeps packed rows apart. Set "
+            f"The arguments of {function!r} cannot be read, so it is unknown whether it keeps packed rows apart. Set "
             "`use_kernels=False` (or the environment's USE_HUB_KERNELS=NO), or train with `padding_free=False`."
         )
     return frozenset(names)
 
 
-_KNOWN: dict[str, Callable[[Callable, PackedCall, Keys], Callable]] = {
+_REPLACEMENTS: dict[str, Replace] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
@@ -277,12 +318,14 @@ _KNOWN: dict[str, Callable[[Callable, PackedCall, Keys], Callable]] = {
     "mamba2_split_conv1d_scan_combined": _left_out,
     "mamba_inner_fn": _left_out,
 }
-"""What stands for each function, by the name under which mixers call it."""
+"""By the name under which mixers call a function, what makes its replacement."""
 
-_BY_CHUNKS = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
-LEFT_OUT = {name for name, replacement in _KNOWN.items() if replacement is _left_out}
+_CHUNKED = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
+LEFT_OUT = {name for name, replace in _REPLACEMENTS.items() if replace is _left_out}
 """Fused kernels of a whole mixer, which runs without them."""
-_RECURRENCES = _KNOWN.keys() - {"causal_conv1d_fn", *LEFT_OUT}
+_RECURRENCES = _REPLACEMENTS.keys() - {"causal_conv1d_fn", *LEFT_OUT}
 _DECAYS = {"A_log", "dt_bias"}
-"""Parameters of a recurrence. Older mixers keep their functions as attributes, or call methods that hold them: such a
-mixer is handed rows."""
+"""
+Parameters of a module by which it is known to be a recurrence. Older mixers keep their functions as attributes, or
+call methods that hold them: such a mixer runs on rows.
+"""

@@ -1,13 +1,13 @@
 """
-Rows for the modules that need rows.
+Buckets of rows, for the modules that cannot run on a packed row.
 
-Everything that computes each token by itself stays packed. A module that one packed row cannot serve (attention that
-is written out, ALiBi, an indexer, a recurrence of its own) is handed rows: at its door the packed states become blocks
-of rows of about equal length, and behind it they are packed again. What else the decoder hands to its layers (masks,
-biases, positions) is what it makes for these very rows; `dry_run.py` finds that out.
+Modules that compute each token by itself stay packed. A module that a packed row cannot serve (attention written out,
+ALiBi, an indexer, a recurrence of its own) runs on rows: its packed inputs are gathered into buckets of rows of about
+equal length, and its outputs are packed again. The other arguments of its layer (masks, biases, positions) are those
+that the decoder makes for these rows; the dry run records them (`dry_run.py`).
 
-A row of a block is the whole path of a segment. Where rows share a prefix, each of them computes it, and the output of
-a shared token is taken from the row of the segment that it belongs to.
+A row of a bucket is the whole path of a segment. Where rows share a prefix, each row computes it, and the output of a
+shared token is taken from the row of the segment that holds the token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..call.layers import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from ..model.patching import ForwardPatch
+from ..model.patching import Attachment, ForwardPatch
 
 
 __all__ = [
@@ -35,77 +35,91 @@ __all__ = [
     "RowsPatch",
     "bucket_by_length",
     "calls_of_layers",
-    "joined",
+    "concat_outputs",
     "needs_whole_rows",
-    "of_rows",
     "over_whole_rows",
     "row_buckets",
+    "rows_of",
 ]
 
 
 MAX_BUCKET_PADDING = 1.125
-"""A block of rows holds at most this many times the tokens of its rows; what is beyond the ends of rows is waste."""
+"""Most places `(n * l)` of a bucket per token of its rows: at most 1/8 of the work is wasted on padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowBuckets:
     """
-    The rows of a layout in blocks.
+    The rows of a layout in buckets.
+
+    Example: the rows `1 2 3 4` and `1 2 5` share a prefix and pack into `1 2 3 4 | 5`, tokens 0 to 4. One bucket of
+    both rows has `tokens` `[[0, 1, 2, 3], [0, 1, 4, 4]]`, `overhang` `[[0, 0, 0, 0], [0, 0, 0, 1]]` and
+    `packed_from_rows` `[0, 1, 2, 3, 6]`.
 
     Attributes:
         tokens (`tuple` of `torch.Tensor` of shape `(n, l)`):
-            Packed tokens of each block of `n` rows. Beyond the end of a row stands its last token again: a causal
-            module does not look at it, and it is never taken.
-        beyond (`tuple` of `torch.Tensor` of shape `(n, l)`):
-            How far beyond the end of its row each place is; 0 within.
-        take (`torch.Tensor` of shape `(T,)`):
-            Where each packed token is found in the outputs of all blocks, one after another.
+            Packed tokens of each bucket of `n` rows. A shorter row repeats its last token up to the length `l`: a
+            causal module does not attend to these copies, and their outputs are never read.
+        overhang (`tuple` of `torch.Tensor` of shape `(n, l)`):
+            Distance of each place beyond the last token of its row; 0 within the row.
+        packed_from_rows (`torch.Tensor` of shape `(T,)`):
+            Index of each packed token in the outputs of all buckets, flattened and concatenated.
     """
 
     tokens: tuple[torch.Tensor, ...]
-    beyond: tuple[torch.Tensor, ...]
-    take: torch.Tensor
+    overhang: tuple[torch.Tensor, ...]
+    packed_from_rows: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, *, one_block: bool = False, by_length: bool = False) -> RowBuckets:
-        """The rows of the segments of `layout`: those of about one length together, of exactly one, or all."""
+    def of(cls, layout: Layout, *, one_bucket: bool = False, by_length: bool = False) -> RowBuckets:
+        """
+        The rows of the segments of `layout`: in buckets of similar length, or all rows in one bucket (`one_bucket`),
+        or one bucket for each length (`by_length`), which has no overhang.
+        """
         device, lengths = layout.packed_index.device, list(layout.key_lengths)
         groups = (
             [list(range(len(lengths)))]
-            if one_block
+            if one_bucket
             else bucket_by_length(lengths, 1 if by_length else MAX_BUCKET_PADDING)
         )
         last = torch.tensor(lengths)[:, None] - 1
         first = torch.tensor([0, *lengths[:-1]]).cumsum(0)[:, None]
-        ends, begin = [0] * len(lengths), 0  # where the row of a segment ends in the outputs of all blocks
-        tokens, beyond = [], []
+        ends, begin = [0] * len(lengths), 0  # ends of the segments' rows in the concatenated outputs
+        tokens, overhang = [], []
         for group in groups:
             column = torch.arange(max(lengths[s] for s in group))
             places = (first[group] + column.minimum(last[group])).to(device)
             tokens.append(places if layout.key_index is None else layout.key_index[places])
-            beyond.append((column - last[group]).clamp(min=0).to(device))
+            overhang.append((column - last[group]).clamp(min=0).to(device))
             for s in group:
                 ends[s], begin = begin + lengths[s], begin + len(column)
-        own = [torch.arange(end - n, end) for end, n in zip(ends, layout.query_lengths, strict=True)]
-        return cls(tuple(tokens), tuple(beyond), torch.cat(own).to(device))
+        # The segment's own tokens are the last ones of its path; the tokens before belong to other segments.
+        index = [torch.arange(end - n, end) for end, n in zip(ends, layout.query_lengths, strict=True)]
+        return cls(tuple(tokens), tuple(overhang), torch.cat(index).to(device))
 
-    def gather(self, x: torch.Tensor, block: int) -> torch.Tensor:
-        """Values `(1, T, ...)` of the tokens of a block, `(n, l, ...)`."""
-        index = self.tokens[block]
+    def gather(self, x: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Values `(1, T, ...)` for the rows of a bucket, `(n, l, ...)`."""
+        index = self.tokens[bucket]
         return x[0].index_select(0, index.flatten()).unflatten(0, index.shape)
 
-    def scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Values `(n, l, ...)` of every block to `(1, T, ...)`."""
-        flat = [part.flatten(0, 1) for part in parts]
-        return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.take).unsqueeze(0)
+    def scatter(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        """Values `(n, l, ...)` of every bucket to `(1, T, ...)`."""
+        flat = [output.flatten(0, 1) for output in outputs]
+        # A single bucket needs no copy by `cat`.
+        return (torch.cat(flat) if len(flat) > 1 else flat[0]).index_select(0, self.packed_from_rows).unsqueeze(0)
 
 
-def bucket_by_length(lengths: list[int], beyond: float = MAX_BUCKET_PADDING) -> list[list[int]]:
-    """Indices of `lengths` in groups that, each padded to its longest, hold at most `beyond` times their tokens."""
+def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING) -> list[list[int]]:
+    """
+    Indices of `lengths` in groups that, each padded to its longest, hold at most `max_padding` times their tokens.
+
+    Example: the lengths `16 3 18 40 17` give `[[1], [0, 4, 2], [3]]`.
+    """
     groups: list[list[int]] = []
     total = 0
+    # Ascending, so that the newcomer is the longest of its group and sets the padded length.
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if groups and lengths[i] * (len(groups[-1]) + 1) <= beyond * (total + lengths[i]):
+        if groups and lengths[i] * (len(groups[-1]) + 1) <= max_padding * (total + lengths[i]):
             groups[-1].append(i)
             total += lengths[i]
         else:
@@ -114,24 +128,24 @@ def bucket_by_length(lengths: list[int], beyond: float = MAX_BUCKET_PADDING) -> 
     return groups
 
 
-def row_buckets(call: PackedCall, one_block: bool = False) -> RowBuckets:
-    """The blocks of rows of a packed forward."""
-    return call.once(("rows", one_block), lambda: RowBuckets.of(call.layout, one_block=one_block))
+def row_buckets(call: PackedCall, one_bucket: bool = False) -> RowBuckets:
+    """The buckets of rows of a packed forward, built once for all its mixers."""
+    return call.cached(("rows", one_bucket), lambda: RowBuckets.of(call.layout, one_bucket=one_bucket))
 
 
-def calls_of_layers(call: PackedCall, one_block: bool = False) -> list[dict[int, dict[str, Any]]]:
-    """How the decoder calls its layers for the rows of each block: arguments by name, by the `id` of the layer."""
-    return call.once(("calls of layers", one_block), lambda: call.dry_run(row_buckets(call, one_block)))
+def calls_of_layers(call: PackedCall, one_bucket: bool = False) -> list[dict[int, dict[str, Any]]]:
+    """The arguments of each layer for the rows of each bucket, from a dry run: by the `id` of the layer, by name."""
+    return call.cached(("calls of layers", one_bucket), lambda: call.dry_run(row_buckets(call, one_bucket)))
 
 
 class RowsPatch(ForwardPatch):
-    """Hands a module that mixes tokens rows, and packs its output again."""
+    """Runs a module that mixes tokens on rows, and packs its output again."""
 
     serves_recomputation = True
 
-    def __init__(self, module: nn.Module, attachment: Any, one_block: bool = False):
+    def __init__(self, module: nn.Module, attachment: Attachment, one_bucket: bool = False):
         super().__init__(module, attachment)
-        self.one_block = one_block
+        self.one_bucket = one_bucket
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
@@ -140,92 +154,104 @@ class RowsPatch(ForwardPatch):
         frame = layer_call(call)
         if frame is None:
             raise PaddingRemovalError(
-                f"{type(self.module).__name__} was called outside of the layers of its decoder, and it needs rows, "
-                "which are made for the layer that it is part of. Train this model with `padding_free=False`."
+                f"{type(self.module).__name__} was called outside of the layers of its decoder. It runs on rows, and "
+                "the arguments for these rows are recorded layer by layer. Train this model with `padding_free=False`."
             )
-        one_block = self.one_block or call.one_block
-        rows, outputs = row_buckets(call, one_block), []
-        for block, made in enumerate(calls_of_layers(call, one_block)):
-            pick = partial(_argument, rows=rows, block=block, frame=frame, made=made.get(id(frame.layer), {}))
-            block_args = [pick(None, value) for value in args]
-            block_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
+        one_bucket = self.one_bucket or call.one_bucket
+        rows, outputs = row_buckets(call, one_bucket), []
+        for bucket, layer_calls in enumerate(calls_of_layers(call, one_bucket)):
+            recorded = layer_calls.get(id(frame.layer), {})
+            pick = partial(_bucket_argument, rows=rows, bucket=bucket, frame=frame, recorded=recorded)
+            bucket_args = [pick(None, value) for value in args]
+            bucket_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
             with outside_calls():
-                outputs.append(self.wrapped(*block_args, **block_kwargs))
-        return joined(outputs, rows)
+                outputs.append(self.wrapped(*bucket_args, **bucket_kwargs))
+        return concat_outputs(outputs, rows)
 
 
-def _argument(
-    name: str | None, value: Any, *, rows: RowBuckets, block: int, frame: LayerCall, made: dict[str, Any]
+def _bucket_argument(
+    name: str | None, value: Any, *, rows: RowBuckets, bucket: int, frame: LayerCall, recorded: dict[str, Any]
 ) -> Any:
     """
-    An argument of a module in a layer for the rows of a block.
+    The argument `name` of a module within a layer, for the rows of a bucket.
 
-    What the layer hands on as it was given is what the decoder hands to the layer for these rows (`made`); what the
-    layer has computed is there for each token, and follows the tokens.
+    An argument that the layer passes through unchanged is replaced by the value `recorded` in the dry run. A tensor
+    that the layer computed is gathered for the tokens of the rows.
     """
-    given = frame.arguments
-    for key in sorted(given, key=lambda key: key != name):  # that of the same name first
-        if given[key] is value and (value is not None or key == name):
-            return of_rows(value, made.get(key), rows, block)
-    again = partial(_argument, name, rows=rows, block=block, frame=frame, made=made)
+    packed = frame.arguments  # of the layer
+    # Layers pass arguments on under other names, so they are compared by identity. The argument of the same name comes
+    # first: `None`, `True` and small numbers are the same object wherever they are.
+    for key in sorted(packed, key=lambda key: key != name):
+        if packed[key] is value and (value is not None or key == name):
+            return rows_of(value, recorded.get(key), rows, bucket)
+    pick = partial(_bucket_argument, name, rows=rows, bucket=bucket, frame=frame, recorded=recorded)
     if isinstance(value, dict):
-        return {k: again(v) for k, v in value.items()}
+        return {k: pick(v) for k, v in value.items()}
     if type(value) in (list, tuple):
         values: Any = value
-        return type(values)(again(v) for v in values)
+        return type(values)(pick(v) for v in values)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    found = next((b for a, b in _counterparts(given, made) if a is value), value)
-    return of_rows(value, found, rows, block)
+    # One tensor of a tuple or a `dict` of the layer's arguments, such as the cosines of `position_embeddings`.
+    dry_run_value = next((b for a, b in _paired_leaves(packed, recorded) if a is value), value)
+    return rows_of(value, dry_run_value, rows, bucket)
 
 
-def _counterparts(given: Any, made: Any) -> Iterator[tuple[Any, Any]]:
-    """What stands in `given` beside what stands there in `made`, in dictionaries and sequences."""
+def _paired_leaves(a: object, b: object) -> Iterator[tuple[Any, Any]]:
+    """Pairs of values at the same place in `a` and `b`, which are dictionaries and sequences of one structure."""
     pairs: Any = ()
-    if isinstance(given, dict) and isinstance(made, dict):
-        pairs = [(given[k], made[k]) for k in given if k in made]
-    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
-        pairs = zip(given, made, strict=False)
+    if isinstance(a, dict) and isinstance(b, dict):
+        pairs = [(a[k], b[k]) for k in a if k in b]
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        pairs = zip(a, b, strict=False)
     for pair in pairs:
         yield pair
-        yield from _counterparts(*pair)
+        yield from _paired_leaves(*pair)
 
 
-def of_rows(value: Any, made: Any, rows: RowBuckets, block: int) -> Any:
-    """Values of each token follow the tokens; all else is as the decoder makes it for the rows."""
+def rows_of(value: Any, dry_run_value: Any, rows: RowBuckets, bucket: int) -> Any:
+    """
+    An argument for the rows of a bucket.
+
+    A tensor `(1, T, ...)` is gathered for the rows, unless the dry run made one of another shape. Every other argument
+    is `dry_run_value`: that of the decoder's own call for these rows.
+    """
     if isinstance(value, dict):
-        others = made if isinstance(made, dict) else {}
-        return {k: of_rows(v, others.get(k), rows, block) for k, v in value.items()}
+        others = dry_run_value if isinstance(dry_run_value, dict) else {}
+        return {k: rows_of(v, others.get(k), rows, bucket) for k, v in value.items()}
     if type(value) in (list, tuple):
-        others: Any = made if isinstance(made, list | tuple) and len(made) == len(value) else [None] * len(value)
-        return type(value)(of_rows(v, other, rows, block) for v, other in zip(value, others, strict=True))
-    shape = tuple(rows.tokens[block].shape)
-    packed = isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (1, len(rows.take))
-    is_same = made is None or made is value
-    if packed and (is_same or (isinstance(made, torch.Tensor) and made.shape == (*shape, *value.shape[2:]))):
-        return rows.gather(value, block)
-    return made
+        has_others = isinstance(dry_run_value, list | tuple) and len(dry_run_value) == len(value)
+        others: Any = dry_run_value if has_others else [None] * len(value)
+        return type(value)(rows_of(v, other, rows, bucket) for v, other in zip(value, others, strict=True))
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, len(rows.packed_from_rows)):
+        return dry_run_value
+    if dry_run_value is None or dry_run_value is value:
+        return rows.gather(value, bucket)
+    # By chance a mask or bias may have a first dimension of 1 and a second of `T`: for rows it has another shape.
+    shape = (*rows.tokens[bucket].shape, *value.shape[2:])
+    is_by_token = isinstance(dry_run_value, torch.Tensor) and dry_run_value.shape == shape
+    return rows.gather(value, bucket) if is_by_token else dry_run_value
 
 
-def joined(outputs: list[Any], rows: RowBuckets) -> Any:
-    """The outputs of all blocks as one of the packed row."""
+def concat_outputs(outputs: list[Any], rows: RowBuckets) -> Any:
+    """The outputs of a module for all buckets as one output for the packed row."""
     first = outputs[0]
     if isinstance(first, nn.Parameter):
-        return first  # a bias that the layer is to add (GPT-NeoX Japanese)
+        return first  # a bias that the layer adds later (GPT-NeoX Japanese)
     if isinstance(first, torch.Tensor):
         shapes = [tuple(index.shape) for index in rows.tokens]
         if all(tuple(output.shape[:2]) == shape for output, shape in zip(outputs, shapes, strict=True)):
             return rows.scatter(outputs)
         return None  # attention weights: a packed forward has none
     if isinstance(first, ModelOutput):
-        return type(first)(**{name: joined([output[name] for output in outputs], rows) for name in first})
+        return type(first)(**{name: concat_outputs([output[name] for output in outputs], rows) for name in first})
     if isinstance(first, list | tuple):
-        return type(first)(joined([output[i] for output in outputs], rows) for i in range(len(first)))
+        return type(first)(concat_outputs([output[i] for output in outputs], rows) for i in range(len(first)))
     return first if len(outputs) == 1 or first is None else None
 
 
 def needs_whole_rows(decoder: nn.Module) -> str:
-    """Why a decoder is given whole rows; empty if it is not."""
+    """Why a decoder runs on whole rows; empty if it does not."""
     prompt_length = getattr(decoder, "prompt_length", 0)
     if prompt_length:
         return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
@@ -235,12 +261,16 @@ def needs_whole_rows(decoder: nn.Module) -> str:
 
 
 def over_whole_rows(forward: Callable, call: dict[str, Any], layout: Layout) -> Any:
-    """The output of a decoder, packed, for the rows of a batch that shares none; `call` are its padded arguments."""
+    """
+    The packed output of a decoder that runs on whole rows, of a batch without shared prefixes.
+
+    `call` holds the padded arguments of the decoder. Rows are grouped by exact length, so no call needs a mask.
+    """
     rows = RowBuckets.of(layout, by_length=True)
     padded = {k for k, v in call.items() if isinstance(v, torch.Tensor) and tuple(v.shape[:2]) == layout.batch_shape}
     outputs = []
     for tokens in rows.tokens:
-        places = layout.packed_index[tokens]
-        given = {k: v.flatten(0, 1)[places] if k in padded else v for k, v in call.items() if k != "attention_mask"}
-        outputs.append(forward(**given))
-    return joined(outputs, rows)
+        index = layout.packed_index[tokens]
+        arguments = {k: v.flatten(0, 1)[index] if k in padded else v for k, v in call.items() if k != "attention_mask"}
+        outputs.append(forward(**arguments))
+    return concat_outputs(outputs, rows)

@@ -1,1 +1,1 @@
-"""What is known of a model, and how its modules are led elsewhere for a forward."""
+"""Facts about models read from their modules, and the patches and views through which packed forwards run."""

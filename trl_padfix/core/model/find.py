@@ -1,4 +1,4 @@
-"""Where things are in a model: the transformers model in a wrapper, its decoder, and what lies around the decoder."""
+"""Find the parts of a model: the transformers model in a wrapper, its decoder, the multimodal module around it."""
 
 from __future__ import annotations
 
@@ -20,51 +20,61 @@ def find_decoder(model: PreTrainedModel) -> Any:
     if isinstance(decoder, PreTrainedModel) and decoder is not model and decoder.get_output_embeddings() is not None:
         return find_decoder(decoder)  # a language model with a head of its own (BLIP-2's)
     if not isinstance(decoder, PreTrainedModel) or decoder.get_output_embeddings() is not None:
-        # Some models call their output layer `decoder`, some find themselves.
+        # `get_decoder` returns no decoder: some models call their output layer `decoder`, some return themselves.
         inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
         decoder = inner[0] if len(inner) == 1 else decoder
     return decoder
 
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
-    """The one transformers model in `model`; a `TypeError` if there is none, or more than one."""
+    """
+    The one transformers model in `model`, a wrapper or the model itself.
+
+    Raises:
+        TypeError: If there is none, or more than one.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`remove_padding` takes a model, got `{type(model).__name__}`.")
-    found: list[PreTrainedModel] = []
-    inside: set[int] = set()
+    outermost: list[PreTrainedModel] = []
+    inside: set[int] = set()  # modules of the models found so far: a model contains others (its decoder)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inside:
-            found.append(module)
+            outermost.append(module)
             inside.update(id(m) for m in module.modules())
-    if len(found) != 1:
-        names = ", ".join(type(m).__name__ for m in found) or "none"
+    if len(outermost) != 1:
+        names = ", ".join(type(m).__name__ for m in outermost) or "none"
         raise TypeError(
             f"`remove_padding` takes a transformers model or a wrapper around one, and `{type(model).__name__}` "
             f"contains {names}. Attach to each transformers model on its own."
         )
-    return found[0]
+    return outermost[0]
 
 
 def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel | None:
-    """The module of `model` that makes inputs of `decoder` from more than text, if it has one."""
-    around = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
-    around = [m for m in around if _is_composite(m.config) and any(part is decoder for part in m.modules())]
-    return around[-1] if around else None
+    """The module of `model` that turns images and other inputs into embeddings for `decoder`, if it has one."""
+    models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
+    around = [m for m in models if _is_composite(m.config) and any(inner is decoder for inner in m.modules())]
+    return around[-1] if around else None  # the innermost: `modules()` lists outer ones first
 
 
 def pools_by_token_id(model: nn.Module) -> bool:
-    """Whether the forward of `model` looks for the pad token's id and scores one state of each row."""
+    """
+    Whether the forward of `model` searches the ids for the pad token and scores one token of each row.
+
+    Read from its code, class by class, for as long as a forward calls the one of its superclass.
+    """
     for cls in type(model).__mro__:
         if "forward" in vars(cls):
             code = inspect.unwrap(vars(cls)["forward"]).__code__
             if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
                 return True
             if "__class__" not in code.co_freevars:
-                return False  # it does not call `super().forward`
+                return False  # without `__class__` it cannot call `super().forward`
     return False
 
 
 def _is_composite(config: PretrainedConfig) -> bool:
+    """Whether a config has another one for its text decoder."""
     try:
         return config.get_text_config() is not config
     except ValueError:  # more than one text config

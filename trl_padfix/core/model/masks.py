@@ -1,9 +1,10 @@
 """
-The mask that a decoder asks for, as a description instead of a tensor.
+Description of the mask that a decoder makes, in place of a tensor.
 
-Windows and chunks of `sdpa` and `eager` models stand in their masks; some attention modules are not told of them in
-any other way. Inside a packed forward transformers' mask interface gives a [`PackedMask`] for a mask: it travels
-through the layers where the tensor would, and says what to leave out within a row. Nothing of size `(T, T)` is made.
+Models with `sdpa` and `eager` attention have windows and chunks in their masks; some attention modules receive them in
+no other way. In a packed forward transformers' mask interface returns a [`PackedMask`] instead of a mask. It passes
+through the layers like the tensor would, and says which keys a token leaves out within its row. No tensor of size
+`(T, T)` is made.
 """
 
 from __future__ import annotations
@@ -11,43 +12,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PretrainedConfig
+
 
 __all__ = ["PackedMask", "describe_mask"]
 
 
 @dataclass(frozen=True)
 class PackedMask:
-    """What a mask lets a token see, within its own row."""
+    """Which keys of its own row a token sees."""
 
     causal: bool = True
-    window: int | None = None  # tokens seen at most, the own one counted
-    chunk: int | None = None  # rows are cut into chunks of so many places, and a token sees its own chunk only
-    custom: bool = False  # the model adds a condition of its own
-    kind: str | None = None  # of masks that were prepared, the type of the layers that it is for
+    window: int | None = None  # keys that a token sees at most, its own included
+    chunk: int | None = None  # rows are cut into chunks of this many columns; a token sees its own chunk only
+    custom: bool = False  # the model adds another condition, which is not described here
+    kind: str | None = None  # type of the layers that a prepared mask is for
 
-    def __getitem__(self, index: Any) -> PackedMask:
-        # Some layers cut their mask to the keys at hand; without a cache these are all keys.
-        return self
+    def __getitem__(self, index: object) -> PackedMask:
+        return self  # some layers cut the mask to their keys; without a cache these are all keys
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
-        return self  # MPT casts its mask
+        return self  # MPT casts its mask to a dtype
 
     @property
     def ndim(self) -> int:
-        return 0  # Falcon adds ALiBi to a mask of four dimensions
+        return 0  # Falcon would add ALiBi to a mask of four dimensions
 
 
-def describe_mask(*args: Any, config: Any = None, local_size: int | None = None, **kwargs: Any) -> PackedMask:
-    """A mask function of transformers' interface: windows and chunks both come as `local_size`."""
+def describe_mask(
+    *args: Any, config: PretrainedConfig | None = None, local_size: int | None = None, **kwargs: Any
+) -> PackedMask:
+    """A mask function of transformers' interface. It receives windows and chunks alike as `local_size`."""
     is_empty = local_size is not None and local_size < 1
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
-    # What is added to a mask last lets tokens see more: blocks (of an image, of a prompt) that see each other.
+    # `or_masks` lets tokens see more than causal ones: the tokens of an image, or of a prompt, see each other.
     is_widened = getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks")
     return PackedMask(
+        # transformers passes this argument for bidirectional masks only.
         causal="allow_is_bidirectional_skip" not in kwargs,
         window=local_size if not is_chunk else None,
         chunk=local_size if is_chunk else None,
-        # Conditions that a model adds are evaluated with vmap; a size that is window and chunk alike says neither.
+        # Conditions that a model adds are evaluated with vmap. A size that is both the window and the chunk size of
+        # the config is ambiguous.
         custom=bool(kwargs.get("use_vmap")) or is_widened or is_empty or (is_chunk and is_window),
     )

@@ -1,4 +1,4 @@
-"""Patches on the forwards of modules, which go on and off together."""
+"""Patches of the forwards of modules, and the attachment that puts them on and takes them off together."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Attachment", "ForwardPatch", "beneath_patches"]
 
 
 class Attachment:
-    """Patches on a model that go on and off together; a context manager that detaches at its end."""
+    """The patches of a model, put on and taken off together; a context manager that detaches at its end."""
 
     def __init__(self) -> None:
-        self.is_trainers = False  # made by a trainer, and replaced by the next one on the same model
+        self.owned_by_trainer = False  # see `hand_to_trainer`
         self._patches: list[ForwardPatch] = []
-        self._recomputable: set[int] = set()  # packed forwards that gradient checkpointing may compute again
+        self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
         self._removed = False
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
@@ -42,6 +42,10 @@ class Attachment:
             raise
         return self
 
+    def hand_to_trainer(self) -> None:
+        """Mark as attached by a trainer: the next trainer on the same model removes it before it attaches its own."""
+        self.owned_by_trainer = True
+
     def __enter__(self) -> Self:
         return self
 
@@ -49,10 +53,14 @@ class Attachment:
         self.remove()
 
     def remove(self) -> None:
-        """Detach, but for modules that gradient checkpointing has yet to call again: these when its graph is gone."""
+        """
+        Detach.
+
+        Patches that gradient checkpointing still needs stay until the graph of the last packed forward is gone.
+        """
         self._removed = True
         needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
-        for patch in reversed(self._patches):
+        for patch in reversed(self._patches):  # a module may have several: the outermost first
             if patch not in needed:
                 patch.take_off()
         self._patches = needed
@@ -79,25 +87,26 @@ class ForwardPatch:
     """
     `module.forward`, wrapped for as long as the patch is on.
 
-    The patch is an instance attribute of the module and looks the wrapped forward up anew in each call: a deep copy of
-    the module is a patched module of its own, a class swapped underneath (FSDP2) is followed, and a patch that
-    somebody else put on top is left in place when this one goes.
+    The patch is an instance attribute of the module, and each call looks up the wrapped forward. So a deep copy of the
+    module has a patch of its own, a class that FSDP2 replaces has effect, and wrappers that another library puts on
+    top stay in place when this patch is taken off.
     """
 
     serves_recomputation = False
-    """Whether gradient checkpointing calls the patched module again, perhaps after the handle was removed."""
-
-    def __init__(self, module: nn.Module, attachment: Any):
-        self.module: Any = module
-        self.attachment, self.below = attachment, None
+    """Whether recomputed forwards need the patch, perhaps after the handle was removed."""
 
     runs_on_view = False
     """Whether packed forwards run the module on a view of it."""
 
+    def __init__(self, module: nn.Module, attachment: Attachment):
+        self.module: Any = module
+        self.attachment: Any = attachment  # `Any`, because most patches need the fields of a `PaddingRemoval`
+        self.below: Any = None  # the forward that an instance attribute held before this patch
+
     def put_on(self) -> None:
         self.below = self.module.__dict__.get("forward")
         if self.runs_on_view:
-            self.on_view()
+            self.on_view()  # raises now, not in the first forward, if there can be no view
         self.module.forward = self
 
     @property
@@ -107,16 +116,23 @@ class ForwardPatch:
 
     @property
     def wrapped(self) -> Any:
+        """The forward beneath this patch."""
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
 
     @property
     def __func__(self) -> Callable:
-        return self.wrapped.__func__  # TRL 1.9 reads the signature of the function of what it takes for a method
+        # TRL 1.9 reads the signature of `model.forward.__func__`, as if the forward were a method.
+        return self.wrapped.__func__
 
-    def on_view(self, **held: Any) -> Callable:
-        """The forward as a packed forward calls it: past other patches of ours, on a view of the module."""
+    def on_view(self, **overrides: Any) -> Callable:
+        """
+        The forward for packed calls: on a view of the module, without other patches of this package.
+
+        Raises:
+            PaddingRemovalError: If another library replaced the forward and hides the module that it calls.
+        """
         below = beneath_patches(self.below)
-        forward = bound_to_view(self.module, below, **held)
+        forward = bound_to_view(self.module, below, **overrides)
         if forward is None:
             raise PaddingRemovalError(
                 f"The forward of {type(self.module).__name__} was replaced before padding removal was attached, by "
@@ -125,10 +141,12 @@ class ForwardPatch:
             )
         return forward
 
-    @torch.compiler.disable  # dynamo takes the wrapped forward for the patch itself, and recurses
+    # Not traced: dynamo would take the wrapped forward for the patch itself, and recurse.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:
-            args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` makes a method of what it finds
+            # accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the patch as a method of the module.
+            args = args[1:]
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,11 +158,12 @@ class ForwardPatch:
         raise NotImplementedError
 
     def take_off(self) -> None:
+        """Remove this patch from the chain of patches on its module."""
         above, current = None, self.module.__dict__.get("forward")
         while isinstance(current, ForwardPatch) and current is not self:
             above, current = current, current.below
         if current is not self:
-            return  # somebody else wrapped this patch: it stays below theirs, and passes every call on
+            return  # another library wrapped this patch: it stays beneath the wrapper, and passes every call on
         if above is not None:
             above.below = self.below
         elif self.below is None:
@@ -154,7 +173,7 @@ class ForwardPatch:
 
 
 def beneath_patches(forward: Any) -> Any:
-    """Of the forward in the `__dict__` of a module what others than patches of ours have put there, if anybody has."""
+    """The forward beneath the patches of this package: that of another library, or `None` for that of the class."""
     while isinstance(forward, ForwardPatch):
         forward = forward.below
     return forward

@@ -1,4 +1,4 @@
-"""Decoders whose parts gather their parameters from other processes whenever they are called."""
+"""Decoders under FSDP and ZeRO-3, whose modules gather their parameters from other processes in each call."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 
-__all__ = ["differentiates_in_parts", "forget_order_of_calls", "gather_anew", "gathered_head", "gathers_in_parts"]
+__all__ = [
+    "differentiates_in_parts",
+    "gathered_head",
+    "gathers_in_parts",
+    "reset_gather_order",
+    "reshard_parameters",
+]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
 
 def gathers_in_parts(module: nn.Module) -> bool:
     """
-    Whether parts of `module` gather parameters when they are called: units of FSDP within it, or all under ZeRO-3.
-    Processes with other calls than the rest, because of other rows, would wait for them for ever.
+    Whether modules inside `module` gather parameters when they are called: units of FSDP, or all under ZeRO-3.
+
+    Gathering is a collective: a process that calls other modules than the rest, because of its rows, would hang.
     """
     if _is_of_zero_3(module):
         return True
@@ -29,47 +37,48 @@ def gathers_in_parts(module: nn.Module) -> bool:
 
 
 def differentiates_in_parts(module: nn.Module) -> bool:
-    """Whether somebody else's hooks take part in the backward pass of `module`: those of FSDP or DeepSpeed."""
+    """Whether hooks of FSDP or DeepSpeed take part in the backward pass of `module`."""
     names = {cls.__name__ for m in module.modules() for cls in type(m).__mro__}
     return bool(names & (_UNITS | {"DeepSpeedEngine"})) or _is_of_zero_3(module)
 
 
-def forget_order_of_calls(model: Any, ids: torch.Tensor) -> None:
+def reset_gather_order(model: PreTrainedModel, ids: torch.Tensor) -> None:
     """
-    Let ZeRO-3 learn anew in which order the parts of `model` gather their parameters.
+    Let ZeRO-3 record again in which order the modules of `model` gather their parameters; other models are unchanged.
 
-    It learns that from the first forwards and stops at a parameter out of turn (DeepSpeed 0.19), and TRL's loss takes
-    the weights of the LM head by another way than a forward that returns logits. A call beyond the last of a forward
-    makes it forget: the first of the `ids` is looked up. To models of other kinds nothing is done.
+    ZeRO-3 records the order in the first forwards and raises at a parameter out of order (DeepSpeed 0.19). TRL's loss
+    reads the weight of the LM head in another place than a forward that returns logits. A module call after the last
+    one of the recorded order discards the record: here, the embedding of the first of `ids`.
     """
     if _is_of_zero_3(model):
         model.get_input_embeddings()(ids[:1, :1])
 
 
-def gather_anew(model: nn.Module) -> None:
+def reshard_parameters(model: nn.Module) -> None:
     """
-    Let units of FSDP gather their parameters in their next forward: after one that no backward pass follows the
-    outermost unit keeps what it has gathered, also beyond a step of the optimizer.
+    Free the gathered parameters of FSDP units, so that their next forward gathers the current ones.
+
+    After a forward without backward the outermost unit keeps its gathered parameters, even beyond an optimizer step.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):  # for FSDP1 only torch itself has a call
+    for unit in FullyShardedDataParallel.fsdp_modules(model, root_only=True):  # FSDP1 has no public function for it
         if unit._handle is not None:
             _reshard(unit, unit._handle, True)
 
 
 @contextmanager
-def gathered_head(model: Any, decoder: nn.Module) -> Iterator[None]:
+def gathered_head(model: PreTrainedModel, decoder: nn.Module) -> Iterator[None]:
     """
-    Gather an LM head that FSDP2 shards on its own, once the decoder is through: for a loss that reads its weight.
+    Gather an LM head that FSDP2 shards on its own after each forward of the decoder, for a loss that reads its weight.
 
-    TRL's fused head (1.16) does not call the module, and takes `weight.full_tensor()`: backward, each process then
-    keeps the rows that it stores from its own gradient, and nothing is averaged. accelerate (1.15) shards the head
-    together with the final norm, whose call gathers both, and on its own where it does not find that norm, as in
-    models with images. Of a head that is gathered the gradient is averaged when the backward pass ends.
+    TRL's fused head (1.16) does not call the module and reads `weight.full_tensor()`. In backward each process then
+    keeps only its own gradient for its shard, and nothing is averaged. The gradient of a head that is gathered is
+    averaged at the end of backward. accelerate (1.15) shards the head together with the final norm, whose call gathers
+    both; it shards the head on its own if it does not find that norm, as in models with images.
     """
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if not hasattr(head, "unshard"):  # as units of FSDP2 have
         yield
         return

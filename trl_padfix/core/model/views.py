@@ -1,9 +1,9 @@
 """
-A module as a packed forward sees it: its own state, and a config that names packed attention.
+Views: modules as a packed forward runs them, with their own state and a config that names packed attention.
 
-Modules of transformers look their attention up by a name in their config. Many models, and many threads, may share one
-config, so the name is never written there. A packed forward runs `forward` on a view instead: an object of a subclass
-of the module's class with the very same `__dict__`, whose `config` answers with our name.
+Modules of transformers choose their attention by a name in their config. Many models and many threads may share one
+config, so packed attention is never written there. A packed forward runs `forward` on a view instead: an object of a
+subclass of the module's class, with the same `__dict__` (parameters, buffers, training flag) and another `config`.
 """
 
 from __future__ import annotations
@@ -26,74 +26,81 @@ PACKED_ATTENTION = "trl_padfix"
 
 
 class ConfigView:
-    """A config of which everything is the given one's, but the name of its attention."""
+    """A config with another name of its attention; all other attributes are read from and written to `config`."""
 
     __slots__ = ("_attn_implementation", "_attn_implementation_internal", "padfix_config")
 
-    def __init__(self, own: PretrainedConfig, attention: str = PACKED_ATTENTION):
-        object.__setattr__(self, "padfix_config", own)
+    def __init__(self, config: PretrainedConfig, attention: str = PACKED_ATTENTION):
+        # `object.__setattr__`, because `__setattr__` below writes to the config.
+        object.__setattr__(self, "padfix_config", config)
         object.__setattr__(self, "_attn_implementation", attention)
         object.__setattr__(self, "_attn_implementation_internal", attention)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.padfix_config, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         setattr(self.padfix_config, name, value)
 
     def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
-        found = self.padfix_config.get_text_config(*args, **kwargs)
-        return self if found is self.padfix_config else ConfigView(found, self._attn_implementation)
+        text_config = self.padfix_config.get_text_config(*args, **kwargs)
+        return self if text_config is self.padfix_config else ConfigView(text_config, self._attn_implementation)
 
 
 @functools.cache
 def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of `cls` whose instances hold `names` apart from their `__dict__`."""
+    """A subclass of `cls` whose instances have the attributes `names` beside their `__dict__`."""
 
-    def held(name: str) -> property:
-        return property(lambda view: view.padfix_held[name])
+    def override(name: str) -> property:
+        return property(lambda view: view.padfix_overrides[name])
 
-    body = {name: held(name) for name in names}
-    body |= {"__slots__": ("padfix_held", "padfix_module"), "__module__": cls.__module__}
-    made: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
-    if "forward" in vars(made) and "forward" not in names:
-        # A layer that can be checkpointed wraps the forward of every subclass, and only the outermost checkpoints.
-        del made.forward
-    return made
+    # Properties of a class win over the `__dict__` of an instance, and slots are stored outside of it.
+    body = {name: override(name) for name in names}
+    body |= {"__slots__": ("padfix_overrides", "padfix_module"), "__module__": cls.__module__}
+    view_class: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
+    if "forward" in vars(view_class) and "forward" not in names:
+        # `GradientCheckpointingLayer` wraps the forward of each subclass when it is created, and only the outermost
+        # wrapper checkpoints. That must be the one of `cls`, which the view inherits.
+        del view_class.forward
+    return view_class
 
 
-def view_of(module: Any, held: dict[str, Any]) -> Any:
-    """`module` with the attributes in `held` of another value; its state is the very same."""
+def view_of(module: Any, overrides: dict[str, Any]) -> Any:
+    """`module` with other values for the attributes in `overrides`; it shares its state with the module."""
     if hasattr(module, "config"):
-        held = {"config": ConfigView(module.config, context().attention or PACKED_ATTENTION), **held}
-    cls = _view_class(type(module), tuple(held))
+        overrides = {"config": ConfigView(module.config, context().attention or PACKED_ATTENTION), **overrides}
+    cls = _view_class(type(module), tuple(overrides))
     view = object.__new__(cls)
-    for name, value in (("__dict__", module.__dict__), ("padfix_held", held), ("padfix_module", module)):
+    # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. Past
+    # `nn.Module.__setattr__`, which would register `padfix_module` as a child.
+    for name, value in (("__dict__", module.__dict__), ("padfix_overrides", overrides), ("padfix_module", module)):
         object.__setattr__(view, name, value)
     return view
 
 
 def viewed_module(module: Any) -> Any:
-    """The module that a view stands for, or the module itself."""
+    """The module of a view; the module itself if it is no view."""
     return module.padfix_module if hasattr(type(module), "padfix_module") else module
 
 
-def bound_to_view(module: Any, forward: Callable | None, **held: Any) -> Callable | None:
+def bound_to_view(module: Any, forward: Callable | None, **overrides: Any) -> Callable | None:
     """
-    The forward of a module as a packed forward calls it: on a view of it, on which also what is `held` differs.
+    The forward of a module, bound to a view of the module with other values for the attributes in `overrides`.
 
-    `forward` is what stands in `module.__dict__["forward"]`, if anything does. `None` if it is a wrapper that does not
-    show which module it calls.
+    `forward` is `module.__dict__["forward"]`, if there is one: another library replaced the forward. Returns `None` if
+    this replacement hides the module that it calls.
     """
-    if isinstance(forward, functools.partial):  # accelerate's hooks: they call what they replaced, kept beside it
+    if isinstance(forward, functools.partial):
+        # accelerate's hooks: a partial with the module as argument. It calls the original methods, which accelerate
+        # keeps in attributes of the module (`_old_forward`): they must be bound to the view, too.
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
-        held |= dict.fromkeys(replaced)
-        view = view_of(module, held)
-        view.padfix_held.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
+        overrides |= dict.fromkeys(replaced)
+        view = view_of(module, overrides)
+        view.padfix_overrides.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
         if not any(a is module for a in forward.args):
             return None
         return functools.partial(forward.func, *(view if a is module else a for a in forward.args), **forward.keywords)
-    view = view_of(module, held)
+    view = view_of(module, overrides)
     if forward is None:
         return type(module).forward.__get__(view)
     if isinstance(forward, MethodType) and forward.__self__ is module:

@@ -1,8 +1,9 @@
 """
-Attention of which each process of a group computes a part; see [`ContextParallelLayout`].
+Context-parallel attention; see [`ContextParallelLayout`].
 
-Around it a process has its own tokens only, `(1, N, t, D)`. For attention it has either all tokens of some heads, and
-nothing else changes, or all keys and values for its own queries, with a layout that says so.
+Around attention a process has its local tokens, `(1, N, t, D)`. With `"heads"` it attends with some heads for all
+tokens, and the layout stays the same. With `"keys"` it attends with all heads for its local queries to the keys and
+values of all tokens, with a layout of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from ..model.views import view_of
-from .collectives import even
+from .collectives import even_split
 from .layout import HEADS, ContextParallelLayout
 
 
@@ -24,35 +25,70 @@ __all__ = ["attend_context_parallel"]
 def attend_context_parallel(
     attend: Callable[..., torch.Tensor],
     module: nn.Module,
-    query: Any,
-    key: Any,
-    value: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     cp_layout: ContextParallelLayout,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """
-    What `attend(module, query, key, value, layout, kwargs)` says for own tokens: `(1, t, N, D)` of queries
-    `(1, N, t, D)`, keys and values `(1, K, t, D)`.
+    Attention for the local tokens.
+
+    Args:
+        attend (`Callable`):
+            Packed attention, called as `attend(module, query, key, value, layout, kwargs)`.
+        module (`torch.nn.Module`):
+            The attention module.
+        query (`torch.Tensor` of shape `(1, N, t, D)`):
+            Queries of the local tokens.
+        key, value (`torch.Tensor` of shape `(1, K, t, D)`):
+            Keys and values of the local tokens; `N` is a multiple of `K`.
+        cp_layout ([`ContextParallelLayout`]):
+            The packed row divided among the processes.
+        kwargs (`dict`):
+            Other arguments of the attention function.
+
+    Returns:
+        `torch.Tensor` of shape `(1, t, N, D)`.
     """
-    if cp_layout.how != HEADS:
-        key, value = (cp_layout.gathered(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
-        return attend(module, query, key, value, cp_layout.queries, kwargs)
-    n, heads, groups = cp_layout.group.size, query.shape[1], key.shape[1]
-    # Keys are repeated as little as lets every process have whole groups; else once for each of their queries.
-    copies = next((c for c in range(1, heads // groups + 1) if heads % (groups * c) == groups * c % n == 0), 0)
-    copies = copies or heads // groups
-    of_queries, of_keys = even(heads, n), even(groups * copies, n)
+    if cp_layout.comm != HEADS:
+        key, value = (cp_layout.all_gather(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
+        return attend(module, query, key, value, cp_layout.local_layout, kwargs)
+    heads, kv_heads, size = query.shape[1], key.shape[1], cp_layout.group.size
+    copies = _copies_of_kv_heads(heads, kv_heads, size)
+    heads_per_rank, kv_heads_per_rank = even_split(heads, size), even_split(kv_heads * copies, size)
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+    # The all-to-all has tokens in front, `(t, N, D)`; attention has heads in front.
     query, key, value = (
-        cp_layout.to_heads(x[0].transpose(0, 1), dealt).transpose(0, 1).unsqueeze(0)
-        for x, dealt in ((query, of_queries), (key, of_keys), (value, of_keys))
+        cp_layout.tokens_to_heads(x[0].transpose(0, 1), per_rank).transpose(0, 1).unsqueeze(0)
+        for x, per_rank in ((query, heads_per_rank), (key, kv_heads_per_rank), (value, kv_heads_per_rank))
     )
-    own: dict[str, Any] = {"num_key_value_groups": heads // (groups * copies)}
+    local: dict[str, Any] = {"num_key_value_groups": heads // (kv_heads * copies)}
     if kwargs.get("s_aux") is not None:
-        own["sinks"] = kwargs["s_aux"].split(of_queries)[cp_layout.group.rank]
-        kwargs = kwargs | {"s_aux": own["sinks"]}
-    # The attention function asks its module for its sinks, and how many heads share a key.
-    held = {name: value for name, value in own.items() if hasattr(module, name)}
-    output = attend(view_of(module, {"config": module.config, **held}), query, key, value, cp_layout.layout, kwargs)
-    return cp_layout.to_tokens(output[0], of_queries).unsqueeze(0)
+        local["sinks"] = kwargs["s_aux"].split(heads_per_rank)[cp_layout.group.rank]
+        kwargs = kwargs | {"s_aux": local["sinks"]}
+    # Attention functions read the sinks and the size of a group of heads from the module: they must be the local ones.
+    overrides = {name: value for name, value in local.items() if hasattr(module, name)}
+    # With its own config: by default a view gets one for packed attention.
+    view = view_of(module, {"config": module.config, **overrides})
+    output = attend(view, query, key, value, cp_layout.layout, kwargs)
+    return cp_layout.heads_to_tokens(output[0], heads_per_rank).unsqueeze(0)
+
+
+def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:
+    """
+    How often KV heads are repeated, so that each of `size` processes has query heads with their KV heads.
+
+    Example: 8 query heads, 2 KV heads and 4 processes: 2 copies make 4 KV heads, one per process with 2 query heads.
+
+    ```python
+    >>> _copies_of_kv_heads(8, 2, 4)
+    2
+
+    ```
+    """
+    for copies in range(1, heads // kv_heads + 1):
+        if heads % (kv_heads * copies) == 0 and kv_heads * copies % size == 0:
+            return copies
+    return heads // kv_heads  # one KV head per query head, whose numbers per process may differ by one

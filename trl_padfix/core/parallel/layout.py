@@ -1,8 +1,8 @@
 """
-A packed row in slices, one for each process of a group.
+A packed row divided among the processes of a context-parallel group.
 
-Every process has the same batch and the same layout. Between its mixers a decoder computes each token by itself, and a
-process its own tokens only; mixers see all tokens ([`ContextParallelLayout.how`]), and the loss is told what others have computed.
+All processes hold the same batch and the same layout. Token-wise layers run on the local tokens of a process. Mixers
+need all tokens and communicate (see [`ContextParallelLayout`]). Outputs are all-gathered before the loss.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from itertools import accumulate
 
 import torch
 
+from ..layout.flat_maps import inverse_permutation
 from ..layout.layout import Layout
-from .collectives import Group, even
+from .collectives import Group, even_split
 
 
 __all__ = ["HEADS", "KEYS", "ContextParallelConfig", "ContextParallelLayout"]
 
 HEADS, KEYS = "heads", "keys"
+"""Communication of attention: all-to-all of tokens for heads (Ulysses), or all-gather of keys and values."""
 
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
     """
-    Between which processes packed rows are split.
+    The processes that compute packed rows together.
 
     Attributes:
         group ([`Group`]): The processes.
-        attention (`str`): `"heads"` or `"keys"`, what is exchanged for attention.
+        attention (`str`): Communication of attention, `"heads"` or `"keys"`; see [`ContextParallelLayout`].
     """
 
     group: Group
@@ -39,118 +41,153 @@ class ContextParallelConfig:
 @dataclass(frozen=True, eq=False)
 class ContextParallelLayout:
     """
-    The packed row of a layout, cut for the processes of a group.
+    The packed row of a layout, divided among the processes of a group.
 
     Attributes:
         layout ([`Layout`]):
-            The layout of the whole row, `T` tokens.
+            Layout of the full row, `T` tokens.
         group ([`Group`]):
             The processes, `n` of them.
-        how (`str`):
-            How attention sees all tokens. `"heads"`: a process attends with some heads for all tokens. `"keys"`: with
-            all heads for its own tokens, to keys and values that all have gathered.
+        comm (`str`):
+            Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
+            `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
+
+    Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
+    the end of the row.
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import padding_free_layout
+
+    >>> layout = padding_free_layout(torch.ones(1, 5))
+    >>> cp = ContextParallelLayout(layout, Group(None, 0, 2), "keys")
+    >>> cp.ranges, cp.tokens_per_rank
+    ([[(0, 2), (4, 5)], [(2, 3), (3, 4)]], [3, 2])
+    >>> cp.local(torch.arange(5)), cp.rank_of(torch.tensor([4, 3])), cp.local_index(torch.tensor([4]))
+    (tensor([0, 1, 4]), tensor([0, 1]), tensor([2]))
+    >>> cp.local_layout.query_lengths, cp.local_layout.key_lengths  # tokens 0 and 1, and token 4
+    ((2, 1), (2, 5))
+    >>> cp.local_layout.key_index  # gathered keys are in rank order: 0, 1, 4, 2, 3
+    tensor([0, 1, 0, 1, 3, 4, 2])
+
+    ```
     """
 
     layout: Layout
     group: Group
-    how: str
+    comm: str
 
     @cached_property
-    def pieces(self) -> list[list[tuple[int, int]]]:
+    def ranges(self) -> list[list[tuple[int, int]]]:
         """
-        Pieces of the row that belong to each process, from a token to a token.
+        Ranges of packed tokens of each process, as (begin, end).
 
-        One piece for exchanged heads. For gathered keys two, from the front and from the back of the row: the later a
-        token, the more keys it sees.
+        One range per process for `"heads"`. Two ranges for `"keys"`, one from the front and one from the back of the
+        row, because later tokens see more keys.
         """
-        n, halves = self.group.size, 2 if self.how == KEYS and self.layout.packed_tokens >= 2 * self.group.size else 1
-        ends = list(accumulate(even(self.layout.packed_tokens, n * halves)))
-        cuts = list(zip([0, *ends], ends, strict=False))
-        return [[cuts[r], cuts[-1 - r]] if halves == 2 else [cuts[r]] for r in range(n)]
+        n, T = self.group.size, self.layout.packed_tokens
+        has_two = self.comm == KEYS and 2 * n <= T
+        ends = list(accumulate(even_split(T, 2 * n if has_two else n)))
+        chunks = list(zip([0, *ends], ends, strict=False))
+        # Causal load balance: rank r has the chunks r and 2n - 1 - r, as in Megatron and in torch's context parallel.
+        return [[chunks[rank], chunks[-1 - rank]] if has_two else [chunks[rank]] for rank in range(n)]
 
     @cached_property
-    def tokens(self) -> list[int]:
-        """Tokens of each process."""
-        return [sum(end - begin for begin, end in pieces) for pieces in self.pieces]
+    def tokens_per_rank(self) -> list[int]:
+        """Number of tokens of each process."""
+        return [sum(end - begin for begin, end in ranges) for ranges in self.ranges]
+
+    @property
+    def local_tokens(self) -> int:
+        """Number of tokens of this process, `t`."""
+        return self.tokens_per_rank[self.group.rank]
 
     @cached_property
-    def _dealt(self) -> torch.Tensor:
-        """The packed tokens of all processes, one process after the other."""
-        dealt = torch.cat([torch.arange(*piece) for pieces in self.pieces for piece in pieces])
-        return dealt.to(self.layout.packed_index.device)
+    def _rank_order(self) -> torch.Tensor:
+        """The packed tokens in rank order: those of process 0, then those of process 1, ..."""
+        tokens = torch.cat([torch.arange(begin, end) for ranges in self.ranges for begin, end in ranges])
+        return tokens.to(self.layout.packed_index.device)
 
     @cached_property
-    def _place(self) -> torch.Tensor:
-        """Where each packed token stands in `_dealt`."""
-        return self._dealt.argsort()
+    def _index_in_rank_order(self) -> torch.Tensor:
+        """Index of each packed token in `_rank_order`."""
+        return inverse_permutation(self._rank_order)
 
-    def cut(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Of values for all packed tokens, those of this process's."""
-        parts = [x.narrow(dim, begin, end - begin) for begin, end in self.pieces[self.group.rank]]
-        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+    def local(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The values of the local tokens, of values for all packed tokens."""
+        chunks = [x.narrow(dim, begin, end - begin) for begin, end in self.ranges[self.group.rank]]
+        return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0].contiguous()
 
-    def to_heads(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
-        """`(t, N, ...)`, own tokens, to `(T, own heads, ...)`; process `i` is given `heads[i]`."""
-        shapes = [(n, heads[self.group.rank], *x.shape[2:]) for n in self.tokens]
-        return self._in_order(torch.cat(self.group.dealt(x.split(heads, dim=1), shapes)))
+    def tokens_to_heads(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+        """All-to-all from local tokens to local heads, `(t, N, ...)` to `(T, n, ...)`; rank i gets `heads[i]` of N."""
+        shapes = [(tokens, heads[self.group.rank], *x.shape[2:]) for tokens in self.tokens_per_rank]
+        return self._in_packed_order(torch.cat(self.group.all_to_all(x.split(heads, dim=1), shapes)))
 
-    def to_tokens(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
-        """`(T, own heads, ...)` to `(t, N, ...)`, own tokens: the way back."""
-        pieces = [[x[begin:end] for begin, end in pieces] for pieces in self.pieces]
-        parts = [torch.cat(piece) if len(piece) > 1 else piece[0] for piece in pieces]
-        own = self.tokens[self.group.rank]
-        return torch.cat(self.group.dealt(parts, [(own, n, *x.shape[2:]) for n in heads]), dim=1)
+    def heads_to_tokens(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+        """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
+        chunks = [[x[begin:end] for begin, end in ranges] for ranges in self.ranges]
+        tokens = [torch.cat(of_rank) if len(of_rank) > 1 else of_rank[0] for of_rank in chunks]  # no copy of one chunk
+        shapes = [(self.local_tokens, n, *x.shape[2:]) for n in heads]
+        return torch.cat(self.group.all_to_all(tokens, shapes), dim=1)
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """`(t, ...)` to `(T, ...)`, within the network; in the order of [`ContextParallelLayout.queries`]' keys."""
-        return self.group.gathered(x, self.tokens)
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
+        return self.group.all_gather(x, self.tokens_per_rank)
 
-    def told(self, x: torch.Tensor) -> torch.Tensor:
-        """`(t, ...)` to `(T, ...)` at the exit."""
-        return self._in_order(self.group.told(x, self.tokens))
+    def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
+        """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
+        return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
 
-    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
-        return x if len(self.pieces[0]) == 1 else x.index_select(0, self._place)
+    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
+        # With one range per process rank order is the order of the packed tokens.
+        return x if len(self.ranges[0]) == 1 else x.index_select(0, self._index_in_rank_order)
 
-    def owners(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The process of each of some packed tokens, `(n,)` to `(n,)`."""
-        ends = torch.tensor(self.tokens, device=tokens.device).cumsum(0)
-        return torch.searchsorted(ends, self._place.index_select(0, tokens), right=True)
+    def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""
+        ends = torch.tensor(self.tokens_per_rank, device=tokens.device).cumsum(0)
+        return torch.searchsorted(ends, self._index_in_rank_order.index_select(0, tokens), right=True)
 
-    def among_own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Where some of this process's packed tokens stand among them."""
-        return self._place.index_select(0, tokens) - sum(self.tokens[: self.group.rank])
+    def local_index(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Index among the local tokens of these packed tokens, which must be local."""
+        return self._index_in_rank_order.index_select(0, tokens) - sum(self.tokens_per_rank[: self.group.rank])
 
-    def told_of(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Of values of own tokens, `(t, ...)`, those of any packed `tokens`, `(n, ...)`, at the exit."""
-        owner = self.owners(tokens)
-        own = x.index_select(0, self.among_own(tokens[owner == self.group.rank]))
-        counts = owner.bincount(minlength=self.group.size).tolist()
-        return self.group.told(own, counts).index_select(0, owner.argsort(stable=True).argsort())
+    def all_gather_at(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """All-gather before the loss, only the values of these packed `tokens`: `(t, ...)` to `(n, ...)`."""
+        ranks = self.rank_of(tokens)
+        local = x.index_select(0, self.local_index(tokens[ranks == self.group.rank]))
+        counts = ranks.bincount(minlength=self.group.size).tolist()
+        # Gathered values are in rank order, that of a stable sort by rank; its inverse is the order of `tokens`.
+        order = inverse_permutation(ranks.argsort(stable=True))
+        return self.group.all_gather_for_loss(local, counts).index_select(0, order)
 
     @cached_property
-    def queries(self) -> Layout:
-        """Own tokens as queries, all as keys: a row's part ends, as its keys do, where a piece ends."""
+    def local_layout(self) -> Layout:
+        """
+        Layout of the local tokens as queries, with all tokens, in rank order, as keys.
+
+        A segment that ends outside of a local range is cut at the end of the range, and its keys with it.
+        """
         layout, positions = self.layout, self.layout.positions.cpu()
         keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index.cpu()
-        ends = list(accumulate(layout.query_lengths))
-        segments = list(zip(ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
-        queries, seen = [], []
-        for low, high in self.pieces[self.group.rank]:
-            for end, n, path in segments:
-                begin, last = max(end - n, low), min(end, high)
-                if begin < last:
-                    queries.append(last - begin)
-                    seen.append(path[: len(path) - (end - last)])
+        segment_ends = list(accumulate(layout.query_lengths))
+        segments = list(zip(segment_ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
+        query_lengths, paths = [], []
+        for range_begin, range_end in self.ranges[self.group.rank]:
+            for segment_end, length, path in segments:
+                begin, end = max(segment_end - length, range_begin), min(segment_end, range_end)
+                if begin < end:
+                    query_lengths.append(end - begin)
+                    # The last key is the last query: cut the keys of the queries behind `end`.
+                    paths.append(path[: len(path) - (segment_end - end)])
         return Layout.of_segments(
-            queries,
-            [len(path) for path in seen],
+            query_lengths,
+            [len(path) for path in paths],
             batch_shape=layout.batch_shape,
             real_index=layout.real_index,
             source=layout.source,
-            packed_index=self.cut(layout.packed_index),
-            positions=self.cut(layout.positions),
-            key_index=self._place.index_select(0, torch.cat(seen).to(layout.packed_index.device)),
-            spans=tuple(int(positions[path[-1]] - positions[path[0]]) + 1 for path in seen),
-            positions_among=layout.positions.index_select(0, self._dealt),
+            packed_index=self.local(layout.packed_index),
+            positions=self.local(layout.positions),
+            key_index=self._index_in_rank_order.index_select(0, torch.cat(paths).to(layout.packed_index.device)),
+            spans=tuple(int(positions[path[-1]] - positions[path[0]]) + 1 for path in paths),
+            key_source_positions=layout.positions.index_select(0, self._rank_order),
         )

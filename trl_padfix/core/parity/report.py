@@ -1,4 +1,4 @@
-"""What a comparison of packed with padded found."""
+"""The result of a comparison of packed with padded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ParityError", "ParityReport"]
 
 class ParityError(RuntimeError):
     """
-    The packed forward of a model does not give the numbers of its padded forward; the message has the figures.
+    The packed forward of a model differs from its padded forward; the message has the figures.
 
     Raised by a trainer on its first batches, and by [`ParityReport.raise_if_failed`].
 
@@ -32,23 +32,24 @@ class ParityError(RuntimeError):
 @dataclass(frozen=True)
 class ParityReport:
     """
-    Outcome of one comparison, in natural-log units of the scores (log-probabilities, or outputs of a reward head).
+    Result of one comparison of scores: natural log-probabilities, or outputs of a reward head.
 
     Attributes:
-        mean, maximum (`float`): Mean and largest absolute difference.
-        mean_tolerance, maximum_tolerance (`float`): What they may be.
-        compared (`int`): Scores compared.
+        mean, maximum (`float`): Mean and largest absolute difference of a score.
+        mean_tolerance, maximum_tolerance (`float`): Limits of these differences.
+        compared (`int`): Number of compared scores.
         padded_tokens, packed_tokens (`int`): Tokens that entered the decoder in the two forwards.
-        dtype (`torch.dtype`): Precision that the tolerance is for.
+        dtype (`torch.dtype`): Precision that determines the tolerance.
         implementation (`str`): Attention implementation.
         prefix_sharing (`bool`): Whether prefixes were shared.
         finite (`bool`): Whether the padded forward itself gives finite scores.
         rounding (`float`, *optional*):
-            Mean difference of two padded forwards with different attention functions: the tolerance is a multiple.
+            Mean difference of two padded forwards with different attention functions. The tolerance is a multiple of
+            it.
         gradient, gradient_tolerance (`float`, *optional*):
-            Relative difference of the gradient, and what it may be; `None` where gradients were not compared.
-        not_compared (`str`): Why gradients were not compared, although that was asked for.
-        caveat (`str`): Why transformers itself gives other numbers in other batches; empty if it does not.
+            Relative difference of the gradient and its limit; `None` if gradients were not compared.
+        not_compared (`str`): Why gradients were not compared although requested.
+        caveat (`str`): Why results of transformers itself depend on the batch; empty if they do not.
 
     Example:
 

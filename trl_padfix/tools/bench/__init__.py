@@ -1,20 +1,18 @@
 """
-A training step of TRL's, padded and packed, side by side: DPO's, SFT's, or GRPO's on completions that are given.
+Times a training step of TRL, padded and packed, side by side: DPO, SFT, or GRPO on completions that exist already.
 
-One TRL trainer, one policy, one reference, the same rows: what changes between variants is what is attached to the
-models and, for those that batch otherwise, which rows go together. Steps are interleaved batch by batch, so that a
-machine that drifts drifts for all of them. Losses and gradients of the variants must agree, or the run fails.
+All variants have the same TRL trainer, policy, reference and rows. They differ in the patches on the models and, for
+some, in the rows of a batch. Steps are interleaved batch by batch, so that a change of the machine's speed affects all
+variants. Losses and gradients of the variants must agree, or the run fails.
 """
 
 from __future__ import annotations
 
 import platform
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,11 +20,10 @@ import transformers
 import trl
 from datasets import Dataset
 
-from ...core.call.layout_of import LayoutKey
+from ...core.call.layout_of import LayoutInputs
 from ...core.layout.build import prefix_sharing_layout
 from ...core.version import __version__
-from ...trainers.batching.bin_packing import split
-from ...trainers.batching.prefix_groups import group_rows
+from .batches import Batches, divide_rows, in_parts
 from .building import build, computed_dtype
 from .data import (
     equal_length_pairs,
@@ -34,6 +31,7 @@ from .data import (
     pairs_of_lengths,
     parse_lengths,
     parse_tree,
+    select_rows,
     synthetic_rows,
     tree_pairs,
     tree_rows,
@@ -49,8 +47,9 @@ from .settings import (
     Variant,
     VariantResult,
     WrongNumbersError,
+    select_variants,
 )
-from .steps import Step, attached, decoder_inputs, step_flops
+from .steps import BenchStep, attached, decoder_inputs, step_flops
 
 
 __all__ = [
@@ -68,86 +67,87 @@ __all__ = [
     "parse_lengths",
     "parse_tree",
     "run",
+    "select_rows",
+    "select_variants",
     "synthetic_rows",
     "tree_pairs",
     "tree_rows",
 ]
 
 Watch = Callable[[str, int, int], None]
+"""Called before each step with what is measured, the number of steps done, and the number of all steps."""
+
+Figures = dict[str, float]
+"""Figures of one step: its time, loss, gradient, tokens and weight."""
 
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
     """
-    Time all variants on the same random rows, in a format that the trainer takes or tokenized (SFT trains on what was
-    chosen); GRPO draws prompts where it is given none. See [`measure`].
+    Time all variants on the same rows, in random order. See [`prepare`] and [`measure`].
+
+    `data` has a format that the trainer takes, or is tokenized; SFT trains on the chosen side of pairs, and GRPO draws
+    prompts if it is `None`.
     """
     return measure(prepare(data, settings), settings)
 
 
-def prepare(data: Dataset | None, settings: BenchSettings) -> Step:
-    """The step that is measured, with the rows of all its batches."""
+def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
+    """Build the step to measure, with the rows of all its batches."""
     return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
 
 
 def measure(
-    step: Step, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
+    step: BenchStep, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
 ) -> list[VariantResult]:
     """
-    The figures of all variants, TRL's padded step first.
+    Measure all variants, TRL's padded step first.
 
-    No batch is begun after `deadline`, by `time.monotonic()`. `watch` is told before each step what is measured, how
-    many steps are done, and of how many.
+    Args:
+        step ([`BenchStep`]):
+            Step of [`prepare`].
+        settings ([`BenchSettings`]):
+            Settings that the step was built with.
+        deadline (`float`, *optional*):
+            Value of `time.monotonic()` after which no batch is begun.
+        watch (`Callable`, *optional*):
+            Shows the progress.
+
+    Returns:
+        `list[VariantResult]`: Figures of the variants. After a deadline: of the variants with TRL's batches only.
 
     Raises:
         WrongNumbersError: If losses or gradients of the variants differ.
-        ImpossibleFigureError: If a step seems to do more than the device can. It holds the figures.
+        ImpossibleFigureError: If a step seems faster than the device can be. It holds the figures.
         TimeoutError: If no counted batch was done before the deadline.
-        Interrupted: On Ctrl-C after a counted batch. It holds the figures of the batches until then; of variants with
-            the same batches only, as after a deadline.
+        Interrupted: On Ctrl-C after a counted batch. It holds the figures, as after a deadline.
     """
     variants = [VARIANTS[name] for name in settings.variants]
-    fixed = _in_parts(range(len(step.rows)), settings.batch_rows)
+    fixed = in_parts(range(len(step.rows)), settings.batch_rows)
     warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
-    plans = {v.name: warmup + _batches(step, v, counted, settings) for v in variants}
-    figures: dict[str, list[dict[str, float]]] = {v.name: [] for v in variants}
-    # Norms, softmax and loss are computed in float32 whatever the rest is.
+    plans = {v.name: warmup + divide_rows(step, v, counted, settings) for v in variants}
+    # Norms, softmax and loss are computed in float32 in every precision.
     dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
-    extra = len(variants) if settings.memory and settings.device == "cpu" else 0  # steps in which memory is measured
-    rounds, done, total = 0, 0, sum(map(len, plans.values())) + extra
-    stopped: KeyboardInterrupt | None = None
-    try:
-        while rounds < max(map(len, plans.values())) and (deadline is None or time.monotonic() <= deadline):
-            # Each variant is first, second and so on equally often.
-            shift = rounds % len(variants)
-            for variant in variants[shift:] + variants[:shift]:
-                if rounds >= len(plans[variant.name]):
-                    continue
-                watch(variant.name, done, total)
-                batch = _batch(step, variant, plans[variant.name][rounds])
-                with attached(step, variant):
-                    found = step.run(batch, variant)
-                if rounds >= settings.warmup:
-                    figures[variant.name].append(found | _counts(step, variant, batch))
-                done += 1
-            peak.measure()
-            rounds += 1
-    except KeyboardInterrupt as error:
-        stopped = error
+    # On CUDA the timed steps report their memory; on CPU each variant has one more step, under the profiler.
+    memory_steps = len(variants) if settings.memory and settings.device == "cpu" else 0
+    total = sum(map(len, plans.values())) + memory_steps
+    figures, rounds, interrupt = _time_steps(step, settings, plans, peak, deadline, lambda *a: watch(*a, total))
     if rounds < max(map(len, plans.values())):
+        # Other batches divide the rows differently, so an incomplete run of them has other rows than TRL's.
         counted = counted[: max(0, rounds - settings.warmup)]
         variants = [v for v in variants if v.batching == "fixed"]
         figures = {v.name: figures[v.name][: len(counted)] for v in variants}
     if not counted:
-        raise stopped or TimeoutError("No counted step was done in the time that there was.")
+        raise interrupt or TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
-    fixed = _needed_flops(step, counted)  # other batches need other arithmetic: they share more, or less
-    own = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if v.batching != "fixed"}
-    needed = [own.get(v.name, fixed) for v in variants]
-    results = [_result(v, figures, peak, flops, settings) for v, flops in zip(variants, needed, strict=True)]
+    fixed_flops = _needed_flops(step, counted)
+    # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
+    flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if v.batching != "fixed"}
+    results = [_result(v, figures, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
+    done = sum(min(rounds, len(batches)) for batches in plans.values())
     try:
-        for variant, result in zip(variants, results, strict=True) if extra and not stopped else ():
+        for variant, result in zip(variants, results, strict=True) if memory_steps and not interrupt else ():
             watch(f"memory of {variant.name}", done, total)
             largest = max(range(result.steps), key=lambda i: figures[variant.name][i]["tokens"])
             batch = _batch(step, variant, plans[variant.name][settings.warmup + largest])
@@ -155,42 +155,81 @@ def measure(
                 result.peak_gib, result.kept_mib = step.peak_gib(batch, variant), step.kept_mib(batch, variant)
             done += 1
     except KeyboardInterrupt as error:
-        stopped = error
+        interrupt = error
     watch("done", done, total)
-    peak.check(results)
-    if stopped is not None:
-        raise Interrupted(results) from stopped
+    if message := peak.impossible_figure(results):
+        raise ImpossibleFigureError(message, results, is_partial=interrupt is not None) from interrupt
+    if interrupt is not None:
+        raise Interrupted(results) from interrupt
     return results
 
 
+def _time_steps(
+    step: BenchStep,
+    settings: BenchSettings,
+    plans: dict[str, Batches],
+    peak: Peak,
+    deadline: float | None,
+    watch: Callable[[str, int], None],
+) -> tuple[dict[str, list[Figures]], int, KeyboardInterrupt | None]:
+    """
+    Run the planned batches of each variant, interleaved batch by batch, until the deadline or Ctrl-C.
+
+    Returns:
+        `tuple`: Figures of the counted steps of each variant, complete rounds, and the interrupt, if there was one.
+    """
+    variants = [VARIANTS[name] for name in plans]
+    figures: dict[str, list[Figures]] = {name: [] for name in plans}
+    rounds = done = 0
+    try:
+        while rounds < max(map(len, plans.values())) and (deadline is None or time.monotonic() <= deadline):
+            # Rotated, so that each variant runs in each place equally often: after another one caches are warm.
+            shift = rounds % len(variants)
+            for variant in variants[shift:] + variants[:shift]:
+                if rounds >= len(plans[variant.name]):  # other batches can be fewer than the fixed ones
+                    continue
+                watch(variant.name, done)
+                batch = _batch(step, variant, plans[variant.name][rounds])
+                with attached(step, variant):
+                    step_figures = step.run(batch, variant)
+                if rounds >= settings.warmup:
+                    figures[variant.name].append(step_figures | _counts(step, variant, batch))
+                done += 1
+            peak.measure()
+            rounds += 1
+    except KeyboardInterrupt as error:
+        return figures, rounds, error
+    return figures, rounds, None
+
+
 def _result(
-    variant: Variant, figures: dict[str, list[dict[str, float]]], peak: Peak, needed: float, settings: BenchSettings
+    variant: Variant, figures: dict[str, list[Figures]], peak: Peak, flops: float, settings: BenchSettings
 ) -> VariantResult:
-    """What the steps of a variant come to, beside TRL's; on CPU without memory."""
-    found, baseline = figures[variant.name], figures["trl"]
-    seconds = [f["seconds"] for f in found]
-    tokens = int(sum(f["tokens"] for f in found))
-    on_gpu = settings.memory and settings.device == "cuda"
+    """Summarize the steps of a variant beside TRL's. On CPU memory is added later."""
+    steps, baseline = figures[variant.name], figures["trl"]
+    seconds = [f["seconds"] for f in steps]
+    tokens = int(sum(f["tokens"] for f in steps))
+    has_peak = settings.memory and settings.device == "cuda"
     return VariantResult(
         name=variant.name,
         seconds=statistics.median(seconds),
         low=min(seconds),
         high=max(seconds),
-        speedup=_speedup(variant, baseline, found),
-        steps=len(found),
+        speedup=_speedup(variant, baseline, steps),
+        steps=len(steps),
         tokens=tokens,
-        tokens_per_second=sum(f["real"] for f in found) / sum(seconds),
+        tokens_per_second=sum(f["real"] for f in steps) / sum(seconds),
         token_limit=sum(f["tokens"] for f in baseline) / tokens,
-        mfu=peak.share(needed, sum(seconds)),
-        loss=_weighted(found, "loss"),
-        grad_norm=statistics.mean(f["grad_norm"] for f in found),
+        mfu=peak.share(flops, sum(seconds)),
+        loss=_weighted(steps, "loss"),
+        grad_norm=statistics.mean(f["grad_norm"] for f in steps),
         step_seconds=[round(s, 6) for s in seconds],
-        peak_gib=max(f["peak_gib"] for f in found) if on_gpu else None,
+        peak_gib=max(f["peak_gib"] for f in steps) if has_peak else None,
     )
 
 
-def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
-    """Where a step's time goes, for each variant on the first fixed batch: tables by the profiler."""
+def profile(step: BenchStep, settings: BenchSettings) -> dict[str, str]:
+    """Table of the longest operations of a step, for each variant on the first fixed batch."""
     tables = {}
     for variant in (VARIANTS[name] for name in settings.variants):
         with attached(step, variant):
@@ -199,7 +238,7 @@ def profile(step: Step, settings: BenchSettings) -> dict[str, str]:
 
 
 def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
-    """What a figure needs beside it: settings, machine and versions."""
+    """Settings, machine and versions: without them a figure cannot be compared with others."""
     device = torch.cuda.get_device_name() if settings.device == "cuda" else platform.processor() or platform.machine()
     return {
         "data": data,
@@ -214,94 +253,59 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
     }
 
 
-def _batches(step: Step, variant: Variant, counted: list[list[int]], settings: BenchSettings) -> list[list[int]]:
-    """The counted rows in the batches of a variant."""
-    if variant.batching == "fixed":
-        return counted
-    rows = [i for batch in counted for i in batch]
-    if variant.batching == "packed":
-        packed = _packed_by_trl([len(step.rows[i]["input_ids"]) for i in rows], settings.max_length)
-        each = max(1, len(packed) // len(counted))  # packed rows of a batch
-        batches = [[rows[i] for part in parts for i in part] for parts in _in_parts(packed, each)]
-    elif variant.batching == "grouped":
-        batches = _in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
-    else:
-        costs = settings.measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
-        if variant.batching == "prefix":
-            parts = _in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
-        else:
-            parts = split(costs, settings.max_tokens_per_batch or int(costs.each.sum() / len(counted)))
-        batches = [[rows[i] for i in part] for part in parts]
-    random.Random(settings.seed).shuffle(batches)
-    return batches
-
-
-def _in_parts(items: Sequence[Any], size: int) -> list[list[Any]]:
-    return [list(items[i : i + size]) for i in range(0, len(items), size)]
-
-
-def _packed_by_trl(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Which rows TRL's `packing=True` lays behind one another in each row of at most `max_length` tokens."""
-    numbered = Dataset.from_dict({"input_ids": [[i] * length for i, length in enumerate(lengths)]})
-    packed = trl.pack_dataset(numbered, max_length)
-    starts = [[0, *accumulate(row)][:-1] for row in packed["seq_lengths"]]
-    return [[ids[start] for start in at] for ids, at in zip(packed["input_ids"], starts, strict=True)]
-
-
-def _longest(row: dict[str, Any]) -> int:
-    if "input_ids" in row:
-        return len(row["input_ids"])
-    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
-
-
-def _batch(step: Step, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
-    # Padded, ours differs from TRL's only on the left.
+def _batch(step: BenchStep, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
+    # Padded on the right, this package does what TRL does; the variant `padded` is therefore padded on the left.
     return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
 
 
-def _counts(step: Step, variant: Variant, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+def _counts(step: BenchStep, variant: Variant, batch: dict[str, torch.Tensor]) -> Figures:
+    """Tokens that the decoder computes for a batch, its real tokens, and its weight in the loss."""
     if variant.flat:
         tokens = real = batch["input_ids"].numel()
     else:
         ids, mask = decoder_inputs(batch).values()
         tokens, real = mask.numel(), int(mask.sum())
         if variant.packed:
-            tokens = LayoutKey(ids, mask, shares=bool(variant.shares)).build().packed_tokens
+            tokens = LayoutInputs(ids, mask, shares=bool(variant.shares)).build().packed_tokens
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
 
 
-def _needed_flops(step: Step, counted: list[list[int]]) -> float:
+def _needed_flops(step: BenchStep, batches: Batches) -> float:
+    """Least floating-point operations for batches: each distinct token is computed once."""
     total = 0.0
-    for rows in counted:
+    for rows in batches:
         batch = step.batch(rows)
         scored = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else batch["completion_mask"].sum()
         total += step_flops(step, prefix_sharing_layout(**decoder_inputs(batch)), int(scored))
     return total
 
 
-def _speedup(variant: Variant, baseline: list[dict[str, float]], found: list[dict[str, float]]) -> float:
+def _speedup(variant: Variant, baseline: list[Figures], steps: list[Figures]) -> float:
     if variant.batching == "fixed":
-        return statistics.median(t["seconds"] / f["seconds"] for t, f in zip(baseline, found, strict=True))
-    return sum(t["seconds"] for t in baseline) / sum(f["seconds"] for f in found)
+        # Per batch: batches differ in length, and interleaved steps share the state of the machine.
+        return statistics.median(t["seconds"] / s["seconds"] for t, s in zip(baseline, steps, strict=True))
+    return sum(t["seconds"] for t in baseline) / sum(s["seconds"] for s in steps)
 
 
-def _weighted(figures: list[dict[str, float]], quantity: str) -> float:
-    return sum(f["weight"] * f[quantity] for f in figures) / sum(f["weight"] for f in figures)
+def _weighted(steps: list[Figures], quantity: str) -> float:
+    return sum(s["weight"] * s[quantity] for s in steps) / sum(s["weight"] for s in steps)
 
 
-def _check_equal(figures: dict[str, list[dict[str, float]]], tolerance: float) -> None:
+def _check_equal(figures: dict[str, list[Figures]], tolerance: float) -> None:
+    """Raise a [`WrongNumbersError`] if a variant's loss or gradient differs from TRL's."""
     baseline = figures["trl"]
-    for name, found in figures.items():
+    for name, steps in figures.items():
         values = []
         if VARIANTS[name].batching == "fixed":
-            for i, (ours, theirs) in enumerate(zip(found, baseline, strict=True)):
+            for i, (ours, theirs) in enumerate(zip(steps, baseline, strict=True)):
                 values += [(f"step {i}", q, ours[q], theirs[q]) for q in ("loss", "grad_norm")]
         for quantity in ("loss", "grad_projection"):
-            values.append(("all rows", quantity, _weighted(found, quantity), _weighted(baseline, quantity)))
+            values.append(("all rows", quantity, _weighted(steps, quantity), _weighted(baseline, quantity)))
         for where, quantity, ours, theirs in values:
+            # A projection can be near 0 for a large gradient, so its difference is relative to the norm.
             scale = baseline[0]["grad_norm"] if quantity == "grad_projection" else abs(theirs)
             difference = abs(ours - theirs) / scale
-            if not difference <= tolerance:
+            if not difference <= tolerance:  # not `>`: NaN must fail
                 raise WrongNumbersError(
                     f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and TRL's "
                     f"{theirs:.6g}, {difference:.1e} apart (at most {tolerance:.0e})."

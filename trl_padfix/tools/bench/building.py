@@ -19,7 +19,7 @@ from ..reading import load_tokenizer
 from ..stats import texts_of, token_rows
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from .data import random_completions
-from .steps import Step
+from .steps import BenchStep
 
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ BETA = 0.04
 """Weight of GRPO's distance to the reference, where there is one."""
 
 
-def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
+def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
     A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches); too few raise `ValueError`.
     """
@@ -72,7 +72,7 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
     rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
     if len(rows) < count:
         raise _too_few(len(rows), count)
-    return Step(trainer, (_grouped(rows, count, settings) if grouped else rows)[:count], settings, rendered)
+    return BenchStep(trainer, (_grouped(rows, count, settings) if grouped else rows)[:count], settings, rendered)
 
 
 def _too_few(rows: int, needed: int) -> ValueError:
@@ -139,12 +139,12 @@ class _GivenCompletions(trl.GRPOTrainer):
             return {"old_per_token_logps": old, "ref_per_token_logps": scored(self.model)}
 
 
-class _OnlineStep(Step):
+class _OnlineStep(BenchStep):
     def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
         return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
 
 
-def _online(data: Dataset | None, settings: BenchSettings, count: int) -> Step:
+def _online(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
     GRPO on `pairs` prompts with `generations` random completions each, of about the lengths asked for; prompts are
     random too, where no data has them.

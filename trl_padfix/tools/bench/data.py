@@ -1,4 +1,4 @@
-"""What a benchmark runs on: rows that a user has, and random ones of given lengths or branches."""
+"""Rows of a benchmark: those of a user, and random ones with given lengths or branches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 
-from ...trainers.data.row_checks import TRAINED, sound_rows
+from ...trainers.data.row_checks import TRAINED, validate_rows
 from ..data import load_rows, rename_columns
-from ..formats import as_trl_takes_them, of_trainer
+from ..formats import rows_for_trainer, to_trl_format
+
+
+if TYPE_CHECKING:
+    from .settings import BenchSettings
 
 
 __all__ = [
@@ -24,38 +30,86 @@ __all__ = [
     "parse_lengths",
     "parse_tree",
     "random_completions",
+    "select_rows",
     "synthetic_rows",
     "tree_pairs",
     "tree_rows",
 ]
 
 
+def select_rows(
+    data: str | None,
+    settings: BenchSettings,
+    *,
+    spread: float = 0.25,
+    split: str = "train",
+    columns: str | None = None,
+) -> tuple[Dataset | None, str]:
+    """
+    Rows of a benchmark, and their description for a report.
+
+    Args:
+        data (`str`, *optional*):
+            `equal`, `lengths:...` or `tree:...` of [`synthetic_rows`], or what [`load_examples`] reads. `None` for
+            GRPO's random prompts: no rows are returned.
+        settings ([`BenchSettings`]):
+            Trainer, sizes and seed.
+        spread (`float`):
+            Relative spread of the lengths of `lengths:...`.
+        split (`str`):
+            Split of a folder or Hub id.
+        columns (`str`, *optional*):
+            Columns to rename.
+    """
+    if data is None:
+        return None, "random"
+    count = settings.pairs * (settings.steps + settings.warmup)
+    if (rows := synthetic_rows(data, settings.trainer, count, spread, settings.seed)) is not None:
+        if settings.trainer == "grpo":
+            raise ValueError(f"{data} is for dpo and sft: of grpo give --prompt-length and --completion-length.")
+        return rows, f"{data}, spread {spread:g}" if data.startswith("lengths:") else data
+    rows = load_examples(data, settings.trainer, expand_turns=settings.expand_turns, split=split, columns=columns)
+    return rows, Path(data).name
+
+
 def load_examples(
     data: str, trainer: str = "dpo", *, expand_turns: bool = False, split: str = "test", columns: str | None = None
 ) -> Dataset:
     """
-    Rows for a trainer from wherever [`load_rows`] finds them, in a format that it takes or that
-    [`as_trl_takes_them`] knows: pairs for DPO; texts, conversations or pairs, of which the chosen ones are taken, for
-    SFT; prompts for GRPO.
+    Load rows for a trainer with [`load_rows`], and convert them with [`to_trl_format`].
 
-    Of a folder or Hub id it is this `split`, and `columns` are renamed (`"question=prompt"`). Rows without text and
-    columns that the trainer does not take are a `ValueError`.
+    DPO takes pairs; SFT texts, conversations or pairs (it trains on the chosen side); GRPO prompts.
+
+    Args:
+        data (`str`):
+            File, folder, Hub id or recipe.
+        trainer (`str`):
+            `"dpo"`, `"sft"` or `"grpo"`.
+        expand_turns (`bool`):
+            Whether to keep the conversations, which are expanded later to a row for each turn of the assistant.
+        split (`str`):
+            Split of a folder or Hub id.
+        columns (`str`, *optional*):
+            Columns to rename, such as `"question=prompt"`.
+
+    Raises:
+        ValueError: If the trainer does not take the columns, or if a row has no text.
     """
     rows = rename_columns(load_rows(data, split), columns)
     if images := sorted({"image", "images"} & set(rows.column_names)):
         raise ValueError(f"{data} has {images}, and the models that are measured read text: remove these columns.")
-    rows = as_trl_takes_them(rows)
+    rows = to_trl_format(rows)
     if expand_turns:
-        return sound_rows(rows, "", ["messages"])
-    return sound_rows(of_trainer(rows, trainer), "", TRAINED)
+        return validate_rows(rows, "", ["messages"])
+    return validate_rows(rows_for_trainer(rows, trainer), "", TRAINED)
 
 
 @dataclass(frozen=True)
 class RolloutTree:
     """
-    One task: `rollouts` of `turns`, each of about `turn` tokens, behind a system prompt of `system` tokens.
+    Sizes of one task: `rollouts` of `turns` turns, each of about `turn` tokens, after a system prompt.
 
-    A quarter of a turn is what the model is shown (a question, the output of a tool), the rest is what it answers.
+    A quarter of a turn is input (a question, the output of a tool), the rest is the answer of the model.
     """
 
     rollouts: int
@@ -65,17 +119,17 @@ class RolloutTree:
 
     @property
     def rows(self) -> int:
-        """Rows of one tree."""
+        """Rows of one tree: one for each turn."""
         return self.rollouts * self.turns
 
     @property
     def longest(self) -> int:
-        """The most tokens that a row can have."""
+        """Largest number of tokens of a row: a turn has up to 5/4 of its mean."""
         return self.system + self.turns * (self.turn + self.turn // 4)
 
 
 def parse_tree(data: str) -> RolloutTree | None:
-    """The sizes of `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for what does not begin like this."""
+    """Parse `tree:ROLLOUTSxTURNS/SYSTEM/TURN`; `None` if `data` does not begin with `tree:`."""
     if not data.startswith("tree:"):
         return None
     match = re.fullmatch(r"tree:(\d+)x(\d+)/(\d+)/(\d+)", data)
@@ -89,7 +143,7 @@ def parse_tree(data: str) -> RolloutTree | None:
 
 
 def parse_lengths(data: str) -> tuple[int, int] | None:
-    """`(prompt, completion)` of `lengths:PROMPT/COMPLETION`, and `None` for what does not begin like this."""
+    """Parse `lengths:PROMPT/COMPLETION`; `None` if `data` does not begin with `lengths:`."""
     match = re.fullmatch(r"lengths:(\d+)/(\d+)", data)
     if data.startswith("lengths:") and (match is None or min(int(match[1]), int(match[2])) < 1):
         raise ValueError(f"{data!r} gives no lengths: write `lengths:PROMPT/COMPLETION`, both of 1 token or more.")
@@ -98,8 +152,8 @@ def parse_lengths(data: str) -> tuple[int, int] | None:
 
 def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, seed: int = 0) -> Dataset | None:
     """
-    `count` tokenized rows of `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`, and `None` for
-    data of another name. For SFT a pair is its prompt with the chosen completion.
+    Draw `count` tokenized rows for `equal`, `lengths:PROMPT/COMPLETION` or `tree:ROLLOUTSxTURNS/SYSTEM/TURN`; `None`
+    for other data. A row for SFT is the prompt of a pair with the chosen completion.
     """
     if tree := parse_tree(data):
         return (tree_rows if trainer == "sft" else tree_pairs)(tree, count, seed)
@@ -116,20 +170,21 @@ def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, se
 
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
-    """Tokenized pairs of one length that share a prompt of one token: where removing padding cannot help."""
+    """Draw tokenized pairs of one length with a prompt of one token: the case in which nothing can be saved."""
     return _pairs([1] * count, [length - 1] * count, [length - 1] * count, seed)
 
 
 def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
-    """Tokenized random pairs, whose lengths are drawn evenly from their mean times `1 - spread` to `1 + spread`."""
+    """Draw tokenized pairs with lengths uniform in `mean * (1 - spread)` to `mean * (1 + spread)`."""
     draw = torch.Generator().manual_seed(seed)
-    lengths = (_ragged(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion))
+    lengths = (_draw_lengths(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion))
     return _pairs(*lengths, seed)
 
 
 def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
     """
-    Tokenized rows for SFT, tree after tree: one for each turn, with all that is before it, trained on what it answers.
+    Draw tokenized rows for SFT, tree after tree: one row for each turn. It holds all earlier turns, and its labels are
+    the answer of its turn.
     """
     turns = islice(_turns(tree, torch.Generator().manual_seed(seed)), count)
     return Dataset.from_list(
@@ -138,11 +193,11 @@ def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
 
 
 def tree_pairs(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
-    """The same as pairs: each turn's answer was chosen over another one, and the rollout went on from it."""
+    """Draw pairs, one for each turn of [`tree_rows`]: its answer is chosen over a random one."""
     draw = torch.Generator().manual_seed(seed)
     turns = islice(_turns(tree, draw), count)
     return Dataset.from_list(
-        [{"prompt_ids": path, "chosen_ids": said, "rejected_ids": _turn(tree, draw)[1]} for path, said in turns]
+        [{"prompt_ids": path, "chosen_ids": answer, "rejected_ids": _turn(tree, draw)[1]} for path, answer in turns]
     )
 
 
@@ -151,34 +206,39 @@ def random_completions(
     draw: torch.Generator,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """
-    A batch as TRL's online trainers score it: prompts padded left, several completions of each padded right. Of
-    prompts their ids are given, or how many are drawn.
+    Draw a batch as TRL's online trainers score it: prompts padded on the left, `generations` completions of each
+    padded on the right.
+
+    `prompts` are token ids, or the number of prompts to draw.
     """
     rows = (prompts if isinstance(prompts, int) else len(prompts)) * generations
 
-    def ragged(count: int, about: int) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = _ragged(count, about, 0.25, draw)[:, None]
+    def ragged(count: int, mean: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids padded on the right, and their mask."""
+        lengths = _draw_lengths(count, mean, 0.25, draw)[:, None]
         ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
         return ids, (torch.arange(ids.shape[1]) < lengths).long()
 
     if isinstance(prompts, int):
-        backwards = ragged(prompts, prompt_length)
+        reversed_prompts = ragged(prompts, prompt_length)
     else:
         ids = [torch.tensor(prompt).flip(0) for prompt in prompts]
-        backwards = tuple(pad_sequence(x, batch_first=True) for x in (ids, [torch.ones_like(row) for row in ids]))
-    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in backwards)
+        masks = [torch.ones_like(row) for row in ids]
+        reversed_prompts = pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
+    # Reversed rows padded on the right become rows padded on the left.
+    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in reversed_prompts)
     completion_ids, completion_mask = ragged(rows, completion_length)
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
-        "advantages": torch.rand(rows, generator=draw) + 0.5,
+        "advantages": torch.rand(rows, generator=draw) + 0.5,  # none is 0: each completion has a gradient
         "num_items_in_batch": completion_mask.sum(),
     }
 
 
-def _ragged(count: int, mean: int, spread: float, draw: torch.Generator) -> torch.Tensor:
+def _draw_lengths(count: int, mean: int, spread: float, draw: torch.Generator) -> torch.Tensor:
     low, high = max(1, int(mean * (1 - spread))), int(mean * (1 + spread))
     return torch.randint(low, high + 1, (count,), generator=draw)
 
@@ -190,25 +250,26 @@ def _pairs(prompts: list[int], chosen: list[int], rejected: list[int], seed: int
 
 
 def _turns(tree: RolloutTree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
-    """What is before the answer of each turn, and the answer: rollout after rollout, one tree behind the other."""
+    """Ids before the answer of each turn, and the ids of the answer: rollout after rollout, without end."""
     while True:
         system = _tokens(tree.system, draw)
         for _ in range(tree.rollouts):
             path = system
             for _ in range(tree.turns):
-                shown, answer = _turn(tree, draw)
-                path = path + shown
+                question, answer = _turn(tree, draw)
+                path = path + question
                 yield path, answer
                 path = path + answer
 
 
 def _turn(tree: RolloutTree, draw: torch.Generator) -> tuple[list[int], list[int]]:
-    """What a turn shows, and what it answers: together within a quarter of their mean."""
+    """Ids of the input and of the answer of a turn: together within a quarter of their mean."""
     low, high = tree.turn - tree.turn // 4, tree.turn + tree.turn // 4
     length = int(torch.randint(low, high + 1, (1,), generator=draw))
-    shown = length // 4
-    return _tokens(shown, draw), _tokens(length - shown, draw)
+    question = length // 4
+    return _tokens(question, draw), _tokens(length - question, draw)
 
 
 def _tokens(count: int, draw: torch.Generator) -> list[int]:
+    # No special tokens (below 3), and ids that every vocabulary has.
     return torch.randint(3, 256, (count,), generator=draw).tolist()

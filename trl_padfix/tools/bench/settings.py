@@ -1,4 +1,4 @@
-"""What a benchmark measures: its variants, its settings, and the figures of one variant."""
+"""Variants, settings, figures and errors of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,23 +20,34 @@ __all__ = [
     "Variant",
     "VariantResult",
     "WrongNumbersError",
+    "select_variants",
 ]
 
 
 class WrongNumbersError(RuntimeError):
-    """Two ways to compute the same rows give different numbers: there is nothing to time."""
+    """Two variants give different losses or gradients for the same rows, so their times mean nothing."""
 
 
 class ImpossibleFigureError(RuntimeError):
-    """A step seems to do more arithmetic than the device can. `results` are what was measured nevertheless."""
+    """
+    A step seems faster than the peak of the device.
 
-    def __init__(self, message: str, results: list[VariantResult]):
+    Args:
+        message (`str`):
+            Message of the error.
+        results (`list[VariantResult]`):
+            The figures nevertheless.
+        is_partial (`bool`):
+            Whether Ctrl-C had ended the measurement.
+    """
+
+    def __init__(self, message: str, results: list[VariantResult], is_partial: bool = False):
         super().__init__(message)
-        self.results = results
+        self.results, self.is_partial = results, is_partial
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C after some counted steps: their `results`, of the variants with the same batches as TRL."""
+    """Ctrl-C after some counted steps. `results` are their figures, of the variants with TRL's batches only."""
 
     def __init__(self, results: list[VariantResult]):
         super().__init__()
@@ -46,22 +57,22 @@ class Interrupted(KeyboardInterrupt):
 TRAINERS = ("dpo", "sft", "grpo")
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Largest relative difference of loss and gradient between variants."""
+"""Largest relative difference of loss and gradient between variants. bfloat16 has 8 bits: steps of 4e-3."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute the same rows."""
+    """One way to compute the rows of a benchmark."""
 
     name: str
-    ours: bool = True  # this package's, or TRL's
-    packed: bool = True  # padding is removed
+    ours: bool = True  # of this package; else of TRL
+    packed: bool = True  # whether padding is removed by this package
     shares: PrefixSharing = False
-    # "grouped": rows of like length together; "prefix": rows that begin alike together; "budget": by distinct tokens;
-    # "packed": TRL's packing, as many tokens as the fixed batches have.
+    # "fixed": the same batches as TRL; "grouped": rows of similar length; "prefix": rows with a common prefix;
+    # "budget": batches of equally many distinct tokens; "packed": TRL's packing, as many tokens as fixed batches.
     batching: str = "fixed"
-    compiled: bool = False  # the decoder layers, one by one
-    flat: bool = False  # TRL's collator lays rows behind one another: its own `padding_free`
+    compiled: bool = False  # each decoder layer is compiled
+    flat: bool = False  # TRL's own `padding_free`: its collator concatenates the rows
 
 
 VARIANTS = {
@@ -85,7 +96,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """What is measured; every field is an option of `trl-padfix bench`."""
+    """Settings of a benchmark. Each field is an option of `trl-padfix bench`, except `shuffle`."""
 
     trainer: str = "dpo"
     variants: tuple[str, ...] = ("trl", "padding_free", "prefix_sharing")
@@ -116,13 +127,25 @@ class BenchSettings:
 
     @property
     def batch_rows(self) -> int:
-        """Prepared rows of a batch; GRPO's batches are prepared whole."""
+        """Prepared rows per batch: `pairs`, and 1 for GRPO, whose batches are prepared as one row each."""
         return 1 if self.trainer == "grpo" else self.pairs
 
     @property
     def measure(self) -> type[RowMeasure]:
-        """What the rows of the trainer are measured by."""
+        """Class that counts the tokens of the rows."""
         return TextMeasure if self.trainer == "sft" else PairMeasure
+
+    @property
+    def batch_size(self) -> str:
+        """Size of a batch in words."""
+        completions = f"{self.pairs} x {self.generations} completions"
+        return {"dpo": f"{self.pairs} pairs", "sft": f"{self.pairs} rows", "grpo": completions}[self.trainer]
+
+    def title(self, device: str) -> str:
+        """Title of a table or a picture of the figures; `device` is the name of the device."""
+        step = f"{self.trainer.upper()} step{' without generation' if self.trainer == 'grpo' else ''}"
+        family = "Qwen3.5" if self.shape.startswith("hybrid") else "Qwen2"
+        return f"{step}, {self.batch_size}, {family} shape '{self.shape}', {self.dtype} on {device}, {self.attn}"
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.variants if name not in VARIANTS]
@@ -131,7 +154,7 @@ class BenchSettings:
                 f"`variants` are names among {', '.join(VARIANTS)}, TRL's own first, got {', '.join(self.variants)}."
             )
         if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
-            raise ValueError("GRPO's batches are prompts with all their completions: they are not grouped otherwise.")
+            raise ValueError("GRPO's batches are prompts with all their completions: they cannot be regrouped.")
         if self.logprob_passes and self.trainer != "grpo":
             raise ValueError(f"`logprob_passes` are GRPO's, and the trainer is {self.trainer}: leave it out.")
         if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
@@ -141,22 +164,31 @@ class BenchSettings:
             )
 
 
+def select_variants(names: str, *, compiled: bool = False, group_by_prefix: bool = False) -> tuple[str, ...]:
+    """Names of variants separated by commas, with those that `--compile` and `--group-by-prefix` add."""
+    selected = names.split(",")
+    if group_by_prefix and "group_by_prefix" not in selected:
+        selected.append("group_by_prefix")
+    packed = [name for name in selected if name in ("padding_free", "prefix_sharing")] if compiled else []
+    return (*selected, *(f"{name}_compiled" for name in packed))
+
+
 @dataclass
 class VariantResult:
-    """One variant over all counted rows."""
+    """Figures of a variant over all counted rows."""
 
     name: str
-    seconds: float  # the median step; then the quickest and the slowest
-    low: float
-    high: float
-    speedup: float  # median of TRL's step time over this one's; if batched otherwise, of the time for all rows
+    seconds: float  # median step
+    low: float  # fastest step
+    high: float  # slowest step
+    speedup: float  # median per-batch speed-up over TRL; with other batches than TRL, ratio of the total times
     steps: int
-    tokens: int  # that entered the decoder per forward, over all rows
-    tokens_per_second: float  # real tokens of all rows over the time of all steps
-    token_limit: float  # tokens of TRL's padded batches over `tokens`: the speed-up if time went with them alone
-    mfu: float  # arithmetic that the distinct tokens need at the least (`step_flops`), over time and peak
+    tokens: int  # computed by the decoder in one forward of each batch
+    tokens_per_second: float  # real tokens of all rows / seconds of all steps
+    token_limit: float  # TRL's padded tokens / `tokens`: the speed-up if time were proportional to tokens
+    mfu: float  # `step_flops` / seconds / peak
     loss: float  # mean over rows, for SFT over labelled tokens
     grad_norm: float  # mean over steps
     step_seconds: list[float] = field(repr=False)
-    peak_gib: float | None = None  # of the largest step
-    kept_mib: float | None = None  # what the graph of the largest step keeps for the backward
+    peak_gib: float | None = None  # peak memory of the largest step
+    kept_mib: float | None = None  # saved by the graph of the largest step for its backward

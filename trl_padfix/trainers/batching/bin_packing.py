@@ -1,7 +1,7 @@
 """
-Which rows go together: micro-batches under a token budget, and processes with equal work.
+Bin packing and partitions: micro-batches under a token budget, and processes with even numbers of tokens.
 
-Everything is a function of its arguments alone, so that every process plans the same.
+All functions are pure, so every process finds the same plan.
 """
 
 from __future__ import annotations
@@ -12,293 +12,337 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.layout.shared_prefixes import FORWARD, STATES
+from ...core.layout.shared_prefixes import KV_MEMORY_FRACTION, MIN_SAVED_TOKENS
 from .token_costs import RowCosts
 
 
-__all__ = ["StepPlan", "assign", "balance", "pack_depth_first", "split"]
+__all__ = [
+    "StepPlan",
+    "halve_largest",
+    "pack_by_budget",
+    "pack_depth_first",
+    "partition_by_tokens",
+    "partition_equal_rows",
+]
 
-Unit = tuple[float, list[int]]
+RowGroup = tuple[float, list[int]]
 """Tokens of rows that stay together, and the rows."""
 
 
-def split(costs: RowCosts, budget: int) -> list[list[int]]:
+def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Split rows into micro-batches of at most `budget` tokens: about as few as it takes, and then of even size.
+    Pack rows into micro-batches of at most `budget` tokens: about as few as possible, and then of even size.
 
-    Rows of one group stay together as far as the budget goes. A row of more tokens than that is a micro-batch of its
-    own. Returns the rows of each micro-batch, that with the most tokens first.
+    Rows with a shared prefix stay together if they fit. A row of more tokens is a micro-batch of its own. Returns the
+    rows of each micro-batch, the one with the most tokens first.
     """
-    common = costs.common_to_all
-    costs, budget = costs.without_common(common), budget - common
-    units = _units(costs, budget)
-    bins: list[list[Unit]] = []
-    loads: list[int] = []
-    for size, rows in units:
-        at = next((b for b, load in enumerate(loads) if load + size <= budget), len(bins))
-        if at == len(bins):
+    shared = costs.shared_by_all  # in each micro-batch once
+    costs, budget = costs.without_shared(shared), budget - shared
+    groups = _groups_by_size(costs, budget)
+    # First fit, decreasing.
+    bins: list[list[RowGroup]] = []
+    loads: list[float] = []
+    for size, rows in groups:
+        index = next((i for i, load in enumerate(loads) if load + size <= budget), len(bins))
+        if index == len(bins):
             bins.append([])
             loads.append(0)
-        bins[at].append((size, rows))
-        loads[at] += size
-    even = _evenly(units, len(bins))
-    if all(_tokens(part) <= budget or len(part) == 1 for part in even):
-        bins = even
-    return [sorted(row for _, rows in part for row in rows) for part in sorted(bins, key=_tokens, reverse=True)]
+        bins[index].append((size, rows))
+        loads[index] += size
+    even_bins = _greedy_partition(groups, len(bins))
+    if all(_tokens(groups) <= budget or len(groups) == 1 for groups in even_bins):
+        bins = even_bins
+    bins = sorted(bins, key=_tokens, reverse=True)
+    return [sorted(row for _, rows in groups for row in rows) for groups in bins]
 
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Split rows into micro-batches that see each other's prefixes, each of which is computed once in their step.
+    Pack rows into micro-batches that share prefixes, each of which is computed once in the step.
 
-    Tokens of a micro-batch and the prefixes that it has in common with others are at most `budget`; a prefix of which
-    keys and values are kept until it is computed again counts by these, where that is quicker (see [`STATES`]). A row
-    of more tokens is a micro-batch of its own. Returns the rows of each micro-batch, depth first: those that have a
-    prefix in common are neighbours.
+    The tokens of a micro-batch and of the prefixes that it shares with others are at most `budget`. A prefix whose
+    activations are freed until it is recomputed counts [`KV_MEMORY_FRACTION`] of its tokens, where that is faster. A
+    row of more tokens is a micro-batch of its own. Returns the rows of each micro-batch in depth-first order of the
+    prefix tree: micro-batches that share a prefix are neighbours.
     """
-    return [sorted(part) for _, part in _branches(costs, budget)]
+    return [sorted(rows) for _, rows in _pack_subtree(costs, budget)]
 
 
-def _branches(costs: RowCosts, room: float) -> list[Unit]:
-    """[`pack_depth_first`] with the tokens of each part; all rows have a prefix in common, or none."""
-    common = costs.common_to_all
-    beyond = costs.without_common(common)
-    total, least = beyond.total(), max(int(beyond.each.min()), 1)
-    keep, again = room - common, room - common * STATES
-    parts = [-(-total // max(left, least)) for left in (keep, again)]
-    # The second forward of a prefix is a third of what a step makes of its tokens.
-    is_again = FORWARD * (parts[0] - parts[1]) > common / 3
-    left, of_prefix = (again, common * STATES) if is_again else (keep, common)
-    bins: list[tuple[float, list[int]]] = []
-    whole: list[Unit] = []
-    for group, size in _groups(beyond):
-        if size <= left or len(group) == 1:
-            whole.append((size, group))
+def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
+    """[`pack_depth_first`] of rows that all begin with one prefix (or none), with the tokens of each micro-batch."""
+    shared = costs.shared_by_all
+    rest = costs.without_shared(shared)
+    total, shortest = rest.total(), max(int(rest.tokens.min()), 1)
+    room_if_kept, room_if_recomputed = budget - shared, budget - shared * KV_MEMORY_FRACTION
+    count_if_kept, count_if_recomputed = (
+        -(-total // max(room, shortest)) for room in (room_if_kept, room_if_recomputed)
+    )
+    # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each micro-batch less
+    # saves about as much as computing `MIN_SAVED_TOKENS`.
+    recompute = MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
+    room = room_if_recomputed if recompute else room_if_kept
+    prefix_tokens = shared * KV_MEMORY_FRACTION if recompute else shared
+    bins: list[RowGroup] = []
+    fitting: list[RowGroup] = []
+    for rows, size in _groups(rest):
+        if size <= room or len(rows) == 1:
+            fitting.append((size, rows))
         else:
-            bins += [(load, [group[i] for i in part]) for load, part in _branches(beyond[group], left)]
-    cut = len(bins)
-    for size, group in sorted(whole, key=lambda unit: -unit[0]):
-        at = next((b for b, (load, _) in enumerate(bins) if load + size <= left), len(bins))
-        bins[at:] = (
-            [(size, group)] if at == len(bins) else [(bins[at][0] + size, bins[at][1] + group), *bins[at + 1 :]]
-        )
-    if is_again and bins[-1][0] > keep:  # for the last of them the prefix is there with all its activations
-        small = next((b for b in range(cut, len(bins)) if bins[b][0] <= keep), None)
+            bins += [(load, [rows[i] for i in part]) for load, part in _pack_subtree(rest[rows], room)]
+    first_mixed = len(bins)  # bins before this one are parts of one group
+    for size, rows in sorted(fitting, key=lambda group: -group[0]):
+        index = next((i for i, (load, _) in enumerate(bins) if load + size <= room), len(bins))
+        if index == len(bins):
+            bins.append((size, rows))
+        else:
+            bins[index] = (bins[index][0] + size, bins[index][1] + rows)
+    # The prefix is recomputed for its last micro-batch, which holds all activations of the prefix beside its own.
+    if recompute and bins[-1][0] > room_if_kept:
+        small = next((i for i in range(first_mixed, len(bins)) if bins[i][0] <= room_if_kept), None)
         if small is not None:
             bins.append(bins.pop(small))
         elif len(bins[-1][1]) > 1:
-            load, part = bins.pop()
-            last = next(row for row in beyond.order[::-1].tolist() if row in part)
-            bins += [(load, [row for row in part if row != last]), (int(beyond.each[last]), [last])]
-    return [(load + of_prefix, part) for load, part in bins]
+            load, rows = bins.pop()
+            last = next(row for row in rest.order[::-1].tolist() if row in rows)
+            bins += [(load, [row for row in rows if row != last]), (int(rest.tokens[last]), [last])]
+    return [(load + prefix_tokens, rows) for load, rows in bins]
 
 
-def assign(costs: RowCosts, processes: int) -> list[list[int]]:
+def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int, Sequence[int]]]:
     """
-    Give each process equally many rows, with token sums as even as that allows. Returns the rows of each, ascending.
+    Cut the part with the most rows in two, until there are `count` parts or none has two rows.
 
-    Rows of one group go to one process; where no process has room for all of them, to as few as it takes.
+    Returns each part behind the number of the one that it was cut from: `[[7, 8, 9], [5]]` and 3 give
+    `[(0, [7]), (0, [8, 9]), (1, [5])]`.
+    """
+    halved = list(enumerate(parts))
+    while len(halved) < count:
+        index = max(range(len(halved)), key=lambda i: len(halved[i][1]))
+        origin, rows = halved[index]
+        middle = len(rows) // 2
+        if not middle:
+            break
+        halved[index : index + 1] = [(origin, rows[:middle]), (origin, rows[middle:])]
+    return halved
+
+
+def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
+    """
+    Give each process equally many rows, with token sums as even as possible. Returns the rows of each, ascending.
+
+    Rows with a shared prefix go to one process; if no process has room for all of them, to as few as possible.
 
     Raises:
         ValueError: If the number of rows is no multiple of `processes`.
     """
     if len(costs) % processes:
-        raise ValueError(f"{len(costs)} rows cannot be dealt out evenly to {processes} processes.")
+        raise ValueError(f"{len(costs)} rows cannot be partitioned into {processes} equal parts.")
     room = np.full(processes, len(costs) // processes)
-    load = np.zeros(processes)
-    parts: list[list[int]] = [[] for _ in range(processes)]
-    costs = costs.without_common(costs.common_to_all)
+    loads = np.zeros(processes)
+    partition: list[list[int]] = [[] for _ in range(processes)]
+    costs = costs.without_shared(costs.shared_by_all)
     for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
-        whole = len(rows)
+        is_cut = False
         while rows:
-            # The lightest process with room for all; else the lightest with any.
-            fits = room >= len(rows)
-            at = int(np.where(fits if fits.any() else room > 0, load, np.inf).argmin())
-            now, rows = rows[: room[at]], rows[room[at] :]
-            parts[at] += now
-            room[at] -= len(now)
-            load[at] += size if len(now) == whole else costs.total(now)
-    return [sorted(part) for part in parts]
+            # The process with the fewest tokens among those with room for all rows, or with any room.
+            has_room = room >= len(rows)
+            has_room = has_room if has_room.any() else room > 0
+            index = int(np.where(has_room, loads, np.inf).argmin())
+            taken, rows = rows[: room[index]], rows[room[index] :]
+            is_cut = is_cut or bool(rows)
+            partition[index] += taken
+            room[index] -= len(taken)
+            loads[index] += costs.total(taken) if is_cut else size
+    return [sorted(rows) for rows in partition]
 
 
-def balance(costs: RowCosts, processes: int) -> list[list[int]]:
+def partition_by_tokens(costs: RowCosts, processes: int) -> list[list[int]]:
     """
-    Give the processes about equally many tokens, however many rows that is. Returns the rows of each, at least one.
+    Give the processes about equally many tokens, with any number of rows. Returns the rows of each, at least one.
 
-    Groups are dealt out whole or cut more and more finely, and all rows are cut where they have little in common; of
-    these ways that one is taken in which the fullest process has the fewest tokens.
+    Returns the candidate partition with the smallest maximum load.
     """
-    costs = costs.without_common(costs.common_to_all)
-    even = (costs.each.sum() - costs.common.sum()) / processes
-    dealt = [_evenly(_units(costs, int(even / cuts)), processes) for cuts in (1, 2, 4, 8)]
-    found = [[[row for _, rows in part for row in rows] for part in parts] for parts in dealt]
-    found.append(_along_beginnings(costs, processes))
-    # Rows that are all alike add no tokens to the first one, so the other ways give them all to one process.
-    found.append([part.tolist() for part in np.array_split(costs.order, processes)])
-    return min(filter(all, found), key=lambda parts: max(map(costs.total, parts)))
+    costs = costs.without_shared(costs.shared_by_all)
+    even_load = (costs.tokens.sum() - costs.shared.sum()) / processes
+    candidates: list[list[list[int]]] = []
+    # Groups cut into smaller parts balance better, and repeat their prefixes on more processes.
+    for cuts in (1, 2, 4, 8):
+        groups = _greedy_partition(_groups_by_size(costs, int(even_load / cuts)), processes)
+        candidates.append([[row for _, rows in part for row in rows] for part in groups])
+    candidates.append(_contiguous_partition(costs, processes))
+    # If all rows are equal, only the first one has tokens, and all other candidates leave some process without a row.
+    candidates.append([rows.tolist() for rows in np.array_split(costs.order, processes)])
+    complete = [partition for partition in candidates if all(partition)]
+    return min(complete, key=lambda partition: max(map(costs.total, partition)))
 
 
-def _along_beginnings(costs: RowCosts, processes: int) -> list[list[int]]:
-    """The sorted rows, cut into parts of neighbours so that the part with the most tokens has few."""
-    each, common = costs.each[costs.order].tolist(), costs.common.tolist()
+def _contiguous_partition(costs: RowCosts, processes: int) -> list[list[int]]:
+    """The sorted rows, cut into contiguous parts with a small maximum load, which a binary search finds."""
+    tokens, shared = costs.tokens[costs.order].tolist(), costs.shared.tolist()
 
-    def cuts(most: int) -> list[int]:
-        found, load = [0], 0
-        for at, (tokens, shared) in enumerate(zip(each, common, strict=True)):
-            added = tokens - (shared if at > found[-1] else 0)
-            if at > found[-1] and load + added > most:
-                found.append(at)
-                load, added = 0, tokens
+    def starts(limit: int) -> list[int]:
+        """Where parts of at most `limit` tokens begin."""
+        result, load = [0], 0
+        for index, (row_tokens, row_shared) in enumerate(zip(tokens, shared, strict=True)):
+            added = row_tokens - (row_shared if index > result[-1] else 0)
+            if index > result[-1] and load + added > limit:
+                result.append(index)
+                load, added = 0, row_tokens
             load += added
-        return found
+        return result
 
-    low, high = max(max(each), (sum(each) - sum(common)) // processes), sum(each)
-    while low < high - high // 100:  # to a percent
+    low, high = max(max(tokens), (sum(tokens) - sum(shared)) // processes), sum(tokens)
+    while low < high - high // 100:  # to one percent
         middle = (low + high) // 2
-        low, high = (low, middle) if len(cuts(middle)) <= processes else (middle + 1, high)
-    parts = np.split(costs.order, cuts(high)[1:])
+        low, high = (low, middle) if len(starts(middle)) <= processes else (middle + 1, high)
+    parts = np.split(costs.order, starts(high)[1:])
     return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """
-    How TRL divides an epoch into optimizer steps: micro-batches, dealt out to the processes in turn.
+    The optimizer steps of an epoch in TRL: micro-batches, which the processes take in turn.
 
     Attributes:
         rows (`int`): Rows of the dataset.
         micro_batch (`int`): Rows of a micro-batch.
         accumulated (`int`): Micro-batches of each process in an optimizer step.
-        processes (`int`): How many processes.
-        drop_last (`bool`): Whether micro-batches that not every process has, or that are not full, are left out.
+        processes (`int`): Number of processes.
+        drop_last (`bool`): Whether micro-batches that are not full, or that some process lacks, are left out.
     """
 
     rows: int
     micro_batch: int
-    accumulated: int = 1
+    accumulation_steps: int = 1
     processes: int = 1
     drop_last: bool = False
 
     @property
     def per_process(self) -> int:
         """Rows of each process in a full step."""
-        return self.micro_batch * self.accumulated
+        return self.micro_batch * self.accumulation_steps
 
     @property
     def remainder(self) -> int:
-        """Rows of the dataset in a last step that is not full, over all processes."""
+        """Rows of the dataset in a last, incomplete step, over all processes."""
         rest = self.rows % (self.per_process * self.processes)
         return rest - rest % (self.micro_batch * self.processes) if self.drop_last else rest
 
     @property
     def last(self) -> int:
-        """Rows of each process in a last step that is not full; 0 if all steps are full."""
+        """Rows of each process in a last, incomplete step; 0 if all steps are full."""
         if self.processes == 1:
             return self.remainder
-        # Several processes have equally many full micro-batches: accelerate repeats the first rows of the epoch.
+        # accelerate repeats the first rows of the epoch, so that all processes have equally many full micro-batches.
         return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
 
-    def weights(self, rows: int, of_step: int | None = None) -> np.ndarray:
+    def weights(self, rows: int, rows_of_step: int | None = None) -> np.ndarray:
         """
-        Weight of each of a process's rows in the loss of a step.
+        Weight of each of the `rows` of a process in the loss of a step, `(rows,)`.
 
-        TRL averages the means of its micro-batches. Several processes have equally many full ones, and the gradients
-        of their losses are averaged: each of the `of_step` rows weighs as much as every other.
+        TRL averages over micro-batches their means over rows. With several processes all micro-batches are full and
+        gradients are averaged over processes, so each of the `rows_of_step` has the same weight.
         """
         if self.processes > 1:
-            return np.full(rows, self.processes / (of_step or rows * self.processes))
-        micro_batches = np.arange(rows) // self.micro_batch
-        return 1 / np.bincount(micro_batches)[micro_batches] / (micro_batches[-1] + 1)
+            return np.full(rows, self.processes / (rows_of_step or rows * self.processes))
+        micro_batch = np.arange(rows) // self.micro_batch
+        rows_in = np.bincount(micro_batch)
+        return 1 / rows_in[micro_batch] / len(rows_in)
 
-    def shares(
+    def rows_per_process(
         self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
     ) -> Iterator[tuple[int, list[int]]]:
         """
-        The rows of an epoch, dealt out to the processes: how many rows a step has and which of them a process has.
+        Partition the rows of an epoch: yields, for each process of each step, the number of rows of the step and the
+        rows of the process.
 
-        Rows change places only within their step of the given `order`. With `equal` all processes have equally many
-        rows, and not only about equally many tokens.
+        Each row stays in its step of `order`. With `equal` all processes have equally many rows, and not only about
+        equally many tokens.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
             step = order[begin : begin + size]
             if len(step) < size:
                 step = step[: self.remainder]
-                # What accelerate makes of it: the first rows of the epoch come again.
+                # As in accelerate, the first rows of the epoch fill the last step.
                 missing = self.last * self.processes - len(step)
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
             if len(step) and self.processes == 1:
                 yield len(step), step.tolist()
             elif len(step):
-                parts = (assign if equal else balance)(costs[step], self.processes)
-                yield from ((len(step), step[part].tolist()) for part in parts)
+                partition = (partition_equal_rows if equal else partition_by_tokens)(costs[step], self.processes)
+                yield from ((len(step), step[rows].tolist()) for rows in partition)
 
-    def in_micro_batches(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
+    def order_by_micro_batch(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """
-        The rows of an epoch in the order in which accelerate deals them out to the processes, in micro-batches.
+        The rows of an epoch in the order in which accelerate distributes them to the processes, in micro-batches.
 
-        Rows change places only within their step, so that its micro-batches have even work and rows that begin alike
-        are in one of them. Those that run at one time have about equally many tokens.
+        Each row stays in its step. Micro-batches of a step have even token counts, and rows with a shared prefix are
+        in one of them. Sorted by tokens, micro-batches that run at the same time have about equally many.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
             step = order[begin : begin + size]
-            if len(step) < size or self.accumulated * self.processes == 1:
+            if len(step) < size or self.accumulation_steps * self.processes == 1:
                 yield from step.tolist()
                 continue
-            of_step = costs[step]
-            parts = assign(of_step, self.accumulated * self.processes)
-            for part in sorted(parts, key=of_step.total, reverse=True):
-                yield from step[part].tolist()
+            step_costs = costs[step]
+            micro_batches = partition_equal_rows(step_costs, self.accumulation_steps * self.processes)
+            for rows in sorted(micro_batches, key=step_costs.total, reverse=True):
+                yield from step[rows].tolist()
 
     def __len__(self) -> int:
-        """Shares of an epoch, over all processes."""
+        """Number of items of [`rows_per_process`] in an epoch."""
         return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
 
 
 def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
-    """The rows of each group (see [`RowCosts.joined`]), and their tokens in one batch."""
+    """The rows of each group (see [`RowCosts.same_group`]), and their tokens in one batch."""
     if not len(costs):
         return []
-    first = np.flatnonzero(~costs.joined)
-    tokens = costs.each[costs.order] - np.where(costs.joined, costs.common, 0)
-    parts = np.split(costs.order, first[1:])
-    return [(part.tolist(), int(size)) for part, size in zip(parts, np.add.reduceat(tokens, first), strict=True)]
+    first = np.flatnonzero(~costs.same_group)
+    tokens = costs.tokens[costs.order] - np.where(costs.same_group, costs.shared, 0)
+    groups = np.split(costs.order, first[1:])
+    return [(rows.tolist(), int(size)) for rows, size in zip(groups, np.add.reduceat(tokens, first), strict=True)]
 
 
-def _units(costs: RowCosts, most: int) -> list[Unit]:
-    """The groups, those of more than `most` tokens in pieces; the largest first."""
-    units: list[Unit] = []
+def _groups_by_size(costs: RowCosts, limit: int) -> list[RowGroup]:
+    """The groups, the largest first; those of more than `limit` tokens are cut."""
+    groups: list[RowGroup] = []
     for rows, size in _groups(costs):
-        units += [(size, rows)] if size <= most else [(costs.total(p), p) for p in _pieces(costs, rows, most)]
-    return sorted(units, key=lambda unit: unit[0], reverse=True)
+        if size <= limit:
+            groups.append((size, rows))
+        else:
+            groups += [(costs.total(part), part) for part in _cut_group(costs, rows, limit)]
+    return sorted(groups, key=lambda group: group[0], reverse=True)
 
 
-def _evenly(units: list[Unit], parts: int) -> list[list[Unit]]:
-    """Give each of the units, in their order, to the part with the fewest tokens so far."""
-    dealt: list[list[Unit]] = [[] for _ in range(parts)]
-    loads = [(0, at) for at in range(parts)]
-    for unit in units:
-        load, at = loads[0]
-        dealt[at].append(unit)
-        heapq.heapreplace(loads, (load + unit[0], at))
-    return dealt
+def _greedy_partition(groups: list[RowGroup], count: int) -> list[list[RowGroup]]:
+    """Add each of the groups, in their order, to the part with the fewest tokens so far."""
+    partition: list[list[RowGroup]] = [[] for _ in range(count)]
+    heap: list[tuple[float, int]] = [(0, index) for index in range(count)]
+    for group in groups:
+        load, index = heap[0]
+        partition[index].append(group)
+        heapq.heapreplace(heap, (load + group[0], index))
+    return partition
 
 
-def _tokens(units: list[Unit]) -> float:
-    return sum(size for size, _ in units)
+def _tokens(groups: list[RowGroup]) -> float:
+    return sum(size for size, _ in groups)
 
 
-def _pieces(costs: RowCosts, rows: list[int], budget: int) -> Iterator[list[int]]:
-    """The rows of one group, in pieces of at most `budget` tokens, or of one row."""
-    inner = costs[rows]
-    piece: list[int] = []
-    tokens = 0
-    for at, common in zip(inner.order.tolist(), inner.common.tolist(), strict=True):
-        each = int(inner.each[at])
-        if piece and tokens + each - common > budget:
-            yield piece
-            piece, tokens, common = [], 0, 0
-        piece.append(rows[at])
-        tokens += each - common
-    yield piece
+def _cut_group(costs: RowCosts, rows: list[int], limit: int) -> Iterator[list[int]]:
+    """The rows of one group, in parts of at most `limit` tokens, or of one row."""
+    group = costs[rows]
+    part: list[int] = []
+    part_tokens = 0
+    for index, shared in zip(group.order.tolist(), group.shared.tolist(), strict=True):
+        tokens = int(group.tokens[index])
+        if part and part_tokens + tokens - shared > limit:
+            yield part
+            part, part_tokens, shared = [], 0, 0  # the first row of a part shares with none before it
+        part.append(rows[index])
+        part_tokens += tokens - shared
+    yield part

@@ -1,8 +1,8 @@
 """
 Token counts of rows with images.
 
-Only their collator knows them: it renders the messages, and the processor says how many tokens stand for an image. So
-every row is collated once, by itself, before the first step; `datasets` keeps the counts where it keeps the data.
+Only the collator can count them: it renders the messages, and the processor inserts the tokens of an image. So every
+row is collated once, by itself, before the first step; `datasets` caches the counts beside the data.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ class ImageMeasure(RowMeasure):
     """
     Token costs of the rows of one dataset, counted before the first step.
 
-    Rows count as if they had nothing in common, since only a forward finds out which images are the same.
+    Rows count as if they shared nothing, because equal images are only found in a forward.
 
     Attributes:
-        tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, those of images among them.
+        tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, with those of images.
         each (`np.ndarray` of shape `(n,)`): Tokens of each row; with sharing its prompt counts once.
         images (`np.ndarray` of shape `(n,)`): Images of each row.
     """
 
+    sequence_tokens: np.ndarray
     tokens: np.ndarray
-    each: np.ndarray
     images: np.ndarray
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return text_costs(self.each[list(numbers)])
+        return text_costs(self.tokens[list(numbers)])
 
     def dataset(self, dataset: Dataset) -> RowCosts:
-        return text_costs(self.each)
+        return text_costs(self.tokens)
 
     def longest(self, dataset: Dataset) -> np.ndarray:
-        return self.tokens.max(1)
+        return self.sequence_tokens.max(1)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if rows are longer or shorter than they were when they were counted."""
+        """Raise a `ValueError` if the token counts of rows differ from those before the first step."""
         now = batch["attention_mask"].sum(1).view(-1, len(numbers)).T.numpy()
-        before = self.tokens[list(numbers)]
-        odd = np.flatnonzero((now != before).any(1))
-        if len(odd):
-            at = odd[0]
+        before = self.sequence_tokens[list(numbers)]
+        changed = np.flatnonzero((now != before).any(1))
+        if len(changed):
+            index = changed[0]
             raise ValueError(
-                f"Row {numbers[at]} of the train dataset has {now[at].tolist()} tokens, and had {before[at].tolist()} "
-                "before the first step, by which `max_tokens_per_batch` planned the epoch. Is a part of it drawn at "
-                "random (`set_transform`, a collator that crops)? Give images their size in the data, or leave the "
-                "budget out."
+                f"Row {numbers[index]} of the train dataset has {now[index].tolist()} tokens, and had "
+                f"{before[index].tolist()} before the first step, from which `max_tokens_per_batch` planned the "
+                "epoch. Is a part of it drawn at random (`set_transform`, a collator that crops)? Give images their "
+                "size in the data, or leave the budget out."
             )
 
 
@@ -75,22 +75,34 @@ def measure_images(
     workers: int | None = None,
 ) -> ImageMeasure:
     """
-    Collate every row of a dataset once, and keep its token counts.
+    Collate every row of a dataset once, and count its tokens.
 
-    `processes` says which process this is, and of how many: each collates a part of the rows, with so many `workers`,
-    and all get the counts of all.
+    Args:
+        dataset (`Dataset`):
+            Rows with images.
+        collator (`Callable`):
+            Makes a batch of examples.
+        sharing (`bool`, *optional*, defaults to `False`):
+            Whether the prompt of a pair counts once.
+        processes (`tuple[int, int]`, *optional*):
+            Number of this process, and of all: each collates a part of the rows, and all get all counts.
+        workers (`int`, *optional*):
+            Workers of each process.
     """
-    own: Any = replace(collator) if isinstance(collator, SidedCollator) else collator  # with odd rows of its own
-    process, of = processes
-    begin, end = (len(dataset) * p // of for p in (process, process + 1))
-    found = dataset.select(range(begin, end)).map(
-        partial(_count, collator=own, sharing=sharing),
+    # A copy, so that invalid rows are not counted here and again in training.
+    counter: Any = replace(collator) if isinstance(collator, SidedCollator) else collator
+    process, count = processes
+    begin, end = (len(dataset) * p // count for p in (process, process + 1))
+    counts = dataset.select(range(begin, end)).map(
+        partial(_count, collator=counter, sharing=sharing),
         remove_columns=dataset.column_names,
         num_proc=workers,
         desc="Counting tokens of the train dataset with its images",
     )
-    rows = gather_object(list(found))
-    return ImageMeasure(**{name: np.array([row[name] for row in rows]) for name in ("tokens", "each", "images")})
+    rows = gather_object(list(counts))
+    return ImageMeasure(
+        **{name: np.array([row[name] for row in rows]) for name in ("sequence_tokens", "tokens", "images")}
+    )
 
 
 def check_images_of_processes(measure: ImageMeasure) -> None:
@@ -109,9 +121,9 @@ def _count(example: dict[str, Any], collator: Callable[[list[dict[str, Any]]], A
     count = len(images) if isinstance(images, list) else int(images is not None)
     batch = collator([example])
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
-    each = int(mask.sum())
+    tokens = int(mask.sum())
     if sharing and len(ids) == 2:
         prompts = mask & (batch["completion_mask"] == 0)
-        one, other = (row[keep].numpy() for row, keep in zip(ids, prompts, strict=True))
-        each -= int(shared_prefix_lengths([one], [other]).sum())
-    return {"tokens": mask.sum(1).tolist(), "each": each, "images": count}
+        chosen, rejected = (row[keep].numpy() for row, keep in zip(ids, prompts, strict=True))
+        tokens -= int(shared_prefix_lengths([chosen], [rejected]).sum())
+    return {"sequence_tokens": mask.sum(1).tolist(), "tokens": tokens, "images": count}

@@ -1,4 +1,4 @@
-"""Token costs of the rows of tokenized data, for [`~trl_padfix.trainers.batching.token_costs`]."""
+"""Token counts of tokenized rows, for [`~trl_padfix.trainers.batching.token_costs`]."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "Unpaire
 @dataclass(frozen=True)
 class RowMeasure:
     """
-    Token costs of tokenized rows, given as examples or as a dataset.
+    Counts the tokens of tokenized rows, given as examples or as a dataset.
 
-    Sequences of more than `max_length` tokens are truncated, and have nothing in common if that is done at the start
-    (`"keep_end"`). With `sharing` tokens that sequences begin with in common are computed once.
+    Sequences of more than `max_length` tokens are truncated. If that removes their beginning (`"keep_end"`), they
+    share nothing. With `sharing` shared prefixes are computed once.
     """
 
     max_length: int | None = None
@@ -33,17 +33,17 @@ class RowMeasure:
     sharing: bool = False
 
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """The columns that each sequence of a row is made of; what it shares with others is counted in the first one."""
+    """The columns of each sequence of a row, in their order. Only the first column counts for shared prefixes."""
 
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
         return self._costs(lambda name: [np.asarray(example[name], dtype=np.int64) for example in examples])
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
-        """Costs of the rows `numbers` of the train dataset, which are these examples."""
+        """Costs of `examples`, the rows `numbers` of the train dataset."""
         return self.examples(examples)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Raise if a batch of these rows has other token counts than were planned; tokenized rows cannot."""
+        """Raise if a batch of these rows has other token counts than planned. Tokenized rows cannot."""
 
     def dataset(self, dataset: Dataset) -> RowCosts:
         return self._costs(partial(_read, dataset))
@@ -63,15 +63,15 @@ class RowMeasure:
 
     def _costs(self, read: Callable[[str], list[np.ndarray]]) -> RowCosts:
         columns = self._columns(read)
-        begins = [columns[names[0]] for names in self.sequences]
-        each, keys = truncated_tokens(
-            self._lengths(columns), np.array([len(ids) for ids in begins[0]]), self.max_length, self.truncation_mode
+        first, *others = (columns[names[0]] for names in self.sequences)
+        tokens, shareable = truncated_tokens(
+            self._lengths(columns), np.array([len(ids) for ids in first]), self.max_length, self.truncation_mode
         )
         if not self.sharing:
-            return text_costs(each)
-        for other in begins[1:]:
-            each = each - np.minimum(shared_prefix_lengths(begins[0], other), keys)
-        return prefix_costs(each, keys, *sort_by_prefix(begins[0]))
+            return text_costs(tokens)
+        for other in others:  # the sequences of a row share among themselves, too
+            tokens = tokens - np.minimum(shared_prefix_lengths(first, other), shareable)
+        return prefix_costs(tokens, shareable, *sort_by_prefix(first))
 
 
 def _read(dataset: Dataset, name: str) -> list[np.ndarray]:
@@ -85,13 +85,13 @@ class PairMeasure(RowMeasure):
 
 
 class RewardMeasure(RowMeasure):
-    """[`RowMeasure`] of the preference pairs of a reward model, whose prompt is a part of both sequences."""
+    """[`RowMeasure`] of the preference pairs of a reward model, with the prompt in both sequences."""
 
     sequences = (("chosen_ids",), ("rejected_ids",))
 
 
 class UnpairedMeasure(RowMeasure):
-    """[`RowMeasure`] of prompts with one completion each, as KTO takes them."""
+    """[`RowMeasure`] of prompts with one completion each, for KTO."""
 
     sequences = (("prompt_ids", "completion_ids"),)
 

@@ -1,4 +1,4 @@
-"""An optimizer step as a batch of the data loader: its micro-batches, their weights, and what they have in common."""
+"""An optimizer step as a batch of the data loader: its micro-batches, their weights, and their shared prefixes."""
 
 from __future__ import annotations
 
@@ -9,109 +9,111 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.layout.flat_maps import FlatIndexMaps
-from ...core.layout.shared_prefixes import plan_shared_prefixes
-from ..data.batch_metadata import image_tensors, pop_metadata, scored
-from .bin_packing import StepPlan, pack_depth_first, split
+from ..data.batch_metadata import image_tensors, label_positions, pop_metadata
+from .bin_packing import StepPlan, halve_largest, pack_by_budget, pack_depth_first
 from .measures import RowMeasure
-from .prefix_schedule import ids_and_masks
+from .prefix_schedule import ids_and_masks, plan_on_host
 
 
-__all__ = ["MICRO_BATCHES", "ONCE", "WEIGHTS", "BudgetCollator", "Piece", "halved", "pieces_of"]
+__all__ = [
+    "MICRO_BATCHES",
+    "PREFIX_PLAN",
+    "WEIGHTS",
+    "BudgetCollator",
+    "MicroBatch",
+    "micro_batches_of",
+    "to_equal_count",
+]
 
-MICRO_BATCHES, WEIGHTS, ONCE = "micro_batches", "weights", "once"
-"""Keys of a batch that is a list of micro-batches, of their weights in the step, and of what they have in common."""
+MICRO_BATCHES, WEIGHTS, PREFIX_PLAN = "micro_batches", "weights", "prefix_plan"
+"""Keys of a batch of the data loader: its micro-batches, their weights in the step, the plan of shared prefixes."""
 
 
-Piece = tuple[dict[str, Any], float]
+MicroBatch = tuple[dict[str, Any], float]
 """A micro-batch and its weight."""
 
 
 @dataclass
 class BudgetCollator:
     """
-    Splits what a process has of a step into micro-batches, and collates each.
+    Splits the rows that a process has of a step into micro-batches, and collates each.
 
     Args:
         collator (`Callable`):
             Makes a batch of examples.
         measure ([`RowMeasure`]):
-            What examples cost.
+            Counts the tokens of examples.
         budget (`int`):
             Most tokens of a micro-batch.
         plan ([`StepPlan`]):
-            The micro-batches of TRL, by which rows weigh.
-        whole (`bool`, *optional*, defaults to `False`):
-            Whether all rows stay in one batch, whose forwards are split.
-        by_tokens (`bool`, *optional*, defaults to `False`):
-            Whether micro-batches weigh by their trained tokens, and not by their rows.
-        once (`bool`, *optional*, defaults to `False`):
+            The micro-batches of TRL, from which rows have their weights.
+        one_batch (`bool`, *optional*, defaults to `False`):
+            Whether all rows stay in one batch, whose forwards are split later.
+        weight_by_tokens (`bool`, *optional*, defaults to `False`):
+            Whether the weight of a micro-batch is its share of trained tokens, and not of rows.
+        share_across_micro_batches (`bool`, *optional*, defaults to `False`):
             Whether prefixes that micro-batches have in common are computed once in the step.
-        plans (`bool`, *optional*, defaults to `False`):
-            Whether how that is done is planned here.
+        plan_in_worker (`bool`, *optional*, defaults to `False`):
+            Whether these prefixes are planned here, in the data loader worker.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
     measure: RowMeasure
     budget: int
     plan: StepPlan
-    whole: bool = False
-    by_tokens: bool = False
-    once: bool = False
-    plans: bool = False
+    one_batch: bool = False
+    weight_by_tokens: bool = False
+    share_across_micro_batches: bool = False
+    plan_in_worker: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
         ((rows_of_step, numbers, examples),) = shares
-        if self.whole:
+        if self.one_batch:
             return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
         costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), rows_of_step)
-        # Rows of one micro-batch have one weight: those of a last micro-batch with fewer rows are split by themselves.
-        alike = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
-        into = pack_depth_first if self.once else split
-        parts = [rows[part].tolist() for rows in alike for part in into(costs[rows], self.budget)]
+        # A micro-batch has one weight for all its rows: rows of a last, smaller micro-batch of TRL are not mixed with
+        # the others.
+        same_weight = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
+        pack = pack_depth_first if self.share_across_micro_batches else pack_by_budget
+        parts = [rows[part].tolist() for rows in same_weight for part in pack(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
             self.measure.check([numbers[i] for i in rows], batch)
-        of_step: dict[str, Any] = {MICRO_BATCHES: batches}
-        if self.by_tokens:
-            counts = [0 if (found := scored(batch)) is None else len(found) for batch in batches]
-            of_step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
+        step: dict[str, Any] = {MICRO_BATCHES: batches}
+        if self.weight_by_tokens:
+            positions = [label_positions(batch) for batch in batches]
+            counts = [0 if labels is None else len(labels) for labels in positions]
+            step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
         else:
-            of_step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
-        if self.plans and len(batches) > 1:
-            planned = plan_shared_prefixes(ids_and_masks(batches), self.budget)
-            of_step[ONCE] = planned and FlatIndexMaps.of(planned)
-        return of_step
+            step[WEIGHTS] = [float(weights[rows].sum()) for rows in parts]
+        if self.plan_in_worker and len(batches) > 1:
+            step[PREFIX_PLAN] = plan_on_host(ids_and_masks(batches), self.budget)
+        return step
 
 
-def pieces_of(batch: Any) -> list[Any]:
-    """The micro-batches of a batch of the data loader; the batch itself where it is not split."""
+def micro_batches_of(batch: Any) -> list[Any]:
+    """The micro-batches of a batch of the data loader, or the batch itself if it is not split."""
     return batch[MICRO_BATCHES] if isinstance(batch, Mapping) and MICRO_BATCHES in batch else [batch]
 
 
-def halved(pieces: list[Piece], count: int, rows_per_item: int) -> list[Piece]:
+def to_equal_count(micro_batches: list[MicroBatch], count: int, rows_per_item: int) -> list[MicroBatch]:
     """
-    `count` micro-batches, as many as the process with the most of them has.
+    Cut the largest micro-batches in two until there are `count`, the most that any process has.
 
-    The largest are cut in two. Where none has two rows, or all have images, which have no row for each row, the one
-    with the fewest rows comes again without a weight.
+    Batches with images are not cut, because images are not numbered by row. Where nothing is left to cut, the
+    micro-batch with the fewest rows is repeated with weight 0.
     """
-    pieces = list(pieces)
-    while len(pieces) < count:
-        items = [1 if image_tensors(batch) else len(batch["input_ids"]) // rows_per_item for batch, _ in pieces]
-        at = max(range(len(pieces)), key=items.__getitem__)
-        (batch, weight), n, middle = pieces[at], items[at], items[at] // 2
-        if not middle:
-            smallest, _ = min(pieces, key=lambda piece: len(piece[0]["input_ids"]))
-            pieces.append((smallest, 0.0))
-            continue
-        batch, _ = pop_metadata(batch)
-        pieces[at : at + 1] = [
-            (_selected(batch, part, n), weight * len(part) / n) for part in (range(middle), range(middle, n))
-        ]
-    return pieces
+    sizes = [1 if image_tensors(batch) else len(batch["input_ids"]) // rows_per_item for batch, _ in micro_batches]
+    result: list[MicroBatch] = []
+    for origin, items in halve_largest([range(size) for size in sizes], count):
+        (batch, weight), size = micro_batches[origin], sizes[origin]
+        if len(items) < size:
+            batch, weight = _items_of(pop_metadata(batch)[0], items, size), weight * len(items) / size
+        result.append((batch, weight))
+    smallest, _ = min(result, key=lambda micro_batch: len(micro_batch[0]["input_ids"]))
+    return result + [(smallest, 0.0)] * (count - len(result))
 
 
-def _selected(batch: dict[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
-    """Some of the `count` items of a batch, whose columns have a row for each item or several times as many."""
+def _items_of(batch: dict[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
+    """Some of the `count` items of a batch. A column has one row for each item, or several blocks of such rows."""
     return {name: torch.cat([rows[list(items)] for rows in value.split(count)]) for name, value in batch.items()}

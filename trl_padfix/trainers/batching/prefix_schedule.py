@@ -1,9 +1,10 @@
 """
-Each distinct token of a step once, whatever the pieces of the step: prefixes that pieces share are run as trunks.
+Compute each shared prefix once per optimizer step.
 
-Where pieces are micro-batches, each with a backward of its own, a [`PrefixSchedule`] runs a trunk before the first piece that
-needs it. Pieces see its keys, values and final states as leaves, in which their gradients add up; the last one sees
-its graph, so its backward is part of the last one's. Policy and reference walk by themselves.
+Micro-batches have a backward each. A [`PrefixSchedule`] runs a prefix forward before the first micro-batch that needs
+the prefix. Micro-batches attend to its cached keys, values and final states as detached leaves, which accumulate their
+gradients. The last user of a prefix backpropagates through the graph of the prefix, together with its own. Each model
+(policy, reference) has a schedule of its own.
 """
 
 from __future__ import annotations
@@ -18,36 +19,34 @@ import torch
 from accelerate.logging import get_logger
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ...core.call.batch_metadata import BatchFacts, Known, Seen, Step, defer_check
-from ...core.call.layout_of import LayoutKey
+from ...core.call.batch_metadata import BatchVersion, defer_check
+from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
-from ...core.context import context, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shared_prefixes
 from ...core.mixers.mixers import FORKED, PACKED
-from ...core.mixers.primitives import hands_states_on
+from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ..data.batch_metadata import pop_metadata
 
 
 __all__ = [
-    "REPLAN",
+    "STALE_PLAN",
     "MicroBatchRunner",
     "PrefixSchedule",
-    "computes_once",
+    "can_share_across_micro_batches",
     "ids_and_masks",
-    "reason_to_compute_again",
-    "run_prefix_forward",
-    "seeing",
+    "plan_on_host",
+    "sharing_obstacle",
 ]
 
 logger = get_logger(__name__)
 
 
-REPLAN = "replan"
-"""In the place of a plan: other micro-batches than their collator made."""
+STALE_PLAN = "stale plan"
+"""In place of a plan: the micro-batches are not those of their collator any more, so plan again."""
 
 
 def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -55,282 +54,290 @@ def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor,
     return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
-Run = Callable[[PrefixedLayout, int, torch.Tensor | None], None]
-"""Computes a trunk in the batch of a piece; the ids of its tokens, if it was computed before."""
+def plan_on_host(
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int, gather: Callable[[list], list] | None = None
+) -> FlatIndexMaps | None:
+    """[`plan_shared_prefixes`] in one block of memory, which moves to a device in one copy."""
+    plan = plan_shared_prefixes(batches, budget, gather)
+    return plan and FlatIndexMaps.of(plan)
+
+
+RunPrefix = Callable[[PrefixedLayout, int, torch.Tensor | None], None]
+"""
+Runs a prefix forward: its layout, the number of the micro-batch whose ids and mask it takes, and the ids of its tokens
+in the first forward if it is recomputed.
+"""
 
 
 class PrefixSchedule:
     """
-    One pass of a model over the pieces of a step, in their order.
+    One pass of a model over the micro-batches of a step, in their order.
 
     Args:
-        pieces ([`PrefixPlan`]):
-            How they are computed.
+        plan ([`PrefixPlan`]):
+            Layouts of the micro-batches and of the prefixes that they share.
         with_graph (`bool`):
-            Whether each piece has a backward before the next one. Without, trunks are plain keys and values.
+            Whether each micro-batch has a backward before the next one. Otherwise prefix states are plain tensors.
     """
 
-    def __init__(self, pieces: PrefixPlan, with_graph: bool):
-        self.pieces, self.with_graph, self.at = pieces, with_graph, -1
-        self.is_over = False
-        self.made: dict[int, ForwardStates] = {}
-        self.leaves: dict[int, ForwardStates] = {}
+    def __init__(self, plan: PrefixPlan, with_graph: bool):
+        self.plan, self.with_graph, self.index = plan, with_graph, -1
+        self.finished = False
+        self.graph_states: dict[int, ForwardStates] = {}
+        self.detached_states: dict[int, ForwardStates] = {}
         self._random: dict[int, Any] = {}
 
-    def enter(self, run: Run) -> PrefixedLayout:
+    def next_batch(self, run: RunPrefix) -> PrefixedLayout:
         """
-        The layout of the next piece with what it sees; `run` computes the trunks that it needs.
-
-        Trunks whose last piece was before have had their backward, and are let go.
+        Advance to the next micro-batch: `run` the prefix forwards that it needs, and return its layout with the prefix
+        states. Prefixes whose last user came before have had their backward, so their states are freed.
         """
-        self.at += 1
+        self.index += 1
         ending: list[int] = []
-        for n, prefix in self.pieces.prefixes.items():
-            if prefix.last < self.at:
-                self.made.pop(n, None)
-                self.leaves.pop(n, None)
-            if prefix.first == self.at:
-                self._compute(n, self.at, run, with_graph=self.with_graph and not prefix.again)
-            if prefix.last == self.at and self.with_graph:
+        for n, prefix in self.plan.prefixes.items():
+            if prefix.last_user < self.index:
+                self.graph_states.pop(n, None)
+                self.detached_states.pop(n, None)
+            if prefix.first_user == self.index:
+                self._run_prefix(n, self.index, run, with_graph=self.with_graph and not prefix.recompute)
+            if prefix.last_user == self.index and self.with_graph:
                 ending.append(n)
-                if prefix.again:
-                    self._compute(n, self.at, run, with_graph=True)
-        layout = self.pieces.layouts[self.at]
-        seen = [self._seen(n, self.at) for n in layout.outer]
-        return replace(layout, prefix_states=PrefixStates(seen, None, self._closes(ending)))
+                if prefix.recompute:
+                    self._run_prefix(n, self.index, run, with_graph=True)
+        layout = self.plan.layouts[self.index]
+        states = [self._states_for(n, self.index) for n in layout.prefixes]
+        return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward(ending)))
 
-    def abandon(self, run: Run) -> None:
-        """End before the next piece, and give the trunks that later ones would have seen their backward now."""
-        self.is_over = True
-        ends = {
-            n: prefix.last for n, prefix in self.pieces.prefixes.items() if n in self.leaves and prefix.last > self.at
+    def finish_early(self, run: RunPrefix) -> None:
+        """
+        Stop before the next micro-batch, which was modified: backpropagate now through all prefixes that later
+        micro-batches would have read.
+        """
+        self.finished = True
+        last_users = {
+            n: prefix.last_user
+            for n, prefix in self.plan.prefixes.items()
+            if n in self.detached_states and prefix.last_user > self.index
         }
-        for last in sorted(set(ends.values())) if self.with_graph else ():
-            ending = [n for n, end in ends.items() if end == last]
+        for last in sorted(set(last_users.values())) if self.with_graph else ():
+            ending = [n for n, end in last_users.items() if end == last]
             for n in ending:
-                if self.pieces.prefixes[n].again:
-                    self._compute(n, last, run, with_graph=True)
-            closes = [(made, leaf.grad.to(made)) for made, leaf in self._closes(ending) if leaf.grad is not None]
-            if closes:
-                with torch.autocast(closes[0][0].device.type, enabled=False):
-                    torch.autograd.backward(*map(list, zip(*closes, strict=True)))
-        self.made, self.leaves = {}, {}
+                if self.plan.prefixes[n].recompute:
+                    self._run_prefix(n, last, run, with_graph=True)
+            pending = [(states, leaf.grad) for states, leaf in self._pending_backward(ending) if leaf.grad is not None]
+            if pending:
+                # One backward for all prefixes that end together: a prefix may read the graph of another one.
+                tensors = [states for states, _ in pending]
+                grads = [grad.to(states) for states, grad in pending]
+                with torch.autocast(tensors[0].device.type, enabled=False):
+                    torch.autograd.backward(tensors, grads)
+        self.graph_states, self.detached_states = {}, {}
 
-    def _closes(self, prefixes: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """States of trunks, and the leaves that stood for them."""
+    def _pending_backward(self, prefixes: Iterable[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """States of prefixes with a graph, each with the leaf that accumulated its gradients."""
         return [
-            (made, leaf)
+            (states, leaf)
             for n in prefixes
-            for name, states in self.made[n].items()
-            for made, leaf in zip(states, self.leaves[n][name], strict=True)
-            if made.requires_grad
+            for name, tensors in self.graph_states[n].items()
+            for states, leaf in zip(tensors, self.detached_states[n][name], strict=True)
+            if states.requires_grad
         ]
 
-    def _compute(self, n: int, at: int, run: Run, with_graph: bool) -> None:
-        prefix, notes = self.pieces.prefixes[n], ForwardStates()
-        layout = prefix.layouts[at]
-        prefix_states = PrefixStates([self._seen(m, prefix.last) for m in layout.outer], notes)
-        is_first = n not in self.leaves
-        if is_first and prefix.again and self.with_graph:
+    def _run_prefix(self, n: int, index: int, run: RunPrefix, with_graph: bool) -> None:
+        prefix, records = self.plan.prefixes[n], ForwardStates()
+        layout = prefix.layouts[index]
+        prefix_states = PrefixStates([self._states_for(m, prefix.last_user) for m in layout.prefixes], records)
+        is_first = n not in self.detached_states
+        if is_first and prefix.recompute and self.with_graph:
+            # Dropout of the recomputed prefix must equal that of the first forward. `real_index` names the device.
             self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
-        drawn = contextlib.nullcontext() if is_first else _random_numbers(*self._random.pop(n))
-        with drawn, torch.set_grad_enabled(with_graph):
-            run(replace(layout, prefix_states=prefix_states), at, None if is_first else self.leaves[n].ids)
+        rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._random.pop(n))
+        with rng, torch.set_grad_enabled(with_graph):
+            run(replace(layout, prefix_states=prefix_states), index, None if is_first else self.detached_states[n].ids)
         if with_graph:
-            self.made[n] = notes
+            self.graph_states[n] = records
         if is_first:
-            self.leaves[n] = notes.changed(lambda x: detached_leaf(x) if self.with_graph else x)
+            self.detached_states[n] = records.map(lambda x: detached_leaf(x) if self.with_graph else x)
 
-    def _seen(self, n: int, end: int) -> ForwardStates:
-        """A trunk as a forward sees it whose backward comes with that of piece `end`."""
-        with_graph = n in self.made and self.pieces.prefixes[n].last == end
-        return self.made[n] if with_graph else self.leaves[n]
+    def _states_for(self, n: int, end: int) -> ForwardStates:
+        """States of a prefix, for a forward that has its backward with that of micro-batch `end`."""
+        with_graph = n in self.graph_states and self.plan.prefixes[n].last_user == end
+        return self.graph_states[n] if with_graph else self.detached_states[n]
 
 
 class MicroBatchRunner:
     """
-    The micro-batches of a step, to be run one after another, each with its backward.
+    Runs the forwards of the micro-batches of a step, each of which has a backward before the next one.
 
     Args:
         count (`int`):
-            How many they are.
-        planned ([`PrefixPlan`], *optional*):
-            How they are computed; `None` if they have nothing in common.
+            Number of micro-batches.
+        plan ([`PrefixPlan`], *optional*):
+            Their shared prefixes; `None` if they share none.
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
-            Ids and mask of each: calls of a model with these very tensors are pieces of a walk. Where somebody has
-            written to them, the walk ends, and the rest of the step computes its prefixes anew.
+            Ids and mask of each. A call of a model with these very tensors runs that micro-batch. If they were
+            modified, the schedule ends: each later micro-batch of the step computes its prefixes itself.
         with_head (`bool`, *optional*, defaults to `False`):
-            Whether trunks run through the model and not only its decoder: FSDP2 gathers a head with the last norm.
+            Whether prefixes run through the model and not only its decoder: FSDP2 gathers a head with the last norm.
     """
 
     def __init__(
         self,
         count: int,
-        planned: PrefixPlan | None = None,
+        plan: PrefixPlan | None = None,
         batches: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         with_head: bool = False,
     ):
-        self.count, self.planned, self.with_head = count, planned, with_head
-        self.batches = [(Seen.of(ids), Seen.of(mask)) for ids, mask in batches]
-        self.at, self.are_written = 0, False
+        self.count, self.plan, self.with_head = count, plan, with_head
+        self.batches = [BatchVersion.of(ids, mask) for ids, mask in batches]
+        self.index, self.modified = 0, False
         self.schedules: dict[Any, PrefixSchedule] = {}
         self.calls: Counter[Any] = Counter()
 
     @classmethod
     def of(
-        cls, batches: Sequence[dict[str, Any]], planned: Any, budget: int, gather: Callable[[list], list] | None = None
+        cls, batches: Sequence[dict[str, Any]], plan: Any, budget: int, gather: Callable[[list], list] | None = None
     ) -> MicroBatchRunner:
         """
-        Micro-batches as they were `planned` by their collator, if nobody has written to them since.
+        Run `batches` by the `plan` of their collator, if they are unmodified since.
 
-        `planned` are [`PrefixPlan`], perhaps not on their device yet, `None` if they have nothing in common, or `REPLAN`.
-        Planning anew costs a copy of each to the host; with `gather` all processes do (see [`plan_shared_prefixes`]).
+        Args:
+            batches (`Sequence[dict]`):
+                The micro-batches, on their device.
+            plan ([`PrefixPlan`] or [`FlatIndexMaps`], *optional*):
+                The plan, perhaps still on the host; `None` if they share no prefix, [`STALE_PLAN`] to plan again.
+            budget (`int`):
+                Most tokens of a micro-batch.
+            gather (`Callable`, *optional*):
+                Joins lists of all processes, which then plan again in each step (see [`plan_shared_prefixes`]).
         """
-        given = ids_and_masks(batches)
-        batch_metadata = [(batch, pop_metadata(batch)[1]) for batch in batches]
-        kept = all(
-            x is not None and x.are_unwritten(batch, "input_ids", "attention_mask") for batch, x in batch_metadata
-        )
-        if gather is not None or planned is REPLAN or (planned is not None and not kept):
-            planned = plan_shared_prefixes([(ids.cpu(), mask.cpu()) for ids, mask in given], budget, gather)
-            planned = planned and FlatIndexMaps.of(planned)
-        if isinstance(planned, FlatIndexMaps):
-            planned = planned.to(given[0][0].device)
-        return cls(len(batches), planned, given, with_head=gather is not None)
+        inputs = ids_and_masks(batches)
+        metadata = [(batch, pop_metadata(batch)[1]) for batch in batches]
+        is_current = all(x is not None and x.unmodified(batch, "input_ids", "attention_mask") for batch, x in metadata)
+        if gather is not None or plan is STALE_PLAN or (plan is not None and not is_current):
+            plan = plan_on_host([(ids.cpu(), mask.cpu()) for ids, mask in inputs], budget, gather)
+        if isinstance(plan, FlatIndexMaps):
+            plan = plan.to(inputs[0][0].device)
+        return cls(len(batches), plan, inputs, with_head=gather is not None)
 
-    def begin(self, i: int) -> None:
-        """Micro-batch `i` is the next one."""
-        self.at = i
+    def start(self, index: int) -> None:
+        """Make this micro-batch the running one."""
+        self.index = index
         self.calls.clear()
 
-    def joined(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
-        """These tensors, which a loss has put together, are the running micro-batch, if they are as large."""
-        if self.planned is not None and tuple(ids.shape) == self.planned.layouts[self.at].batch_shape:
-            self.batches[self.at] = Seen.of(ids), Seen.of(mask)
-
-    @contextlib.contextmanager
-    def piece(self, model: Any, forward: Any, call: dict[str, Any]) -> Iterator[None]:
+    def set_inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """
-        A block in which a call of `model` is a piece of a walk, if it can be.
-
-        The first call of a model in each micro-batch, with gradients or without, is one walk, the second another one.
+        Replace ids and mask of the running micro-batch by tensors of the same shape, which the loss has concatenated
+        anew from prompts and completions.
         """
-        if self.planned is None:
-            yield
-            return
-        ids, mask, seen = call.get("input_ids"), call.get("attention_mask"), self.batches[self.at]
-        unwritten = seen[0].is_still(ids) and seen[1].is_still(mask)
-        is_own = unwritten or (ids is seen[0].tensor and mask is seen[1].tensor)
-        self.are_written |= is_own and not unwritten
-        serves = is_own and call.get("position_ids") is None
-        key = id(model), torch.is_grad_enabled(), self.calls[model, torch.is_grad_enabled()]
-        if serves and unwritten and self.at == 0:
-            self.schedules[key] = PrefixSchedule(self.planned, torch.is_grad_enabled())
+        if self.plan is not None and tuple(ids.shape) == self.plan.layouts[self.index].batch_shape:
+            self.batches[self.index] = BatchVersion.of(ids, mask)
+
+    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """The output of `forward` for the running micro-batch; it reads the prefix states if it can."""
+        layout = self._next_layout(model, forward, call)
+        with contextlib.nullcontext() if layout is None else with_prefix_states(call, layout):
+            return forward(**call)
+
+    def _next_layout(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> PrefixedLayout | None:
+        """
+        The layout of a call that belongs to a schedule; prefixes are computed here. `None` for other calls.
+
+        In each micro-batch the first call of a model, with or without gradients, belongs to one schedule, the second
+        call to another one.
+        """
+        if self.plan is None:
+            return None
+        ids, mask, batch = call.get("input_ids"), call.get("attention_mask"), self.batches[self.index]
+        is_unmodified = batch.matches(ids, mask)
+        is_micro_batch = is_unmodified or (ids is batch.ids.tensor and mask is batch.mask.tensor)
+        self.modified |= is_micro_batch and not is_unmodified
+        # Positions distinguish tokens as well; the plan compared ids only.
+        belongs = is_micro_batch and call.get("position_ids") is None
+        kind = model, torch.is_grad_enabled()
+        key = id(model), torch.is_grad_enabled(), self.calls[kind]
+        if belongs and is_unmodified and self.index == 0:
+            self.schedules[key] = PrefixSchedule(self.plan, torch.is_grad_enabled())
         schedule = self.schedules.get(key)
-        if not serves or schedule is None or schedule.is_over:
-            yield
-            return
-        self.calls[model, torch.is_grad_enabled()] += 1
-        if schedule.at != self.at - 1:
-            raise _left_out()
+        if not belongs or schedule is None or schedule.finished:
+            return None
+        self.calls[kind] += 1
+        if schedule.index != self.index - 1:
+            raise _missing_micro_batch()
 
-        def run(prefix: PrefixedLayout, at: int, tokens: torch.Tensor | None) -> None:
-            own, of = (x.tensor for x in self.batches[at])
-            if not unwritten and tokens is not None and own is not None:
-                own = own.flatten().index_copy(0, prefix.own.packed_index, tokens).view_as(own)
-            given = call if unwritten else call | {"input_ids": own, "attention_mask": of}
+        def run_prefix(prefix: PrefixedLayout, index: int, tokens: torch.Tensor | None) -> None:
+            inputs = call
+            if not is_unmodified:  # the call has other ids than the prefix: take its tokens of the first forward
+                prefix_ids, prefix_mask = self.batches[index].ids.tensor, self.batches[index].mask.tensor
+                if tokens is not None and prefix_ids is not None and prefix.new is not None:
+                    flat = prefix_ids.flatten().index_copy(0, prefix.new.packed_index, tokens)
+                    prefix_ids = flat.view_as(prefix_ids)
+                inputs = call | {"input_ids": prefix_ids, "attention_mask": prefix_mask}
             if self.with_head:
-                run_prefix_forward(forward, given, prefix, logits_to_keep=1)
+                run_prefix_forward(forward, inputs, prefix, logits_to_keep=1)
             else:
-                run_prefix_forward(find_decoder(model), given, prefix)
+                run_prefix_forward(find_decoder(model), inputs, prefix)
 
-        if not unwritten:
-            schedule.abandon(run)
-            yield
-            return
-        layout = schedule.enter(run)
-        own = [] if layout.own is None else [ids.flatten()[layout.own.packed_index]]
-        computed = torch.cat([*(states.ids for states in layout.prefix_states.outer), *own])
-        wrong = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
-        real = torch.zeros_like(mask.flatten(), dtype=torch.bool).index_fill(0, layout.real_index, True)
-        wrong = wrong | ((mask.flatten() != 0) != real).any()
-        defer_check("Micro-batches have the rows that they had when their step was planned", wrong)
-        with seeing(call, layout):
-            yield
+        if not is_unmodified:
+            schedule.finish_early(run_prefix)
+            return None
+        layout = schedule.next_batch(run_prefix)
+        _check_rows(call["input_ids"], call["attention_mask"], layout)
+        return layout
 
     def check(self) -> None:
         """
         Raises:
-            PaddingRemovalError: If a walk did not come to its end, so that gradients of prefixes are missing.
+            PaddingRemovalError: If a schedule did not reach its last micro-batch, so that gradients are missing.
         """
-        if any(not schedule.is_over and schedule.at != self.count - 1 for schedule in self.schedules.values()):
-            raise _left_out()
+        if any(not schedule.finished and schedule.index != self.count - 1 for schedule in self.schedules.values()):
+            raise _missing_micro_batch()
 
 
-def _left_out() -> PaddingRemovalError:
+def _check_rows(ids: torch.Tensor, mask: torch.Tensor, layout: PrefixedLayout) -> None:
+    """Defer the check that a micro-batch has the rows of the plan: its own tokens and those of the prefixes."""
+    new = [] if layout.new is None else [ids.flatten()[layout.new.packed_index]]
+    computed = torch.cat([*(states.ids for states in layout.prefix_states.reads), *new])
+    violations = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
+    is_real = torch.zeros_like(mask.flatten(), dtype=torch.bool).index_fill(0, layout.real_index, True)
+    violations = violations | ((mask.flatten() != 0) != is_real).any()
+    defer_check("Micro-batches have the rows that they had when their step was planned", violations)
+
+
+def _missing_micro_batch() -> PaddingRemovalError:
     return PaddingRemovalError(
         "With `max_tokens_per_batch` and `prefix_sharing` the micro-batches of a step share the prefixes that they "
-        "have in common, and the loss called the model in some of them and not in others, or with tensors that are "
-        "not the batch's, so gradients are missing. "
+        "have in common. The loss called the model in some of them and not in others, or with tensors that are not "
+        "the batch's, so gradients are missing. "
         "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
 
-def run_prefix_forward(forward: Any, call: dict[str, Any], layout: PrefixedLayout, **more: Any) -> None:
-    """
-    Run a decoder over a trunk, in the batch of a `call` of its model; its states go to the notes of the layout.
-
-    With `logits_to_keep` it is run with its head, which backward then comes to first.
-    """
-    asked = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
-    given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"], "use_cache": False}
-    notes = layout.prefix_states.notes
-    notes.ids, notes.forks = call["input_ids"].flatten()[layout.own.packed_index], layout.forks
-    with within(model=None, step=Step([_known(call, BatchFacts(layout))])):
-        output = forward(**given, **asked, **more)
-    if more:
-        notes["head",] = (output.logits,)
-
-
 @contextlib.contextmanager
-def seeing(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
-    """The forward of a `call` of a model is that of `layout`."""
-    step = context().step or Step()
-    facts = step.facts(call["input_ids"], call["attention_mask"])
-    known = _known(call, BatchFacts(layout) if facts is None else replace(facts, layout=layout))
-    with within(step=replace(step, known=[known, *step.known])):
-        yield
-
-
-def _known(call: dict[str, Any], facts: BatchFacts) -> Known:
-    return Known.of(LayoutKey(call["input_ids"], call["attention_mask"], shares=True), facts)
-
-
-@contextlib.contextmanager
-def _random_numbers(on_host: torch.Tensor, on_device: tuple[list[int], list[torch.Tensor]]) -> Iterator[None]:
-    """Random numbers are drawn again as from these states on, until the block ends."""
+def _with_rng_state(on_host: torch.Tensor, on_device: tuple[list[int], list[torch.Tensor]]) -> Iterator[None]:
+    """A block with these states of the random number generators; the current ones are restored at its end."""
     with torch.random.fork_rng(devices=on_device[0]):
         torch.set_rng_state(on_host)
         set_device_states(*on_device)
         yield
 
 
-def computes_once(handles: Sequence[PaddingRemoval], args: Any, is_sharded: bool) -> bool:
-    """Whether models with these handles can, and are to; where they cannot, the log says why."""
+def can_share_across_micro_batches(handles: Sequence[PaddingRemoval], args: Any, is_sharded: bool) -> bool:
+    """Whether the models share prefixes across micro-batches; logs the reason if they cannot."""
     if not handles or not all(handle.prefix_sharing for handle in handles):
         return False
-    reasons = (reason_to_compute_again(handle, args, is_sharded) for handle in handles)
-    if reason := next(filter(None, reasons), None):
-        logger.info(f"Each piece of a step computes the prefixes that it shares with others anew: {reason}.")
+    obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
+    if reason := next(filter(None, obstacles), None):
+        logger.info(f"Each micro-batch of a step computes the prefixes that it shares with others anew: {reason}.")
     return reason is None
 
 
-def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str | None:
-    """Why pieces of a step cannot see the states of others, so that each computes its prefixes again; `None` if so."""
+def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str | None:
+    """Why micro-batches cannot read prefix states of other forwards, or `None` if they can."""
     if handle.multimodal is not None:
         return "images are not compared before a forward"
     mixers = handle.mixers.mixers
-    unserved = (m for m in mixers if m.how != PACKED and not (m.how == FORKED and hands_states_on(m.module)))
+    unserved = (m for m in mixers if m.mode != PACKED and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):
         return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands no state on to other forwards"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
@@ -338,14 +345,17 @@ def reason_to_compute_again(handle: PaddingRemoval, args: Any, is_sharded: bool)
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
     if getattr(args, "torch_compile", False):
         return "compiled layers take no states from outside"
-    if handle.split is not None:
+    if handle.context_parallel is not None:
         return "several processes compute one row (context parallelism)"
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
-    kinds = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
-    asked = [(getattr(kind, "keywords", None) or {}).get("use_reentrant", True) for kind in kinds if kind is not None]
+    # Checkpointing that is on in the model, reentrant unless it says otherwise, and that which Trainer will switch on.
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
+    is_reentrant = [
+        (getattr(f, "keywords", None) or {}).get("use_reentrant", True) for f in functions if f is not None
+    ]
     if getattr(args, "gradient_checkpointing", False):
-        asked.append((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
-    if any(asked):
+        is_reentrant.append((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    if any(is_reentrant):
         return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
     return None

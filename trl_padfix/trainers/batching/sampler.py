@@ -1,9 +1,9 @@
 """
-Which rows meet in an optimizer step, and on which process.
+The order of rows: which of them are in one optimizer step, and on which process.
 
-One sampler serves `group_by_prefix` and `max_tokens_per_batch`: it takes the order of an epoch, brings rows that begin
-alike into one step, and deals the rows of each step out with even work. The result depends on the seed, the epoch and
-the data alone, so that all processes and a resumed run have one order.
+One sampler serves `group_by_prefix` and `max_tokens_per_batch`: it takes the order of an epoch, brings rows with a
+shared prefix into one step, and partitions the rows of each step by tokens. The result depends only on the seed, the
+epoch and the data, so all processes and a resumed run have the same order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
+from ..data.batch_metadata import LayoutCollator
 from ..distributed import data_replicas
-from ..field_types import temporarily_set
 from ..parts import Part
+from ..settings import check_grouping
+from ..temporary_attributes import temporarily_set
 from .bin_packing import StepPlan
-from .config import check_grouping
-from .image_measures import ImageMeasure
+from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
 from .prefix_groups import group_rows
 from .token_costs import RowCosts
@@ -41,56 +42,68 @@ class StepSampler(Sampler):
     """
     The order of another sampler, rearranged by steps, the same on all processes.
 
-    `grouped` brings rows that begin alike into one step; without it each step keeps its rows. With `shares` it yields
-    the rows of a process in a step, for [`StepDataset`], and with `equal` these have equally many rows. `epoch` gives the
-    number of the epoch, because a dataloader that skips batches at several processes does not hand `set_epoch` on to
-    its sampler (accelerate 1.15), and a resumed run would see another order.
+    Args:
+        order (`Sampler`):
+            The order of an epoch.
+        costs ([`RowCosts`]):
+            Tokens of the rows.
+        plan ([`StepPlan`]):
+            The optimizer steps.
+        epoch (`Callable`):
+            Returns the number of the epoch. A data loader that skips batches on several processes does not pass
+            `set_epoch` on to its sampler (accelerate 1.15), and a resumed run would have another order.
+        is_grouped (`bool`, *optional*, defaults to `False`):
+            Whether rows with a shared prefix are brought into one step. Otherwise each step keeps its rows.
+        is_partitioned (`bool`, *optional*, defaults to `False`):
+            Whether items are the rows of a process in a step, for [`StepDataset`], and not single rows.
+        equal_rows (`bool`, *optional*, defaults to `False`):
+            Whether all processes have equally many rows of a step.
     """
 
     order: Sampler[int]
     costs: RowCosts
     plan: StepPlan
     epoch: Callable[[], int]
-    grouped: bool = False
-    shares: bool = False
-    equal: bool = False
+    is_grouped: bool = False
+    is_partitioned: bool = False
+    equal_rows: bool = False
 
     def __len__(self) -> int:
-        return len(self.plan) if self.shares else len(self.costs)
+        return len(self.plan) if self.is_partitioned else len(self.costs)
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.order, SeedableRandomSampler):
             self.order.set_epoch(self.epoch())
         order: Any = list(self.order)
-        if self.grouped:
+        if self.is_grouped:
             order = group_rows(order, self.costs, self.plan.per_process * self.plan.processes)
-        if self.shares:
-            return self.plan.shares(order, self.costs, equal=self.equal)
-        return self.plan.in_micro_batches(order, self.costs)
+        if self.is_partitioned:
+            return self.plan.rows_per_process(order, self.costs, equal=self.equal_rows)
+        return self.plan.order_by_micro_batch(order, self.costs)
 
 
 class StepDataset(TorchDataset):
     """
-    A dataset whose items are the shares of processes in steps.
+    A dataset whose items are the rows of a process in a step.
 
-    An item is how many rows the step has, the numbers of the process's own rows, and these rows as examples.
+    An item is a tuple: the number of rows of the step, the numbers of the rows of the process, and these rows.
     """
 
     def __init__(self, rows: Dataset, plan: StepPlan):
         self.rows = rows
-        self.total_dataset_length = len(plan)  # by which accelerate tells whether the last batch is full
+        self.total_dataset_length = len(plan)  # accelerate tells from it whether the last batch is full
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, share: tuple[int, list[int]]) -> tuple[int, list[int], list[dict[str, Any]]]:
-        of_step, rows = share
-        return of_step, rows, self.rows.__getitems__(rows)
+        rows_of_step, numbers = share
+        return rows_of_step, numbers, self.rows.__getitems__(numbers)
 
 
 class GroupedStream(IterableDataset):
     """
-    A stream of which `buffer` rows are read ahead and brought into the steps of `plan`, whatever its number of rows.
+    A stream with shared prefixes in one step: reads `buffer` rows ahead and groups them into the steps of `plan`.
     """
 
     def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):
@@ -103,18 +116,19 @@ class GroupedStream(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         plan = self.plan
-        if worker is not None and worker.num_workers > 1:  # workers make batches in turns, each of rows of its own
+        if worker is not None and worker.num_workers > 1:
+            # Workers make batches in turns, each from other rows, so a step is never in one worker.
             plan = StepPlan(0, plan.micro_batch)
         size = plan.per_process * plan.processes
         buffer = max(self.buffer // size, 1) * size  # a buffer ends where a step does
         stream = iter(self.rows)
         while rows := list(islice(stream, buffer)):
             costs = self.measure.examples(rows)
-            yield from (rows[i] for i in plan.in_micro_batches(group_rows(range(len(rows)), costs, size), costs))
+            yield from (rows[i] for i in plan.order_by_micro_batch(group_rows(range(len(rows)), costs, size), costs))
 
 
 class StepOrder(Part):
-    """Which rows meet in an optimizer step, for `group_by_prefix` and `max_tokens_per_batch`."""
+    """The rows of each optimizer step, for `group_by_prefix` and `max_tokens_per_batch`."""
 
     images: ImageMeasure | None = None
     """Token counts of the rows of a train dataset with images, under a budget."""
@@ -126,15 +140,15 @@ class StepOrder(Part):
     def is_on(self) -> bool:
         return self.settings.group_by_prefix or self.settings.max_tokens_per_batch is not None
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         check_grouping(config)
         if not self.settings.group_by_prefix:
             return
-        data = given.get("train_dataset")
+        data = init_kwargs.get("train_dataset")
         if data is not None and not isinstance(data, Dataset) and self.settings.group_by_prefix_buffer is None:
             raise ValueError(
                 f"`group_by_prefix=True` looks for rows that begin alike, and the training dataset is a "
-                f"`{type(data).__name__}`, which does not show all its rows. Say among how many of them it is to look "
+                f"`{type(data).__name__}`, which does not show all its rows. Set the number of rows to read ahead "
                 "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
             )
 
@@ -145,13 +159,33 @@ class StepOrder(Part):
                 "images is tokenized batch by batch. Leave it out."
             )
 
-    def loading(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[Any]:
+    def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[Any]:
         buffer = self.settings.group_by_prefix_buffer
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
         return temporarily_set(
             self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer)
         )
+
+    def fix_steps(self, rows_with_images: Dataset | None = None) -> StepPlan:
+        """Fix the steps of the epochs that follow; first count the tokens of a train dataset with images."""
+        self.steps = self.plan()
+        self.images = None if rows_with_images is None else self._count_tokens(rows_with_images)
+        return self.steps
+
+    def _count_tokens(self, rows: Dataset) -> ImageMeasure:
+        trainer, collator = self.trainer, self.trainer.data_collator
+        processes = trainer.accelerator.num_processes
+        measure = measure_images(
+            rows,
+            collator.collator if isinstance(collator, LayoutCollator) else collator,
+            sharing=bool(self.settings.prefix_sharing),
+            processes=(trainer.accelerator.process_index, processes),
+            workers=getattr(trainer.args, "dataset_num_proc", None),
+        )
+        if processes > 1:
+            check_images_of_processes(measure)
+        return measure
 
     def measure(self) -> RowMeasure:
         """Token costs of the rows of the trainer's data."""
@@ -160,8 +194,8 @@ class StepOrder(Part):
         args, measure = self.trainer.args, self.trainer.padding.task.measure
         if measure is None:
             raise NotImplementedError(
-                f"`max_tokens_per_batch` and `group_by_prefix` need to know what rows of a "
-                f"{type(self.trainer).__name__} cost. Leave them out, or give its task a `measure`."
+                f"`max_tokens_per_batch` and `group_by_prefix` need the token counts of the rows of "
+                f"{type(self.trainer).__name__}. Leave them out, or give its task a `measure`."
             )
         mode = getattr(args, "truncation_mode", None) or "keep_start"
         return measure(getattr(args, "max_length", None), mode, bool(self.settings.prefix_sharing))
@@ -172,12 +206,12 @@ class StepOrder(Part):
         split_batches = args.accelerator_config.split_batches
         rows = len(data) if isinstance(data, Dataset) else 0
         processes = 1 if split_batches else self.trainer.accelerator.num_processes // data_replicas(self.trainer)
-        micro_batch, accumulated = self.trainer._train_batch_size, args.gradient_accumulation_steps
+        micro_batch, accumulation_steps = self.trainer._train_batch_size, args.gradient_accumulation_steps
         if self.settings.max_tokens_per_batch is not None:
-            # The rows of a step stay, also where `auto_find_batch_size` has lowered the batch size after all.
+            # A step keeps its rows even if `auto_find_batch_size` has lowered the batch size.
             micro_batch = args._rows_per_micro_batch
-            accumulated = args.per_device_train_batch_size // micro_batch
-        return StepPlan(rows, micro_batch, accumulated, processes, args.dataloader_drop_last)
+            accumulation_steps = args.per_device_train_batch_size // micro_batch
+        return StepPlan(rows, micro_batch, accumulation_steps, processes, args.dataloader_drop_last)
 
     def sampler(self, sampler: Any, dataset: Any) -> Any:
         """
@@ -192,13 +226,13 @@ class StepOrder(Part):
         if not isinstance(sampler, RandomSampler | SequentialSampler):
             raise ValueError(
                 f"`{'max_tokens_per_batch' if budget is not None else 'group_by_prefix'}` rearranges rows by their "
-                f"tokens, and the configuration asks for a `{type(sampler).__name__}`, which does the same in another "
-                "way. Leave `train_sampling_strategy` (or `group_by_length`) out."
+                f"tokens, and the configuration asks for a `{type(sampler).__name__}`, which rearranges them "
+                "differently. Leave `train_sampling_strategy` (or `group_by_length`) out."
             )
         trainer = self.trainer
         if isinstance(sampler, RandomSampler):
-            # What accelerate makes of it: all processes draw alike, each epoch from its own seed. Without `data_seed`
-            # that is torch's, which is `seed` unless the script has set another since the trainer was made.
+            # As accelerate would replace it: all processes draw alike, and each epoch has its seed. Without
+            # `data_seed` that is torch's seed, which is `seed` unless the script has set another one since.
             sampler = SeedableRandomSampler(dataset, data_seed=trainer.args.data_seed)
         costs = self.measure().dataset(dataset)
         if budget is not None:
@@ -209,9 +243,9 @@ class StepOrder(Part):
             costs,
             self.steps or self.plan(),
             epoch,
-            grouped=bool(self.settings.group_by_prefix),
-            shares=budget is not None,
-            equal=trainer.padding.task.compares_rows(),
+            is_grouped=bool(self.settings.group_by_prefix),
+            is_partitioned=budget is not None,
+            equal_rows=trainer.padding.task.needs_all_rows(),
         )
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:
@@ -226,10 +260,10 @@ class StepOrder(Part):
                 f"`max_tokens_per_batch={budget}`, the longest {longest.max()} (row {longest.argmax()}), and no "
                 f"forward could hold it. Raise the budget to {longest.max()} at least, set `max_length`, or drop them."
             )
-        over = costs.each > budget
-        if over.any():
+        is_over = costs.tokens > budget
+        if is_over.any():
             logger.warning(
-                f"{over.sum()} of {len(costs)} rows of the train dataset have more tokens than "
-                f"`max_tokens_per_batch={budget}`, the longest {costs.each.max()}: each is a micro-batch of its own, "
+                f"{is_over.sum()} of {len(costs)} rows of the train dataset have more tokens than "
+                f"`max_tokens_per_batch={budget}`, the longest {costs.tokens.max()}: each is a micro-batch by itself, "
                 "and needs the memory of its size. Raise the budget, or lower `max_length`."
             )

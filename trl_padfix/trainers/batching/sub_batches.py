@@ -1,21 +1,20 @@
 """
-A forward in pieces of at most so many tokens, for losses that compare the rows of a forward.
+A forward in sub-batches of at most so many tokens, for losses that need the outputs of all rows at once.
 
-[`SplitForward`] stands at the door of a model: within [`splitting`] it runs the rows of a call in pieces, filled by
-the tokens that are computed, and answers with the outputs of all of them. The loss sees one forward. Where gradients
-are wanted, the pieces are computed a second time in the backward pass, one after another, and memory holds the
-activations of one piece at a time: the gradient is that of the whole forward, to rounding.
+[`SubBatches`] runs the rows of a call in sub-batches and returns the outputs of all rows, as one forward would.
+With gradients, each sub-batch but the last one is recomputed in the backward pass, one after another: memory holds the
+activations of one sub-batch at a time, and the gradient equals that of one forward, to rounding.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSet, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import trl.trainer.utils as trl_utils
@@ -23,330 +22,305 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from ...core.call.batch_metadata import Seen, defer_check
+from ...core.call.batch_metadata import BatchVersion, defer_check
+from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates
-from ...core.layout.flat_maps import FlatIndexMaps
-from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shared_prefixes
-from ...core.model.find import find_decoder, find_pretrained
-from ...core.model.patching import Attachment, ForwardPatch
+from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
+from ...core.model.find import find_decoder
 from ..data.batch_metadata import image_tensors
-from .bin_packing import pack_depth_first, split
+from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
 from .prefix_groups import sort_by_prefix
-from .prefix_schedule import MicroBatchRunner, run_prefix_forward, seeing
+from .prefix_schedule import plan_on_host
 from .token_costs import prefix_costs, text_costs
 
 
 __all__ = [
-    "Routed",
-    "SplitForward",
-    "Splits",
-    "attach_splitting",
+    "RouterLogits",
+    "SubBatches",
     "balancing_loss",
     "check_balancing_loss",
     "joins_balancing_losses",
-    "routed_of",
-    "running_pieces",
-    "splitting",
+    "record_router_logits",
 ]
 
 
-@dataclass
-class _Known:
-    """The pieces of a batch: their rows, and what they have instead of its ids and mask."""
+RouterLogits = tuple[torch.Tensor, ...] | None
+"""Router logits of a forward, layer by layer, `(B * L, experts)` each."""
 
-    given: tuple[Seen, Seen]
+
+@dataclass(frozen=True, eq=False)
+class _SplitBatch:
+    """The sub-batches of a batch: numbers of their rows, their ids and masks, and the prefixes that they share."""
+
+    version: BatchVersion
     rows: list[torch.Tensor]
-    pieces: list[tuple[torch.Tensor, torch.Tensor | None]]
-    once: PrefixPlan | None = None
+    inputs: list[tuple[torch.Tensor, torch.Tensor | None]]
+    plan: PrefixPlan | None = None
+
+    def check_rows(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Defer the check that these tensors still hold the rows that were split."""
+        now = [(ids[rows], None if mask is None else mask[rows]) for rows in self.rows]
+        pairs = zip(chain(*now), chain(*self.inputs), strict=True)
+        differs = [(new != old).any() for new, old in pairs if new is not None and old is not None]
+        defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
+
+    def calls(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """The arguments of each sub-batch: rows of what has a row for each row of the batch, and all else."""
+        count = len(call["input_ids"])
+        calls = []
+        for rows, (ids, mask) in zip(self.rows, self.inputs, strict=True):
+            of_rows = {k: v[rows] for k, v in call.items() if _has_rows(v, count)}
+            # The very tensors of the first forward, by which later forwards find their layout.
+            of_rows |= {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+            calls.append(call | of_rows)
+        return calls
 
 
 @dataclass
-class Splits:
+class SubBatches:
     """
-    How the forwards of a step are split; forwards on the same tensors are split alike.
+    Splits the forwards of a step; forwards on the same tensors are split alike.
 
     Args:
         budget (`int`):
-            Most tokens of a piece.
+            Most tokens of a sub-batch.
         sharing (`bool`):
             Whether prefixes that rows have in common count once.
-        agree (`Callable[[int], int]`, *optional*):
-            The number of pieces that all processes are to have, of the number that this one needs.
-        once (`bool`, *optional*, defaults to `False`):
-            Whether prefixes that pieces have in common are computed once, and not by each piece.
+        sync_count (`Callable[[int], int]`, *optional*):
+            Returns the number of sub-batches that all processes must have, of the number that this one needs.
+        share_across_sub_batches (`bool`, *optional*, defaults to `False`):
+            Whether prefixes that sub-batches have in common are computed once, and not by each of them.
+        checked_models (`MutableSet`, *optional*):
+            Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
     budget: int
     sharing: bool
-    agree: Callable[[int], int] | None = None
-    once: bool = False
-    known: list[_Known] = field(default_factory=list)
+    sync_count: Callable[[int], int] | None = None
+    share_across_sub_batches: bool = False
+    checked_models: MutableSet[Any] = field(default_factory=WeakSet)
+    batches: list[_SplitBatch] = field(default_factory=list)
 
-    def of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _Known:
-        """The pieces of a batch with these ids and this mask."""
-        for known in self.known:
-            if known.given[0].is_still(ids) and known.given[1].is_still(mask):
-                now = [(ids[r], None if mask is None else mask[r]) for r in known.rows]
-                pairs = zip(chain(*now), chain(*known.pieces), strict=True)
-                wrong = torch.stack([(new != old).any() for new, old in pairs if new is not None and old is not None])
-                defer_check("A forward in pieces has the rows that it had when it was split", wrong.any())
-                return known
-        # One copy to the host for all pieces: the only wait for the device that splitting needs.
-        both = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
-        parts = self._parts(*both)
-        rows = [torch.tensor(part, device=ids.device) for part in parts]
-        once = None
-        if self.once and len(parts) > 1 and mask is not None:
-            once = plan_shared_prefixes([(both[0, part], both[1, part]) for part in parts], self.budget)
-            once = once and FlatIndexMaps.of(once).to(ids.device)
-        pieces = [(ids[part], None if mask is None else mask[part]) for part in rows]
-        self.known.append(_Known((Seen.of(ids), Seen.of(mask)), rows, pieces, once))
-        return self.known[-1]
+    def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
+        """The sub-batches of a batch with these ids and this mask."""
+        for batch in self.batches:
+            if batch.version.matches(ids, mask):
+                batch.check_rows(ids, mask)
+                return batch
+        # One copy to the host for all sub-batches: the only wait for the device that splitting needs.
+        ids_and_mask = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
+        numbers = self._rows(*ids_and_mask)
+        plan = None
+        if self.share_across_sub_batches and len(numbers) > 1 and mask is not None:
+            host_plan = plan_on_host([(ids_and_mask[0, rows], ids_and_mask[1, rows]) for rows in numbers], self.budget)
+            plan = host_plan and host_plan.to(ids.device)
+        rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
+        inputs = [(ids[r], None if mask is None else mask[r]) for r in rows]
+        self.batches.append(_SplitBatch(BatchVersion.of(ids, mask), rows, inputs, plan))
+        return self.batches[-1]
 
-    def _parts(self, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-        real = mask.numpy().astype(bool)
-        each = real.sum(1)
-        costs = text_costs(each)
+    def _rows(self, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+        """Numbers of the rows of each sub-batch."""
+        is_real = mask.numpy().astype(bool)
+        lengths = is_real.sum(1)
+        costs = text_costs(lengths)
         if self.sharing:
-            rows = [row[keep] for row, keep in zip(ids.numpy(), real, strict=True)]
-            costs = prefix_costs(each, each, *sort_by_prefix(rows))
-        parts = (pack_depth_first if self.once else split)(costs, self.budget)
-        wanted = len(parts) if self.agree is None else self.agree(len(parts))
-        while len(parts) < wanted:
-            largest = max(parts, key=len)
-            parts.remove(largest)
-            parts += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-        return parts
+            rows = [row[keep] for row, keep in zip(ids.numpy(), is_real, strict=True)]
+            costs = prefix_costs(lengths, lengths, *sort_by_prefix(rows))
+        pack = pack_depth_first if self.share_across_sub_batches else pack_by_budget
+        sub_batches = pack(costs, self.budget)
+        count = len(sub_batches) if self.sync_count is None else self.sync_count(len(sub_batches))
+        # Processes have equally many rows, so each has enough of them for `count` sub-batches.
+        return [list(rows) for _, rows in halve_largest(sub_batches, count)]
 
-
-_splits: ContextVar[Splits | MicroBatchRunner | None] = ContextVar("trl_padfix_splits", default=None)
-
-
-@contextmanager
-def splitting(splits: Splits | MicroBatchRunner | None) -> Iterator[None]:
-    """
-    Split the forwards of models with [`SplitForward`] until the block ends, or let them be of some micro-batches; not,
-    where `splits` is `None`.
-    """
-    token = _splits.set(splits)
-    try:
-        yield
-    finally:
-        _splits.reset(token)
-
-
-def running_pieces() -> MicroBatchRunner | None:
-    """The micro-batches of which one is running, if that is so."""
-    running = _splits.get()
-    return running if isinstance(running, MicroBatchRunner) else None
-
-
-class SplitForward(ForwardPatch):
-    """Runs the forward of a model in the pieces of [`splitting`]."""
-
-    _checked_experts = False
-    """Whether the load-balancing loss of a piece was compared with the model's own."""
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        splits, ids = _splits.get(), kwargs.get("input_ids")
-        cached = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is True
-        if splits is None or args or ids is None or ids.dim() != 2 or cached or not self.attachment.enabled:
-            return self.wrapped(*args, **kwargs)
-        if isinstance(splits, MicroBatchRunner):
-            # A trunk runs through the decoder alone, which may be this very module.
-            with splitting(None), splits.piece(self.module, self.wrapped, kwargs):
-                return self.wrapped(**kwargs)
-        if image_tensors(kwargs):
+    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+        """The output of `forward` for all rows, computed in sub-batches."""
+        if image_tensors(call):
             raise ValueError(
-                "`max_tokens_per_batch` computes this batch in pieces of rows, and its images are not rows of their "
-                "own: nobody knows here which belong to which. Leave the budget out."
+                "`max_tokens_per_batch` computes this batch in sub-batches of rows, and its images are not numbered "
+                "by row, so it is unknown which images belong to which row. Leave the budget out."
             )
-        known = splits.of(ids, kwargs.get("attention_mask"))
-        if len(known.rows) == 1:
-            return self.wrapped(**kwargs)
-        calls = []
-        for rows, (piece_ids, piece_mask) in zip(known.rows, known.pieces, strict=True):
-            of_rows = {k: v[rows] for k, v in kwargs.items() if _has_rows(v, len(ids))}
-            calls.append(kwargs | of_rows | {"input_ids": piece_ids})
-            if piece_mask is not None:
-                calls[-1]["attention_mask"] = piece_mask
-        seen = self._layouts(known, calls)
-        # The last piece is the first that the backward pass comes to: it is not computed twice.
-        *twice, last = zip(calls, seen, strict=True)
+        batch = self.split(call["input_ids"], call.get("attention_mask"))
+        if len(batch.rows) == 1:
+            return forward(**call)
+        model_forward = _ModelForward(model, forward, _wants_router_logits(model, call))
+        calls = batch.calls(call)
+        layouts = model_forward.layouts(batch.plan, calls)
+        # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
+        *recomputed, last = zip(calls, layouts, strict=True)
         if torch.is_grad_enabled():
-            pieces = [checkpoint(self._forward, *piece, use_reentrant=False) for piece in twice]
+            results = [checkpoint(model_forward.run, *args, use_reentrant=False) for args in recomputed]
         else:
-            pieces = [self._forward(*piece) for piece in twice]
-        outputs, routed = zip(*pieces, self._forward(*last), strict=True)
-        joined = _joined(outputs, calls, torch.cat(known.rows))
+            results = [model_forward.run(*args) for args in recomputed]
+        outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
+        output = _concatenated(outputs, calls, torch.cat(batch.rows))
         if outputs[0].get("aux_loss") is not None:
-            masks = [call.get("attention_mask") for call in calls]
-            if not self._checked_experts:
-                check_balancing_loss(self.module, routed[0], masks[0], outputs[0]["aux_loss"])
-                self._checked_experts = True
-            joined["aux_loss"] = balancing_loss(self.module, routed, masks)
-        return joined
+            masks = [sub_call.get("attention_mask") for sub_call in calls]
+            if model not in self.checked_models:
+                check_balancing_loss(model, router_logits[0], masks[0], outputs[0]["aux_loss"])
+                self.checked_models.add(model)
+            output["aux_loss"] = balancing_loss(model, router_logits, masks)
+        return output
 
-    def _layouts(self, known: _Known, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
-        """The layouts of pieces, with the states of the prefixes that they have in common; these are computed here."""
-        pieces, states = known.once, []
-        # Positions tell tokens apart, too, by which prefixes are compared.
-        if pieces is None or calls[0].get("position_ids") is not None:
+
+@dataclass(frozen=True, eq=False)
+class _ModelForward:
+    """The forward of a model in sub-batches; `with_router_logits` if it returns those of its experts."""
+
+    model: Any
+    forward: Callable[..., Any]
+    with_router_logits: bool
+
+    def layouts(self, plan: PrefixPlan | None, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
+        """The layouts of sub-batches with the states of the prefixes that they share, which are computed here."""
+        # The plan compared ids only, and positions distinguish tokens as well.
+        if plan is None or calls[0].get("position_ids") is not None:
             return [None] * len(calls)
-        for prefix in pieces.prefixes.values():
-            states.append(self._states(calls[prefix.first], prefix.layouts[prefix.first], states))
-        return [replace(x, prefix_states=PrefixStates([states[n] for n in x.outer])) for x in pieces.layouts.values()]
+        states: list[ForwardStates] = []
+        for prefix in plan.prefixes.values():
+            states.append(self._prefix_states(calls[prefix.first_user], prefix.layouts[prefix.first_user], states))
+        return [
+            replace(layout, prefix_states=PrefixStates([states[n] for n in layout.prefixes]))
+            for layout in plan.layouts.values()
+        ]
 
-    def _states(self, call: dict[str, Any], layout: PrefixedLayout, states: list[ForwardStates]) -> ForwardStates:
-        """What a trunk hands on; as that of a piece, its forward is computed again for its backward."""
-        like: list[ForwardStates] = []
-        outer, with_graph = [states[n] for n in layout.outer], torch.is_grad_enabled()
+    def _prefix_states(
+        self, call: dict[str, Any], layout: PrefixedLayout, states: list[ForwardStates]
+    ) -> ForwardStates:
+        """The states of a prefix. Its forward is recomputed in backward, as that of a sub-batch is."""
+        reads, with_graph = [states[n] for n in layout.prefixes], torch.is_grad_enabled()
+        outputs = {"output_router_logits": True} if self.with_router_logits else {}
 
-        def run() -> tuple[torch.Tensor, ...]:
-            notes = ForwardStates()
-            with splitting(None):
-                run_prefix_forward(
-                    find_decoder(self.module),
-                    self._asked(call),
-                    replace(layout, prefix_states=PrefixStates(outer, notes)),
-                )
-            like[:] = [notes.changed(lambda x: x[..., :0])]
-            # Gradients of many pieces are added up in float32.
-            return tuple(x.float() if with_graph else x for values in notes.values() for x in values)
+        def run() -> ForwardStates:
+            records = ForwardStates()
+            running = replace(layout, prefix_states=PrefixStates(reads, records))
+            run_prefix_forward(find_decoder(self.model), call | outputs, running)
+            # The gradients of all sub-batches are added up in these tensors: in float32.
+            return records.map(torch.Tensor.float) if with_graph else records
 
-        made = iter(checkpoint(run, use_reentrant=False) if with_graph else run())
-        return like.pop().changed(lambda x: next(made))
+        return checkpoint(run, use_reentrant=False) if with_graph else run()
 
-    def _asked(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call that says whether its router logits are wanted."""
-        wanted = call.get("output_router_logits")
-        if wanted is None:
-            wanted = getattr(self.module.config.get_text_config(), "output_router_logits", False)
-        return call | {"output_router_logits": True} if wanted else call
-
-    def _forward(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, Routed]:
-        """The output of a piece, and its router logits, of a model with experts."""
-        with seeing(call, layout) if layout is not None else nullcontext():
-            if not self._asked(call).get("output_router_logits"):
-                return self.wrapped(**call), None
-            with routed_of(self.module) as found:
-                output = self.wrapped(**call)
-            return output, found[0] if len(found) == 1 else None
+    def run(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, RouterLogits]:
+        """The output of a sub-batch, and its router logits."""
+        with with_prefix_states(call, layout) if layout is not None else nullcontext():
+            if not self.with_router_logits:
+                return self.forward(**call), None
+            with record_router_logits(self.model) as recorded:
+                output = self.forward(**call)
+            return output, recorded[0] if len(recorded) == 1 else None
 
 
-def attach_splitting(model: torch.nn.Module) -> Attachment:
-    """Let the forward of `model` be split within [`splitting`]; what an earlier trainer attached for it goes."""
-    pretrained = find_pretrained(model)
-    patch = vars(pretrained).get("forward")
-    while isinstance(patch, ForwardPatch):
-        if isinstance(patch, SplitForward):
-            patch.attachment.remove()
-        patch = patch.below
-    attachment = Attachment()
-    return attachment.attach([SplitForward(pretrained, attachment)])
+def _wants_router_logits(model: Any, call: dict[str, Any]) -> bool:
+    wanted = call.get("output_router_logits")
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted)
 
 
 def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _joined(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
+def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
     """
-    The output of the whole call, but for the load-balancing loss of experts.
+    The output of the whole call, but for the load-balancing loss of experts. `rows`: numbers of the rows, sub-batch
+    after sub-batch.
 
     Raises:
-        ValueError: If the model answers with something that cannot be put together from its pieces.
+        ValueError: If an output has neither a value for each row nor a rule of its own.
     """
-    back, joined = rows.argsort(), outputs[0]
-    balanced = joined.get("aux_loss") is not None
-    for name, value in list(joined.items()):
-        values = [output[name] for output in outputs]
+    # Inverse permutation: outputs are in the order of the sub-batches, this restores the order of the batch.
+    inverse, output = rows.argsort(), outputs[0]
+    has_balancing_loss = output.get("aux_loss") is not None
+    for name, value in list(output.items()):
+        values = [sub_output[name] for sub_output in outputs]
         if all(_has_rows(v, len(call["input_ids"])) for v, call in zip(values, calls, strict=True)):
-            joined[name] = torch.cat(values).index_select(0, back)
+            output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":
             continue
-        elif name == "loss" and balanced:
-            joined[name] = None  # a piece's has its own balancing loss in it; TRL takes neither from there
+        elif name == "loss" and has_balancing_loss:
+            output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
         elif name == "router_logits":
-            joined[name] = tuple(_tokens_of_rows(layer, calls, back) for layer in zip(*values, strict=True))
+            output[name] = tuple(_tokens_in_order(layer, calls, inverse) for layer in zip(*values, strict=True))
         elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
-            joined[name] = _joined_loss(values, calls)
+            output[name] = _merged_loss(values, calls)
         elif value is not None:
             raise ValueError(
-                f"`max_tokens_per_batch` computes a batch in {len(calls)} pieces, and `{name}` of the "
-                f"{type(joined).__name__} is a {type(value).__name__} that has no row for each row of its piece. "
+                f"`max_tokens_per_batch` computes a batch in {len(calls)} sub-batches, and `{name}` of the "
+                f"{type(output).__name__} is a {type(value).__name__} without a row for each row of its sub-batch. "
                 "Leave the budget out, or ask the model for less."
             )
-    return joined
+    return output
 
 
-def _tokens_of_rows(values: tuple[torch.Tensor, ...], calls: list[dict[str, Any]], back: torch.Tensor) -> torch.Tensor:
-    """Values of the tokens of pieces, `(b * L, ...)` each, in the order of the whole batch."""
+def _tokens_in_order(
+    values: tuple[torch.Tensor, ...], calls: list[dict[str, Any]], inverse: torch.Tensor
+) -> torch.Tensor:
+    """Values of the tokens of sub-batches, `(b * L, ...)` each, in the order of the rows of the batch."""
     by_rows = [v.unflatten(0, call["input_ids"].shape) for v, call in zip(values, calls, strict=True)]
-    return torch.cat(by_rows).index_select(0, back).flatten(0, 1)
+    return torch.cat(by_rows).index_select(0, inverse).flatten(0, 1)
 
 
-def _joined_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> torch.Tensor:
-    """A model's own loss is a mean over its labels, or a sum divided by a number that it is given."""
+def _merged_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> torch.Tensor:
+    """A model's own loss is a mean over its labels, or a sum divided by `num_items_in_batch`."""
     if calls[0].get("num_items_in_batch") is not None:
         return torch.stack(losses).sum()
     counts = torch.stack([(call["labels"][:, 1:] != -100).sum() for call in calls])
     return (torch.stack(losses) * counts).sum() / counts.sum().clamp(min=1)
 
 
-Routed = tuple[torch.Tensor, ...] | None
-"""Router logits of a forward, layer by layer, `(B * L, experts)` each."""
-
-
 def joins_balancing_losses() -> bool:
-    """Whether TRL takes the loss apart from that of the language model, which it does with its fused LM head."""
+    """Whether TRL adds the load-balancing loss itself, as it does with its fused LM head."""
     return hasattr(trl_utils, "add_fused_lm_head")
 
 
 @contextmanager
-def routed_of(model: PreTrainedModel) -> Iterator[list[Routed]]:
+def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]:
     """A list that grows by the router logits of each call of the model's decoder within the block."""
-    found: list[Routed] = []
+    recorded: list[RouterLogits] = []
 
-    def keep(decoder: Any, args: Any, output: Any) -> None:
-        found.append(getattr(output, "router_logits", None))
+    def record(decoder: Any, args: Any, output: Any) -> None:
+        recorded.append(getattr(output, "router_logits", None))
 
-    hook = find_decoder(model).register_forward_hook(keep)
+    hook = find_decoder(model).register_forward_hook(record)
     try:
-        yield found
+        yield recorded
     finally:
         hook.remove()
 
 
-def balancing_loss(model: PreTrainedModel, routed: Sequence[Routed], masks: Sequence[torch.Tensor | None]) -> Any:
+def balancing_loss(
+    model: PreTrainedModel, router_logits: Sequence[RouterLogits], masks: Sequence[torch.Tensor | None]
+) -> Any:
     """
-    The loss of all pieces, as transformers takes it of one forward.
+    The load-balancing loss of all sub-batches, as transformers computes it for one forward.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             The model with experts.
-        routed (`Sequence[tuple[torch.Tensor, ...]]`):
-            Router logits of the pieces.
+        router_logits (`Sequence[tuple[torch.Tensor, ...]]`):
+            Router logits of the sub-batches.
         masks (`Sequence[torch.Tensor]`):
-            Their attention masks, of shape `(b, L)`; `None` for pieces without padding.
+            Their attention masks, of shape `(b, L)`; `None` for sub-batches without padding.
     """
-    layers = tuple(map(torch.cat, zip(*(piece for piece in routed if piece is not None), strict=True)))
+    layers = tuple(map(torch.cat, zip(*(logits for logits in router_logits if logits is not None), strict=True)))
     mask = None if any(m is None for m in masks) else torch.cat([m for m in masks if m is not None])
+    # Most models with experts have a copy of the function in their own file; the others use Mixtral's.
     loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     loss = loss or modeling_mixtral.load_balancing_loss_func
     return loss(layers, layers[0].shape[-1], model.config.get_text_config().num_experts_per_tok, mask)
 
 
 @torch.no_grad()
-def check_balancing_loss(model: PreTrainedModel, routed: Routed, mask: torch.Tensor | None, own: torch.Tensor) -> None:
+def check_balancing_loss(
+    model: PreTrainedModel, router_logits: RouterLogits, mask: torch.Tensor | None, expected: torch.Tensor
+) -> None:
     """
     Raises:
-        ValueError: If the loss of a piece is not the model's own.
+        ValueError: If the loss of a sub-batch is not the one that the model returned, `expected`.
     """
-    found = balancing_loss(model, [routed], [mask]) if routed else own.new_tensor(float("nan"))
-    if not torch.allclose(found.to(own.dtype), own, rtol=1e-3):
+    loss = balancing_loss(model, [router_logits], [mask]) if router_logits else expected.new_tensor(float("nan"))
+    if not torch.allclose(loss.to(expected.dtype), expected, rtol=1e-3):
         raise ValueError(
-            f"The load-balancing loss of {type(model).__name__} is {own.item():.6f} for the first rows of the batch, "
-            f"and {found.item():.6f} by their router logits: `max_tokens_per_batch` cannot put it together from "
-            "pieces. Leave the budget out, or set `router_aux_loss_coef=0`."
+            f"The load-balancing loss of {type(model).__name__} is {expected.item():.6f} for the first rows of the "
+            f"batch, and {loss.item():.6f} by their router logits: `max_tokens_per_batch` cannot compute it from "
+            "sub-batches. Leave the budget out, or set `router_aux_loss_coef=0`."
         )

@@ -1,14 +1,14 @@
 """
 Training batches by token budget.
 
-A batch of the data loader is one optimizer step. The sampler deals its rows out to the processes with even work, the
-collator splits those of a process into micro-batches, and `training_step` runs them one after another. A step has the
-rows that it has without a budget, and each row weighs what it weighs in TRL's mean over micro-batches.
+A batch of the data loader is one optimizer step. The sampler partitions its rows over the processes by tokens, the
+collator splits the rows of a process into micro-batches, and `training_step` runs these one after another. A step has
+the same rows as without a budget, and each row has the weight that it has in TRL's mean over micro-batches.
 
 A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
-once, and its forwards are split (`sub_batches.py`), as are those of an evaluation. Where rows are compared without
-gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in pieces of rows.
-Forwards with images are never split: images go with their rows as long as their collator makes the batches.
+once: its forwards are run in sub-batches (`sub_batches.py`), as are those of an evaluation. If rows are compared
+without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in micro-batches.
+Forwards with images are never split: only the collator can tell which images belong to which row.
 """
 
 from __future__ import annotations
@@ -18,243 +18,215 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import trl
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather_object
-from accelerate.utils import gather as accelerate_gather
+from accelerate.utils import gather_object
 from datasets import Dataset
 
+from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
-from ..checks import column_names, rope_kind_beyond
-from ..custom_loss import has_own_loss, has_replaced_loss
-from ..data.batch_metadata import LayoutCollator
-from ..distributed import datasets_of, is_zero_3, models_of, splitting_parallelism
-from ..field_types import temporarily_set
+from ...core.model.runner_patch import attach_runner_patch
+from ..checks import rope_kind_beyond
+from ..custom_loss import has_custom_loss, loss_is_patched
+from ..data.columns import column_names
+from ..distributed import (
+    datasets_of,
+    is_sharded,
+    max_over_processes,
+    models_of,
+    splitting_parallelism,
+    sync_gradients_in_last,
+)
 from ..parts import Part, Step
-from .config import check_token_budget
-from .image_measures import ImageMeasure, check_images_of_processes, measure_images
-from .micro_batches import MICRO_BATCHES, ONCE, WEIGHTS, BudgetCollator, Piece, halved
-from .prefix_schedule import REPLAN, MicroBatchRunner, computes_once
+from ..settings import check_token_budget
+from ..temporary_attributes import temporarily_set
+from .micro_batches import MICRO_BATCHES, PREFIX_PLAN, WEIGHTS, BudgetCollator, MicroBatch, to_equal_count
+from .prefix_schedule import STALE_PLAN, MicroBatchRunner, can_share_across_micro_batches
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
-from .sub_batches import Splits, attach_splitting, joins_balancing_losses, running_pieces, splitting
+from .sub_batches import SubBatches, joins_balancing_losses
 
 
-__all__ = ["Budget", "Splitting"]
+__all__ = ["MicroBatchBudget", "SubBatchBudget"]
 
 logger = get_logger(__name__)
 
 
-class Splitting(Part):
-    """Forwards that are split by `max_tokens_per_batch`."""
+class SubBatchBudget(Part):
+    """`max_tokens_per_batch` for the forwards of one batch, which are run in sub-batches."""
+
+    running: MicroBatchRunner | None = None
+    """The micro-batches of the running step, if it has any."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
+        self._checked_models: WeakSet[Any] = WeakSet()
 
     @property
     def budget(self) -> int | None:
         """
         Most tokens of a forward.
 
-        Where `auto_find_batch_size` has lowered the batch size after a forward that did not fit into memory, it is
-        lowered as much: what a forward needs goes by its tokens, and a step keeps its rows.
+        If `auto_find_batch_size` has lowered the batch size after a forward did not fit into memory, the budget is
+        lowered by the same factor, because memory depends on tokens. A step keeps its rows.
         """
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
         return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         check_token_budget(config)
 
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:
             return
-        if reason := self.reason_not_to_split():
+        if reason := _budget_obstacle(self.trainer):
             raise ValueError(
-                f"{reason}, so the loss of a batch is not the mean of the losses of its pieces, and "
+                f"{reason}, so the loss of a batch is not the mean of the losses of its micro-batches, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        if has_own_loss(self.trainer):
+        if has_custom_loss(self.trainer):
             logger.warning(
                 f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
-                "so it is computed from all rows of a step at once. All pieces of its forward but one are computed "
-                "again in the backward pass."
+                "so it is computed from all rows of a step at once. All sub-batches of its forward but one are "
+                "computed again in the backward pass."
             )
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
-        self._attached = [attach_splitting(module) for module in modules]
+        self._attached = [attach_runner_patch(module) for module in modules]
 
     def restore(self) -> None:
         for attachment in self._attached:
             attachment.remove()
 
-    def reason_not_to_split(self) -> str | None:
-        """Why the loss of a batch depends on which rows are in one forward, if it does."""
-        trainer, task = self.trainer, self.trainer.padding.task
-        if reason := task.reason_not_to_split():
-            return reason
-        if task.compares_rows() and trainer.is_deepspeed_enabled:
-            return (
-                "The loss compares rows (or is your own), and DeepSpeed does not compute forwards a second time "
-                "within a backward"
-            )
-        if self.has_images() and task.compares_rows():
-            return (
-                "The loss compares rows (or is your own): its forwards are cut by rows, and which of the images in a "
-                "batch belong to which row is not known there"
-            )
-        if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
-            return (
-                f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
-                "model's own loss, over a whole forward"
-            )
-        if splitting_parallelism(trainer.accelerator, "tp_size"):
-            return "Under tensor parallelism several processes compute one batch"
-        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
-            return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
-        return None
-
-    def has_images(self) -> bool:
-        return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(self.trainer).values())
-
-    def splitting(self, *joined: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def split_forwards(self, *concatenated: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """
-        A block whose forwards are split by the budget, if there is one; those of rows with images are not.
+        A block whose forwards are run in sub-batches, if there is a budget and rows have no images.
 
-        Where the loss is computed in pieces of rows, each of them is one forward: of the ids and the mask that it has
-        `joined`, if they are not those of its batch.
+        Within a micro-batch forwards are not split again. `concatenated`: ids and mask of its forward, where the loss
+        concatenates them anew.
         """
-        running = running_pieces()
-        if running is not None and joined:
-            running.joined(*joined)
-        if self.budget is None or self.has_images() or running is not None:
+        if self.running is not None:
+            if concatenated:
+                self.running.set_inputs(*concatenated)
             return contextlib.nullcontext()
-        return splitting(self._splits(self.budget))
+        if self.budget is None or _has_images(self.trainer):
+            return contextlib.nullcontext()
+        return within(runner=self._sub_batches(self.budget))
 
-    def _splits(self, budget: int) -> Splits:
-        handle = self.trainer.padding.handle
-        agree = self.most_over_processes if self._is_sharded else None
-        return Splits(budget, bool(handle and handle.prefix_sharing), agree, self.once and agree is None)
+    def _sub_batches(self, budget: int) -> SubBatches:
+        trainer, handle = self.trainer, self.trainer.padding.handle
+        return SubBatches(
+            budget,
+            sharing=bool(handle and handle.prefix_sharing),
+            # Processes that shard a model meet in every forward, so all need equally many.
+            sync_count=(lambda count: max_over_processes(trainer, count)) if is_sharded(trainer) else None,
+            share_across_sub_batches=self.share_across_micro_batches and not is_sharded(trainer),
+            checked_models=self._checked_models,
+        )
 
     def compute_loss(self, compute: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """
-        TRL's `compute_loss`, `compute`.
+        TRL's `compute_loss`, `compute`, in micro-batches if the loss is a weighted sum over them.
 
-        A loss that is a sum over rows, once what it compares of them is known, is computed in pieces of rows: each has
-        its forward and its backward, but for the last one, whose backward is Trainer's.
+        Each micro-batch runs its backward here; Trainer runs that of the last one.
         """
         trainer, task = self.trainer, self.trainer.padding.task
         if self.budget is None or not self._is_sum_over_rows(inputs):
             return compute(model, inputs, *args, **kwargs)
-        splits = self._splits(self.budget)
-        known = splits.of(*task.padded_batches(inputs)[0].values())
-        if len(known.rows) == 1 and trainer.accelerator.num_processes == 1:
+        sub_batches = self._sub_batches(self.budget)
+        split = sub_batches.split(*task.padded_batches(inputs)[0].values())
+        if len(split.rows) == 1 and trainer.accelerator.num_processes == 1:
             return compute(model, inputs, *args, **kwargs)
-        with task.in_pieces(inputs, splits) as inputs:
-            pieces = [_rows_of(inputs, rows, sum(map(len, known.rows))) for rows in known.rows]
-            running = MicroBatchRunner(
-                len(pieces), known.once, [tuple(task.padded_batches(piece)[0].values()) for piece in pieces]
-            )
-            loss = done = torch.zeros((), device=trainer.args.device)
-            with self._running(running) as metrics:
-                for i, piece in enumerate(pieces):
-                    sizes, weight = task.metric_items(piece), task.loss_weight(piece, inputs)
-                    with self._piece(running, model, i), metrics.piece(sizes, reduces=False):
-                        loss = compute(model, piece, *args, **kwargs) * weight
-                        if i < len(pieces) - 1:
+        with task.with_sub_batches(inputs, sub_batches) as inputs:
+            micro_batches = [_rows_of(inputs, rows, sum(map(len, split.rows))) for rows in split.rows]
+            ids_and_masks = [tuple(task.padded_batches(batch)[0].values()) for batch in micro_batches]
+            loss = finished = torch.zeros((), device=trainer.args.device)
+            with self._run(MicroBatchRunner(len(micro_batches), split.plan, ids_and_masks)) as metrics:
+                for i, batch in enumerate(micro_batches):
+                    num_items, weight = task.num_metric_items(batch), task.sub_batch_weight(batch, inputs)
+                    with self._micro_batch(i, model), metrics.micro_batch(num_items, reduces=False):
+                        loss = compute(model, batch, *args, **kwargs) * weight
+                        if i < len(micro_batches) - 1:
                             with torch.autocast(loss.device.type, enabled=False):
                                 trainer.accelerator.backward(loss)
-                            done = done + loss.detach()
-        metrics.join()
-        return loss + done
+                            finished = finished + loss.detach()
+        metrics.log()
+        return loss + finished
 
     @contextlib.contextmanager
-    def _running(self, pieces: MicroBatchRunner) -> Iterator[StepMetrics]:
-        """A block with the pieces of a step, one after another."""
-        with splitting(pieces):
+    def _run(self, runner: MicroBatchRunner) -> Iterator[StepMetrics]:
+        """A block with the micro-batches of a step, one after another."""
+        with temporarily_set(self, "running", runner), within(runner=runner):
             yield StepMetrics(self.trainer)
-        pieces.check()
-        if pieces.are_written:
+        runner.check()
+        if runner.modified:
             logger.warning_once(
-                "Somebody wrote to a micro-batch after its step was planned: from there on each micro-batch of such a "
-                "step computes the prefixes that it shares with others anew."
+                "A micro-batch was modified after its step was planned: from there on each micro-batch of such a step "
+                "computes the prefixes that it shares with others anew."
             )
-        if pieces.planned is not None and self.trainer.state.global_step == 0:
-            logger.info(pieces.planned.summary)
+        if runner.plan is not None and self.trainer.state.global_step == 0:
+            logger.info(runner.plan.summary)
 
     @contextlib.contextmanager
-    def _piece(self, running: MicroBatchRunner, model: Any, i: int) -> Iterator[None]:
-        """A block with piece `i`: gradients are reduced over processes with those of the last one."""
-        running.begin(i)
-        accelerator, last = self.trainer.accelerator, i == running.count - 1
-        state = accelerator.gradient_state
-        each = state.plugin_kwargs.get("sync_each_batch", False)
-        waits = not (last or each or accelerator.distributed_type == DistributedType.DEEPSPEED)
-        saved = state.sync_gradients
-        state._set_sync_gradients(saved and last)
-        try:
-            with accelerator.no_sync(model) if waits else contextlib.nullcontext():
-                yield
-        finally:
-            state._set_sync_gradients(saved)
+    def _micro_batch(self, index: int, model: Any) -> Iterator[None]:
+        """A block with one micro-batch of the running step."""
+        assert self.running is not None
+        self.running.start(index)
+        with sync_gradients_in_last(self.trainer.accelerator, model, is_last=index == self.running.count - 1):
+            yield
 
     def _is_sum_over_rows(self, inputs: dict[str, Any]) -> bool:
-        """Whether the loss of a batch is the sum of those of its rows, with weights that are known."""
+        """Whether the loss of a batch is a sum over its rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
-        if not (torch.is_grad_enabled() and trainer.model.training and task.compares_rows()) or self.has_images():
+        is_training = torch.is_grad_enabled() and trainer.model.training
+        if not (is_training and task.needs_all_rows()) or _has_images(trainer):
             return False
-        is_known = not (has_own_loss(trainer) or has_replaced_loss(trainer))
-        whole_step = trainer.args.gradient_accumulation_steps == 1
-        return is_known and whole_step and task.loss_weight(inputs, inputs) is not None
+        is_trusted = not (has_custom_loss(trainer) or loss_is_patched(trainer))
+        is_step = trainer.args.gradient_accumulation_steps == 1
+        return is_trusted and is_step and task.sub_batch_weight(inputs, inputs) is not None
 
     @cached_property
-    def once(self) -> bool:
-        """Whether prefixes are computed once in a step, and not by each piece; said once where they cannot be."""
+    def share_across_micro_batches(self) -> bool:
+        """Whether prefixes are computed once in a step, and not by each micro-batch; logged once if they cannot be."""
         if self.budget is None:
             return False
-        # Under FSDP2 processes agree on their forwards; ZeRO-3 and FSDP1 expect modules in one order.
+        # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
         trainer, task = self.trainer, self.trainer.padding.task
-        agrees = getattr(trainer.accelerator, "is_fsdp2", False) and not task.compares_rows()
+        can_match = getattr(trainer.accelerator, "is_fsdp2", False) and not task.needs_all_rows()
         for model in map(task.scoring_module, models_of(trainer)):
-            agrees = agrees and "logits_to_keep" in inspect.signature(type(find_pretrained(model)).forward).parameters
-        return computes_once(trainer.padding.handles, trainer.args, self._is_sharded and not agrees)
+            parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
+            can_match = can_match and "logits_to_keep" in parameters
+        return can_share_across_micro_batches(
+            trainer.padding.handles, trainer.args, is_sharded(trainer) and not can_match
+        )
 
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether processes meet in every forward, and not only at the end of the step."""
-        return self.trainer.is_fsdp_enabled or is_zero_3(self.trainer.accelerator)
-
-    def most_over_processes(self, count: int) -> int:
-        if self.trainer.accelerator.num_processes == 1:
-            return count
-        counts = torch.tensor([count], device=self.trainer.args.device)
-        return int(accelerate_gather(counts).max())
-
-    def precomputing(self) -> contextlib.AbstractContextManager[None]:
-        return self.splitting()
+    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
+        return self.split_forwards()
 
 
-class Budget(Splitting):
-    """Micro-batches of `max_tokens_per_batch`, in the steps of a [`StepOrder`]."""
+class MicroBatchBudget(SubBatchBudget):
+    """`max_tokens_per_batch` for the micro-batches of a step, in the order of a [`StepOrder`]."""
 
     weight: float | None = None
-    """Weight of the running micro-batch in the loss of its step, where its loss is a mean over its rows."""
+    """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
-        super().check(config, given)
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        super().check(config, init_kwargs)
         if self.settings.max_tokens_per_batch is None:
             return
         if config.gradient_accumulation_steps > 1:
             raise ValueError(
                 f"`max_tokens_per_batch` was set after the configuration was made, with "
-                f"`gradient_accumulation_steps={config.gradient_accumulation_steps}`. The budget says in how many "
-                "pieces a batch is computed: pass it to the configuration, which counts the batch of a step anew."
+                f"`gradient_accumulation_steps={config.gradient_accumulation_steps}`. The budget determines the "
+                "number of micro-batches: pass it to the configuration, which computes the batch of a step from both."
             )
         if config.accelerator_config.split_batches or not config.accelerator_config.even_batches:
             raise ValueError(
-                "`max_tokens_per_batch` deals equally many rows to every process: leave `split_batches` and "
+                "`max_tokens_per_batch` gives equally many rows to every process: leave `split_batches` and "
                 "`even_batches` out of `accelerator_config`."
             )
         if config.neftune_noise_alpha is not None:
@@ -262,95 +234,122 @@ class Budget(Splitting):
                 f"`neftune_noise_alpha={config.neftune_noise_alpha}` adds noise whose size depends on the length of a "
                 "padded batch, and `max_tokens_per_batch` makes other batches. Leave one of them out."
             )
-        if not isinstance(given.get("train_dataset"), Dataset | None):
+        if not isinstance(init_kwargs.get("train_dataset"), Dataset | None):
             raise ValueError(
                 f"`max_tokens_per_batch` plans an epoch by the lengths of all its rows, and the training dataset is a "
-                f"`{type(given['train_dataset']).__name__}`. Give a `datasets.Dataset` (of a stream "
+                f"`{type(init_kwargs['train_dataset']).__name__}`. Give a `datasets.Dataset` (of a stream "
                 "`Dataset.from_generator`), or leave the budget out."
             )
 
     @contextlib.contextmanager
-    def loading(self, dataset: Any, is_training: bool) -> Iterator[None]:
+    def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
         if not is_training or self.budget is None:
             yield
             return
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
-        order.steps = order.plan()
         rows = trainer._remove_unused_columns(dataset, description="training")
-        order.images = self._measured_images(rows) if self.has_images() else None
-        how = {"whole": task.compares_rows(), "by_tokens": task.averages_tokens(), "once": self.once}
-        how["plans"] = self.once and not self._is_sharded
-        collator = BudgetCollator(trainer.data_collator, order.measure(), self.budget, order.steps, **how)
-        # An item is a step of a process; the plan has left out the rows that are to be dropped.
-        fields = {"train_dataset": StepDataset(rows, order.steps), "data_collator": collator, "_train_batch_size": 1}
+        steps = order.fix_steps(rows if _has_images(trainer) else None)
+        collator = BudgetCollator(
+            trainer.data_collator,
+            order.measure(),
+            self.budget,
+            steps,
+            one_batch=task.needs_all_rows(),
+            weight_by_tokens=task.loss_is_token_mean(),
+            share_across_micro_batches=self.share_across_micro_batches,
+            # Processes that shard a model plan together in each step, which a worker cannot.
+            plan_in_worker=self.share_across_micro_batches and not is_sharded(trainer),
+        )
+        # An item is a step of a process; the plan has left out the rows that are dropped.
+        fields = {"train_dataset": StepDataset(rows, steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
                 stack.enter_context(temporarily_set(trainer, name, value))
             stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
             yield
 
-    def _measured_images(self, rows: Dataset) -> ImageMeasure:
-        trainer, collator = self.trainer, self.trainer.data_collator
-        measure = measure_images(
-            rows,
-            collator.collator if isinstance(collator, LayoutCollator) else collator,
-            sharing=bool(self.settings.prefix_sharing),
-            processes=(trainer.accelerator.process_index, trainer.accelerator.num_processes),
-            workers=getattr(trainer.args, "dataset_num_proc", None),
-        )
-        if trainer.accelerator.num_processes > 1:
-            check_images_of_processes(measure)
-        return measure
-
     def training_step(self, train: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
-        pieces: list[Piece] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
+        micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
-        if task.compares_rows():
-            return train(model, pieces[0][0], *args, **kwargs)
+        if task.needs_all_rows():
+            return train(model, micro_batches[0][0], *args, **kwargs)
+        # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
-        pieces = halved(pieces, self.most_over_processes(len(pieces)), task.rows_per_item)
+        count = max_over_processes(self.trainer, len(micro_batches))
+        micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
         loss = torch.zeros((), device=self.trainer.args.device)
-        running = self._micro_batches(pieces, inputs)
-        with self._running(running) as metrics, temporarily_set(self, "weight", None):
-            for i, (batch, weight) in enumerate(pieces):
-                # A piece without a weight only keeps step with the other processes.
+        with self._run(self._runner(micro_batches, inputs)) as metrics, temporarily_set(self, "weight", None):
+            for i, (batch, weight) in enumerate(micro_batches):
+                # A micro-batch with weight 0 only matches the forwards of other processes.
                 self.weight = None if counts_tokens and weight else weight
-                sizes = self._sizes(batch, weight, counts_tokens)
-                with self._piece(running, model, i), metrics.piece(sizes):
+                num_items = self._num_items(batch, weight, counts_tokens)
+                with self._micro_batch(i, model), metrics.micro_batch(num_items):
                     loss = loss + train(model, batch, *args, **kwargs)
-        metrics.join(sum(int(batch["attention_mask"].sum()) for batch, weight in pieces if not weight))
+        metrics.log(sum(int(batch["attention_mask"].sum()) for batch, weight in micro_batches if not weight))
         return loss
 
-    def _sizes(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
-        """Of how many items the metrics of a micro-batch are means."""
+    def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
+        """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
         task = self.trainer.padding.task
-        rest = task.loss_items(batch) if counts_tokens else weight
-        return {"": rest, **task.metric_items(batch)} if weight else {"": 0}
+        others = task.num_loss_items(batch) if counts_tokens else weight
+        return {"": others, **task.num_metric_items(batch)} if weight else {"": 0}
 
-    def _micro_batches(self, pieces: list[Piece], inputs: dict[str, Any]) -> MicroBatchRunner:
-        """The micro-batches of a step, which see each other's prefixes if they have any in common."""
-        if not self.once or len(pieces) == 1:
-            return MicroBatchRunner(len(pieces))
-        planned = inputs.get(ONCE) if len(pieces) == len(inputs[MICRO_BATCHES]) else REPLAN
-        gather = gather_object if self._is_sharded else None
-        return MicroBatchRunner.of([batch for batch, _ in pieces], planned, self.budget, gather)
+    def _runner(self, micro_batches: list[MicroBatch], inputs: dict[str, Any]) -> MicroBatchRunner:
+        """The runner of a step; its micro-batches share prefixes if they have any in common."""
+        if not self.share_across_micro_batches or len(micro_batches) == 1:
+            return MicroBatchRunner(len(micro_batches))
+        plan = inputs.get(PREFIX_PLAN) if len(micro_batches) == len(inputs[MICRO_BATCHES]) else STALE_PLAN
+        gather = gather_object if is_sharded(self.trainer) else None
+        assert self.budget is not None
+        return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        split = step.mode == "eval" or self.trainer.padding.task.compares_rows()
-        with self.splitting() if split else contextlib.nullcontext():
+    def around_step(self, step: Step) -> Iterator[None]:
+        is_one_batch = step.mode == "eval" or self.trainer.padding.task.needs_all_rows()
+        with self.split_forwards() if is_one_batch else contextlib.nullcontext():
             yield
         if self.weight is not None:
             step.result = step.result * self.weight
 
 
+def _budget_obstacle(trainer: Any) -> str | None:
+    """Why the loss of a batch depends on which rows are in one forward, or `None` if it does not."""
+    task = trainer.padding.task
+    if reason := task.token_budget_obstacle():
+        return reason
+    if task.needs_all_rows() and trainer.is_deepspeed_enabled:
+        return (
+            "The loss compares rows (or is your own), and DeepSpeed does not compute forwards a second time "
+            "within a backward"
+        )
+    if _has_images(trainer) and task.needs_all_rows():
+        return (
+            "The loss compares rows (or is your own): its forwards are split by rows, and it is unknown there which "
+            "of the images in a batch belong to which row"
+        )
+    if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
+        return (
+            f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
+            "model's own loss, over a whole forward"
+        )
+    if splitting_parallelism(trainer.accelerator, "tp_size"):
+        return "Under tensor parallelism several processes compute one batch"
+    if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
+        return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
+    return None
+
+
+def _has_images(trainer: Any) -> bool:
+    return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(trainer).values())
+
+
 def _rows_of(inputs: dict[str, Any], rows: torch.Tensor, count: int) -> dict[str, Any]:
-    """Some rows of a batch of `count`; what has no entry for each row stays whole."""
-    found = dict(inputs)
+    """Some rows of a batch of `count`; values without an entry for each row are not cut."""
+    selected = dict(inputs)
     for name, value in inputs.items():
         if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == count:
-            found[name] = value[rows]
+            selected[name] = value[rows]
         elif isinstance(value, list) and len(value) == count:
-            found[name] = [value[i] for i in rows.tolist()]
-    return found
+            selected[name] = [value[i] for i in rows.tolist()]
+    return selected

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole, and training that goes on from them."""
+"""Complete checkpoints, and resuming from them."""

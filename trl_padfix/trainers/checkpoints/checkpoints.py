@@ -1,4 +1,4 @@
-"""Checkpoints of a training: which of them are whole, and which one to resume from."""
+"""Finds complete checkpoints of a training, and the one to resume from."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
-"""Pickles, and the folders and files of FSDP and DeepSpeed."""
+"""Pickles, and files and folders of FSDP and DeepSpeed: not opened, but they count as weights."""
 
 
-def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> str | None:
+def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path) -> str | None:
     """
-    The checkpoint that `resume_from_checkpoint` means; `None` if the training begins anew.
+    The checkpoint selected by `resume_from_checkpoint`; `None` to begin from the start.
 
-    `asked` is a folder; or `True`, `"true"` or `"latest"` for the newest whole checkpoint of `output_dir`, with a
-    warning about newer ones that are half-written; or `None`, `False`, `"false"` for none.
+    `resume_from` is a folder; or `True`, `"true"` or `"latest"` for the newest complete checkpoint of `output_dir`,
+    with a warning about newer half-written ones; or `None`, `False`, `"false"` for none.
 
     Raises:
-        ValueError: If there is no whole checkpoint to resume from, or the one that is named is half-written.
+        ValueError: If there is no complete checkpoint, or the named one is half-written.
     """
-    word, named = str(asked).lower(), Path(str(asked))
-    if asked is None or word in NONE:
+    word, named = str(resume_from).lower(), Path(str(resume_from))
+    if resume_from is None or word in NONE:
         return None
     if word not in NEWEST or named.is_dir():
         if (missing := what_is_missing(named)) is None:
@@ -59,15 +59,16 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | Path) -> st
             return str(checkpoint)
         half.append(f"{checkpoint}, which is half-written ({missing})")
     raise ValueError(
-        f"`resume_from_checkpoint={asked}`: there is no whole checkpoint in {str(output_dir)!r}"
+        f"`resume_from_checkpoint={resume_from}`: there is no whole checkpoint in {str(output_dir)!r}"
         + (f", only {'; '.join(half)}" if half else "")
         + ". Give the `output_dir` of the training that is to go on or the folder of a checkpoint, or leave "
-        "`resume_from_checkpoint` out to begin anew."
+        "`resume_from_checkpoint` out to begin from the start."
     )
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:
     """The `checkpoint-STEP` folders of a training, the newest first."""
+    # By step and not by time: copying a folder changes its time.
     folders = [f for f in Path(output_dir).glob("checkpoint-*") if f.name[11:].isdecimal() and f.is_dir()]
     return sorted(folders, key=lambda folder: int(folder.name[11:]), reverse=True)
 
@@ -78,7 +79,7 @@ def _newest_whole(output_dir: str | Path) -> Path | None:
 
 @contextmanager
 def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
-    """Around a training: an error of writing becomes an [`UnwritableError`] that says which checkpoint is whole."""
+    """A block that trains: a failed write becomes an [`UnwritableError`] that names the newest complete checkpoint."""
     try:
         yield
     except Exception as error:
@@ -98,7 +99,7 @@ def saying_what_is_safe(output_dir: str | Path) -> Iterator[None]:
 
 
 def what_is_missing(checkpoint: str | Path) -> str | None:
-    """Which file of a checkpoint is not there or not whole, or `None` if all are. Nothing is loaded to find out."""
+    """The first missing or truncated file of a checkpoint, as text; `None` if it is complete. Loads no tensor."""
     folder = Path(checkpoint)
     if not folder.is_dir():
         return "there is no such folder"
@@ -111,9 +112,9 @@ def what_is_missing(checkpoint: str | Path) -> str | None:
 
 
 def _needed(folder: Path) -> Iterator[str]:
-    """The files that a whole checkpoint has, by those that there are; read on only while they are whole."""
+    """The files that a complete checkpoint of this kind has. An index is read only after the caller has checked it."""
     yield "trainer_state.json"
-    weights = [str(path.relative_to(folder)) for path in folder.glob(f"*/{_ADAPTER}")]  # of more adapters than one
+    weights = [str(path.relative_to(folder)) for path in folder.glob(f"*/{_ADAPTER}")]  # folders of further adapters
     if (folder / _INDEX).exists():
         yield _INDEX
         weights += sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
@@ -123,19 +124,20 @@ def _needed(folder: Path) -> Iterator[str]:
         weights = ["model.safetensors"]
     yield from weights
     of_step, rng = ["optimizer.pt", "scheduler.pt"], any(folder.glob("rng_state*.pth"))
-    if rng or any((folder / name).exists() for name in of_step):  # with `save_only_model` there is none of them
+    if rng or any((folder / name).exists() for name in of_step):  # `save_only_model` writes none of them
         if not any(folder.glob("pytorch_model_fsdp*")) and not any(folder.glob("global_step*")):
             yield from of_step
         if not rng:
             yield "rng_state.pth"
     for shards in (*folder.glob("pytorch_model_fsdp_*/"), *folder.glob("optimizer_*/")):
         if shards.is_dir():
-            yield f"{shards.name}/.metadata"  # which torch writes when all shards are there
+            yield f"{shards.name}/.metadata"  # torch writes it last, after all shards
     for pattern in ("*.pt", "*.pth", "*.bin"):
         yield from (path.name for path in folder.glob(pattern))
 
 
 def _is_whole(path: Path) -> bool:
+    """Whether a file can be parsed as far as its structure: JSON, the header of safetensors, the end of a zip."""
     try:
         if path.suffix == ".json":
             json.loads(path.read_text())
@@ -144,4 +146,5 @@ def _is_whole(path: Path) -> bool:
                 pass
     except (SafetensorError, OSError, ValueError):
         return False
+    # `torch.save` writes zip files, whose directory is at the end: a truncated one is no zip file.
     return path.suffix not in (".pt", ".pth", ".bin") or zipfile.is_zipfile(path)

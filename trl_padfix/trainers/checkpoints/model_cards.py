@@ -1,4 +1,4 @@
-"""Padding removal in the model card."""
+"""Adds padding removal to the model card."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...core.version import __version__
 __all__ = ["card_tags", "describe_in_card"]
 
 VERSIONS = "### Framework versions\n\n"
-"""Heading of TRL's template under which versions are listed."""
+"""Heading of the list of versions in TRL's template."""
 
 
 def card_tags(handle: PaddingRemoval | None) -> list[str]:
-    """The tags of a model that was trained here: the package, and the modes that were on."""
+    """Tags of a model trained with this package: its name and the active modes."""
     return ["trl_padfix", *_modes(handle)]
 
 
 def describe_in_card(path: Path, handle: PaddingRemoval | None) -> None:
-    """Add version, mode and attention backend to a card that TRL has written."""
+    """Add version, mode and attention backend to a card written by TRL."""
     mode = " and ".join(_modes(handle)) or "padded"
     if handle is not None:
         mode += f", attention `{handle.decoder.config._attn_implementation}`"

@@ -1,4 +1,4 @@
-"""The part of a trainer by which checkpoints appear whole or not at all."""
+"""The part of a trainer that writes checkpoints atomically, and resumes from complete ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpoints"]
 logger = get_logger(__name__)
 
 BESIDE = "_being_written"
-"""Folder in the output directory; Trainer does not upload names that begin with an underscore."""
+"""Temporary folder in the output directory. Trainer does not upload names with a leading underscore."""
 
 
 class WholeCheckpoints(Part):
     """
-    Whole checkpoints, and resuming from the newest of them.
+    Writes complete checkpoints only, and resumes from the newest one.
 
-    Trainer writes a checkpoint file by file into its place, and whatever ends the process meanwhile leaves half of one
-    there. Here it writes into a folder beside, from all processes; when all have written, the folder is renamed.
+    Trainer writes a checkpoint file by file into its final folder: a process that ends meanwhile leaves half of it.
+    Here all processes write into a temporary folder on the same disk, which is renamed when all have finished.
     """
 
     def __init__(self, trainer: Any):
@@ -40,7 +40,7 @@ class WholeCheckpoints(Part):
 
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | None]:
-        """Around `train`: the checkpoint to resume from."""
+        """A block that trains; yields the checkpoint to resume from."""
         output_dir = self.trainer.args.output_dir
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, output_dir)
         self._remove_half_written(Path(output_dir))
@@ -55,17 +55,17 @@ class WholeCheckpoints(Part):
                 self.trainer.remove_callback(callback)
 
     def output_dir(self, run_dir: str) -> str:
-        """Where Trainer writes now, instead of `run_dir`."""
+        """The folder that Trainer writes to now: while saving, the temporary one instead of `run_dir`."""
         return os.path.join(run_dir, BESIDE) if self.is_saving else run_dir
 
     def postpones_push(self) -> bool:
-        """Whether a checkpoint is to be uploaded later: that runs beside, and the folder has to be in its place."""
+        """Whether to upload later: the upload runs in a thread, and must find the checkpoint in its final folder."""
         self.is_to_push = self.is_to_push or self.is_saving
         return self.is_saving
 
     @contextlib.contextmanager
     def saving(self, run_dir: Path) -> Iterator[None]:
-        """Around Trainer's writing of a checkpoint of a run: it goes beside, and is put in its place at the end."""
+        """A block in which Trainer writes a checkpoint: into the temporary folder, which is renamed at the end."""
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
         checkpoint = run_dir / f"checkpoint-{state.global_step}"
         beside = run_dir / BESIDE / checkpoint.name
@@ -79,8 +79,11 @@ class WholeCheckpoints(Part):
             raise
         finally:
             self.is_saving = False
-        trainer.accelerator.wait_for_everyone()
-        for puts in (args.process_index == 0, args.local_process_index == 0):  # first on a disk that nodes share
+        trainer.accelerator.wait_for_everyone()  # all processes have written their files
+        for puts in (
+            args.process_index == 0,
+            args.local_process_index == 0,
+        ):  # first a disk that all nodes share, then one per node
             if puts:
                 _put_in_place(beside, checkpoint)
             trainer.accelerator.wait_for_everyone()
@@ -91,7 +94,7 @@ class WholeCheckpoints(Part):
             trainer._push_from_checkpoint(str(checkpoint))
 
     def _name_the_best(self, run_dir: Path, beside: Path) -> None:
-        """The best checkpoint by the path that it has in the end, in the state that was written, too."""
+        """Put the final path of the best checkpoint into the state, also in the file that was written already."""
         state = self.trainer.state
         best = getattr(state, "best_global_step", None)
         if best is None:
@@ -103,7 +106,7 @@ class WholeCheckpoints(Part):
             state.save_to_json(str(beside / "trainer_state.json"))
 
     def _remove_half_written(self, run_dir: Path) -> None:
-        """What a process that was killed left beside."""
+        """Remove the temporary folder of a killed process."""
         if self.trainer.args.local_process_index == 0 and (run_dir / BESIDE).exists():
             logger.info(f"Removing {run_dir / BESIDE}, a checkpoint that was never finished.")
             shutil.rmtree(run_dir / BESIDE, ignore_errors=True)
@@ -111,25 +114,26 @@ class WholeCheckpoints(Part):
 
 
 def _put_in_place(beside: Path, checkpoint: Path) -> None:
-    """Rename a whole checkpoint; one that was there for the same step is replaced."""
-    if not beside.exists():  # another process put it there, or nothing was to be saved here
+    """Rename a complete checkpoint to its final folder; replaces one of the same step."""
+    if not beside.exists():  # another process has renamed it, or this node saves nothing
         return
     old = beside.with_name(f"{beside.name}.old")
-    if checkpoint.exists():
+    if checkpoint.exists():  # a folder that is not empty cannot be the target of a rename
         checkpoint.rename(old)
     beside.rename(checkpoint)
     shutil.rmtree(beside.parent, ignore_errors=True)
 
 
 def _rotate(run_dir: Path, newest: Path, best: str | None, limit: int) -> None:
-    """Remove the oldest checkpoints, as Trainer does: not the newest, nor the best; each is renamed first."""
-    kept = {newest, Path(best)} if best else {newest}
+    """Remove the oldest checkpoints, except the newest and the best, as Trainer does."""
+    protected = {newest, Path(best)} if best else {newest}
     ages = {folder: folder.stat().st_mtime for folder in checkpoints_of(run_dir)}
     oldest_first = sorted(ages, key=lambda folder: (ages[folder], int(folder.name.rpartition("-")[2])))
-    going = [folder for folder in oldest_first if folder not in kept]
-    for folder in going[: max(0, len(ages) - max(limit, len(kept & ages.keys())))]:
+    removable = [folder for folder in oldest_first if folder not in protected]
+    for folder in removable[: max(0, len(ages) - max(limit, len(protected & ages.keys())))]:
         try:
             (run_dir / BESIDE).mkdir(exist_ok=True)
+            # Renamed first: a process that is killed while it removes leaves no half checkpoint.
             shutil.rmtree(folder.rename(run_dir / BESIDE / folder.name), ignore_errors=True)
         except OSError as error:
             logger.warning(f"{folder} is beyond `save_total_limit={limit}` and could not be removed: {error}")
@@ -138,14 +142,18 @@ def _rotate(run_dir: Path, newest: Path, best: str | None, limit: int) -> None:
 
 class SamplerEpochs(TrainerCallback):
     """
-    Tells the sampler its epoch before each: a dataloader that skips batches at several processes does not (accelerate
-    1.15), and a run that is resumed in its second epoch would see the rows in the order of the first.
+    Sets the epoch of the sampler at the beginning of each epoch.
+
+    With several processes a data loader that skips batches does not (accelerate 1.15): a run resumed in its second
+    epoch would get the rows in the order of the first.
     """
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         sampler = kwargs.get("train_dataloader")
         while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
-            inner = getattr(sampler, "batch_sampler", None)  # which may have no length, and so no truth
+            inner = getattr(
+                sampler, "batch_sampler", None
+            )  # compared with `None`, since a sampler without a length has no truth value
             sampler = inner if inner is not None else getattr(sampler, "sampler", None)
         if sampler is not None:
             sampler.set_epoch(int(state.epoch or 0))
@@ -153,23 +161,24 @@ class SamplerEpochs(TrainerCallback):
 
 class StreamSteps(TrainerCallback):
     """
-    Raises a `ValueError` after two passes over a stream without a step: it has fewer batches than an optimizer step
-    takes, and Trainer would begin it anew, and count anew, for ever.
+    Raises a `ValueError` after two passes over a stream without an optimizer step.
+
+    The stream then has fewer batches than `gradient_accumulation_steps`, and Trainer would loop over it for ever.
     """
 
     def __init__(self) -> None:
-        self.at_begin, self.passes = 0, 0
+        self.first_step, self.passes = 0, 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.at_begin = state.global_step
+        self.first_step = state.global_step
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_stream = not isinstance(getattr(kwargs.get("train_dataloader"), "dataset", None), Sized)
-        self.passes = self.passes + 1 if is_stream and state.global_step == self.at_begin else 0
+        self.passes = self.passes + 1 if is_stream and state.global_step == self.first_step else 0
         if self.passes == 2 and not control.should_training_stop:
             raise ValueError(
                 f"The train dataset is a stream with fewer batches than a step takes: two passes over it ended before "
                 f"`gradient_accumulation_steps={args.gradient_accumulation_steps}` batches of "
                 f"{args.per_device_train_batch_size} rows came up, so there would never be a step. Give it more rows, "
-                "lower one of the two, or let the stream begin anew (`dataset.repeat()`)."
+                "lower one of the two, or repeat the stream (`dataset.repeat()`)."
             )

@@ -1,4 +1,4 @@
-"""Collators of TRL that honour the padding side."""
+"""TRL's collators with a choice of padding side."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ EMPTY = (
     "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
     "with an EOS token"
 )
-"""Warning about empty completions in a trainer."""
+"""Text of the warning about empty completions in a trainer."""
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
-    """Raise a `ValueError` if `padding_side` is no side; `None` is the tokenizer's own where it is `optional`."""
+    """Raise a `ValueError` for another `padding_side`; if it is `optional`, `None` stands for the tokenizer's."""
     if padding_side not in ("left", "right") and not (optional and padding_side is None):
         sides = "'left', 'right' or None (the tokenizer's own)" if optional else "'left' or 'right'"
         raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
@@ -38,11 +38,11 @@ def check_padding_side(padding_side: str | None, optional: bool = False) -> None
 @dataclass
 class SidedCollator:
     """
-    What the collators of this package add to TRL's; a mixin, in front of TRL's class.
+    Padding side and row checks for TRL's collators; a mixin, in front of TRL's class.
 
-    Used by itself, a collator raises an error for rows that cannot be scored as they should be. A trainer has checked
-    its dataset before the first step, and does not stop for such a row of a stream: with `for_trainer` these rows are
-    counted, warned about, and weigh what they weigh in TRL's trainer.
+    A collator used by itself raises an error for invalid rows: those that cannot be scored. A trainer checks its
+    dataset before the first step and does not stop for an invalid row of a stream. With `for_trainer` these rows are
+    counted in `odd_rows`, warned about, and weighted as in TRL's trainer. `stand_ins` are the ids of image tokens.
     """
 
     padding_side: str = "right"
@@ -52,14 +52,15 @@ class SidedCollator:
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     texts: ClassVar[dict[str, str]] = {"chosen_ids": "chosen completion", "rejected_ids": "rejected completion"}
-    """Columns of an example, none of which may be empty."""
+    """Columns of an example that must not be empty, with their names in messages."""
     example: ClassVar[str] = "pair"
+    """Name of an example in messages."""
 
     def __post_init__(self) -> None:
         check_padding_side(self.padding_side)
 
-    def refuse_or_count(self, rows: list[int], error: str, treatment: str) -> None:
-        """Raise a `ValueError` with the text `error` if there are `rows`; in a trainer count them, and warn."""
+    def raise_or_count(self, rows: list[int], error: str, treatment: str) -> None:
+        """Raise a `ValueError` with the text `error` if `rows` is not empty; in a trainer count and warn instead."""
         if not rows:
             return
         if not self.for_trainer:
@@ -69,10 +70,10 @@ class SidedCollator:
             logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
 
     def refuse_empty(self, examples: list[dict[str, Any]], treatment: str = EMPTY) -> None:
-        """[`refuse_or_count`] of the examples of which a text has no token."""
+        """[`raise_or_count`] for examples with an empty text."""
         for column in self.texts:
             rows = [i for i, example in enumerate(examples) if len(example[column]) == 0]
-            self.refuse_or_count(rows, self._no_token(column, rows[0], "the batch") if rows else "", treatment)
+            self.raise_or_count(rows, self._no_token(column, rows[0], "the batch") if rows else "", treatment)
 
     @classmethod
     def refuse_empty_in(cls, dataset: Dataset, name: str) -> None:
@@ -89,7 +90,7 @@ class SidedCollator:
         )
 
     def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The examples; one with token ids that the model has no embedding for is made empty, and counted."""
+        """The examples; those with token ids without an embedding are emptied and counted."""
         if self.vocabulary is None:
             return examples
         unknown = {i: value for i, example in enumerate(examples) for value in self._unknown(example)}
@@ -102,42 +103,45 @@ class SidedCollator:
         )
         if "seq_lengths" in examples[0]:
             raise ValueError(f"{error} Rows are packed, so it cannot be left out: correct the data.")
+        # The text is the key of the count: it must not hold values of a row.
         treatment = f"rows hold token ids outside of 0 to {self.vocabulary - 1}; they are taken for empty ones"
         if self.for_trainer and not self.odd_rows[treatment]:
             logger.warning(f"{error} The row is taken for an empty one.")
-        self.refuse_or_count(rows, error, treatment)
+        self.raise_or_count(rows, error, treatment)
         return [
             {k: [] if isinstance(v, list) else v for k, v in example.items()} if i in unknown else example
             for i, example in enumerate(examples)
         ]
 
     def _unknown(self, example: dict[str, Any]) -> list[int]:
+        """Token ids of an example, labels included, that have no embedding."""
         ids = [i for name, values in example.items() if name.endswith("ids") for i in values]
         ids += [i for i in example.get("labels", ()) if i != -100]
         return [i for i in ids if not 0 <= i < self.vocabulary]  # type: ignore[operator]
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch in which an empty row has one token to attend to: a pad token without a label."""
+        """A right-padded batch whose empty rows attend to one pad token, which has no label."""
         empty = batch["attention_mask"].sum(1) == 0
         if not empty.any():
             return batch
-        if batch["attention_mask"].shape[1] == 0:
+        if batch["attention_mask"].shape[1] == 0:  # all rows are empty: give them a column
             values = {"input_ids": self.pad_token_id, "labels": -100}  # type: ignore[attr-defined]
             batch = {k: v.new_full((len(v), 1), values.get(k, 0)) if v.dim() == 2 else v for k, v in batch.items()}
-        # An empty list is a tensor of floats, and so is a batch that begins with one.
+        # `torch.tensor([])` is float32, and padding takes the dtype of the first row.
         batch = {k: v.long() if k in ("input_ids", "attention_mask", "labels") else v for k, v in batch.items()}
         batch["attention_mask"][empty, 0] = 1
         return batch
 
-    def on_side(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A right-padded batch of prompts and completions, moved to `padding_side`."""
+    def to_padding_side(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A right-padded batch of prompts and completions, padded on `padding_side` instead."""
         if self.padding_side == "right":
             return batch
         moved = pad_left(batch)
+        # A row that fills the batch (`first == 0`) has nothing before its first token, as with right padding.
         first = moved["attention_mask"].argmax(1)
         begins_with_completion = moved["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1
         rows = (begins_with_completion & (first > 0)).nonzero().flatten().tolist()
-        self.refuse_or_count(
+        self.raise_or_count(
             rows,
             f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
             "left padding would score it from padding. Give every row a prompt (a BOS token is enough), truncate with "
@@ -153,14 +157,14 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
     """
     TRL's collator for preference pairs, padding on the side you choose.
 
-    Of `N` pairs it makes `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape
+    Collates `N` pairs to `input_ids`, `attention_mask` and `completion_mask`, each a `torch.Tensor` of shape
     `(2 * N, L)`: first the chosen sequences, then the rejected ones.
 
     Args:
         pad_token_id (`int`):
             Token ID to pad with.
         max_length (`int`, *optional*):
-            Longest sequence; longer ones are truncated before padding.
+            Maximum length of a sequence; longer ones are truncated before padding.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
             `"keep_start"` or `"keep_end"`.
         pad_to_multiple_of (`int`, *optional*):
@@ -168,15 +172,15 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
-            being errors. Trainers, which have checked their data before the first step, set it.
+            Whether invalid rows are counted in `odd_rows` and warned about, instead of being errors. Trainers set it,
+            because they have checked their data before the first step.
         vocabulary (`int`, *optional*):
-            Number of the model's embeddings. A row that holds an id beyond them counts as an empty one. Trainers set
-            it for streams.
+            Number of the model's embeddings. A row with an id beyond them is treated as empty. Trainers set it for
+            streams.
 
     Raises:
-        ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row that has
-            no prompt token left (its first token would be scored from padding).
+        ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row without
+            a prompt token (its first token would be scored from padding).
 
     Example:
 
@@ -198,7 +202,7 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples)
-        return self.on_side(self.without_empty_rows(super().torch_call(examples)))
+        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))
 
 
 @dataclass
@@ -206,7 +210,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     """
     TRL's collator for pairs of whole sequences, as a reward model scores them, padding on the side you choose.
 
-    Of `N` pairs it makes `input_ids` and `attention_mask`, each a `torch.Tensor` of shape `(2 * N, L)`: first the
+    Collates `N` pairs to `input_ids` and `attention_mask`, each a `torch.Tensor` of shape `(2 * N, L)`: first the
     chosen sequences, then the rejected ones.
 
     Args:
@@ -243,19 +247,19 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     """
     TRL's collator for language modelling, padding on the side you choose.
 
-    Of `B` rows it makes `input_ids`, `attention_mask` and `labels`, each a `torch.Tensor` of shape `(B, L)`.
+    Collates `B` rows to `input_ids`, `attention_mask` and `labels`, each a `torch.Tensor` of shape `(B, L)`.
 
-    The first token of a left-padded row has no label: there is nothing to predict it from. Rows that were packed
-    (`seq_lengths`) are laid behind one another in one row whether or not `padding_free` says so, so that their
-    sequences stay apart.
+    The first token of a left-padded row has no label, because no token precedes it. Rows of a packed dataset (with
+    `seq_lengths`) are concatenated to one row, also with `padding_free=False`: their positions then tell the sequences
+    apart.
 
     Args:
         pad_token_id, pad_to_multiple_of, padding_side, vocabulary:
             As in [`DataCollatorForPreference`].
         padding_free (`bool`, *optional*, defaults to `False`):
-            Whether to lay all rows behind one another in one row, with positions and no mask.
+            Whether to concatenate all rows to one row, with position ids and no mask.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As in [`DataCollatorForPreference`]; also, first tokens keep their labels, which trainers drop later.
+            As in [`DataCollatorForPreference`]; first tokens also keep their labels, because trainers drop them later.
         **kwargs:
             The other fields of TRL's.
 
@@ -296,7 +300,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
 
 
 def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:
-    """Move the padding of right-padded `(B, L)` tensors to the left; a row's first token loses its label, if any."""
+    """Move the padding of right-padded `(B, L)` tensors to the left; the first token of a row loses its label."""
     mask = batch["attention_mask"]
     batch = _rolled(batch, mask.shape[1] - mask.sum(1, keepdim=True))
     return batch if keep_first_labels else drop_first_labels(batch)
@@ -308,16 +312,17 @@ def pad_right(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def drop_first_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """A left-padded batch in which the first tokens of rows have no label: there is nothing to predict them from."""
+    """A left-padded batch without labels for the first tokens of rows: they would be scored from padding."""
     if "labels" not in batch:
         return batch
     begins = torch.zeros_like(batch["labels"], dtype=torch.bool)
+    # From column 1: a row that begins in column 0 has no column before it, and losses never score column 0.
     begins[:, 1:] = batch["attention_mask"].diff(dim=1) == 1
     return {**batch, "labels": batch["labels"].masked_fill(begins, -100)}
 
 
 def _rolled(batch: dict[str, Any], by: torch.Tensor) -> dict[str, Any]:
-    """Each row of the `(B, L)` tensors of a batch rolled by its own number of columns, `(B, 1)`."""
+    """Roll each row of the `(B, L)` tensors of a batch to the right, by a number of columns per row, `(B, 1)`."""
     shape = batch["attention_mask"].shape
     column = (torch.arange(shape[1], device=by.device) - by) % shape[1]
     return {k: v.gather(1, column) if getattr(v, "shape", None) == shape else v for k, v in batch.items()}

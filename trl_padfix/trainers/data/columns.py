@@ -1,4 +1,4 @@
-"""Facts about the columns of a dataset. Lists and images are read from Arrow, which decodes no image."""
+"""Reads columns of a dataset. Lists and images are read as Arrow arrays, so that no image is decoded."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from datasets import Dataset
 __all__ = [
     "blank_texts",
     "chunks",
+    "column_names",
     "count_equal",
     "empty_lists",
     "ids_outside",
@@ -27,10 +28,17 @@ __all__ = [
 ]
 
 
+def column_names(dataset: Any) -> set[str]:
+    """The columns of a dataset, a streamed one included; none where there is no dataset."""
+    if dataset is None:
+        return set()
+    return set(getattr(dataset, "column_names", None) or next(iter(dataset)))
+
+
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
-    """The list of numbers of each row in `column`; an empty one where there is none."""
-    for numbers, bounds in _flat(dataset, column):
-        yield from (numbers[begin:end] for begin, end in pairwise(bounds.tolist()))
+    """The list of numbers of each row in `column`; empty for a missing one."""
+    for numbers, offsets in _flat(dataset, column):
+        yield from (numbers[begin:end] for begin, end in pairwise(offsets.tolist()))
 
 
 def values(dataset: Dataset, column: str) -> Iterator[Any]:
@@ -40,13 +48,14 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
 
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
-    """Length of each list of a column, `(n,)`; 0 where there is none."""
+    """Length of each list of a column, `(n,)`; 0 for a missing one."""
+    # Arrow gives a missing list the length null, and int32; an empty array first, since there may be no chunk.
     lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in chunks(dataset, column)]
     return np.concatenate([np.empty(0, dtype=np.int64), *lengths])
 
 
 def image_counts(dataset: Dataset, column: str) -> np.ndarray:
-    """Images of each row, `(n,)`: a column `image` has one or none, and any other a list of them."""
+    """Number of images of each row, `(n,)`: column `image` holds one or none, any other a list of images."""
     if column != "image":
         return list_lengths(dataset, column)
     counts = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks(dataset, column)]
@@ -64,7 +73,7 @@ def count_equal(dataset: Dataset, left: str, right: str) -> int:
 
 
 def untrained_rows(dataset: Dataset, column: str = "labels") -> int:
-    """Number of rows whose labels are -100 from the second on; the first token is never predicted."""
+    """Number of rows without a label to predict: all but the first, which is never predicted, are -100."""
     return sum(bool((labels[1:] == -100).all()) for labels in lists(dataset, column))
 
 
@@ -74,35 +83,37 @@ def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
 
 
 def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
-    """Rows whose text in `column` has no character but white space; none where the column holds no texts."""
+    """Rows whose text in `column` is white space only; no rows if the column does not hold text."""
     if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero([text is not None and not text.strip() for text in values(dataset, column)])
 
 
 def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """The first row whose list in `column` holds a whole number that is neither in `range(size)` nor `ignored`."""
+    """Row and value of the first integer in the lists of `column` that is neither in `range(size)` nor `ignored`."""
     kind = dataset.features.arrow_schema.field(column).type
     if not (hasattr(kind, "value_type") and pa.types.is_integer(kind.value_type)):
         return None
     first = 0
-    for numbers, bounds in _flat(dataset, column):
+    for numbers, offsets in _flat(dataset, column):
         outside = ((numbers < 0) | (numbers >= size)) & ~np.isin(numbers, ignored)
         if outside.any():
-            at = outside.argmax()
-            return first + int(np.searchsorted(bounds, at, side="right")) - 1, int(numbers[at])
-        first += len(bounds) - 1
+            index = outside.argmax()
+            # "right", because empty lists repeat an offset: the row is the last one that begins at or before `index`.
+            return first + int(np.searchsorted(offsets, index, side="right")) - 1, int(numbers[index])
+        first += len(offsets) - 1
     return None
 
 
 def _flat(dataset: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The numbers of many rows' lists one after the other, and where each list begins and the last one ends."""
+    """Concatenated lists of each chunk, and offsets `(n + 1,)`: list `i` is `numbers[offsets[i] : offsets[i + 1]]`."""
     for chunk in chunks(dataset, column):
+        # From lengths and not from Arrow's own offsets: those of a sliced chunk do not begin at 0.
         lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths))
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
-    """The column as Arrow has it, some 10,000 rows at a time."""
+    """The Arrow arrays of a column, about 10,000 rows at a time, so that a large column is never in memory at once."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
         yield from table[column].chunks

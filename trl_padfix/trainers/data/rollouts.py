@@ -1,8 +1,8 @@
 """
-Published rollouts of an agent as training data: the good ones, pairs between trials of a task, groups of GRPO.
+Makes training data of recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
 
-A rollout is a row with `messages` (tool calls and what tools answered among them), a reward, and a task that other
-rows are trials of.
+A rollout is a row with `messages` (tool calls and answers of tools included), a reward, and the task that it is a
+trial of.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["RecordedRollouts", "good_rollouts", "rollout_pairs"]
 
 logger = logging.getLogger(__name__)
 
-KEPT = ("tools", "chat_template_kwargs")
-"""Columns that a chat template is rendered with."""
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""Columns that are arguments of the chat template."""
 
 
 def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "reward") -> Dataset:
     """
-    The rollouts with a reward of `at_least`, for SFT (with `expand_turns=True` for a row of each turn).
+    Select the rollouts with a reward of `at_least`, for SFT (with `expand_turns=True` for a row of each turn).
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Rollouts, with `messages` and a reward.
         at_least (`float`, *optional*, defaults to `1.0`):
-            The least reward that is good.
+            Minimum reward of a good rollout.
         reward (`str`, *optional*, defaults to `"reward"`):
             Column of the rewards.
 
@@ -72,23 +72,23 @@ def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "rew
 
 def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward") -> Dataset:
     """
-    Preference pairs between trials of one task, for DPO: of every two with different rewards.
+    Make preference pairs for DPO: one of every two trials of a task with different rewards.
 
-    `prompt` is what both begin with, `chosen` goes on as the trial with the higher reward did, to the last turn of the
-    assistant, and `rejected` as the other one. Ids of tool calls are not compared: they differ in every trial. A
-    warning counts what gives no pair, and the pairs that part at a message which is not the assistant's: what a user
-    or a tool says in `chosen` and `rejected` is trained on too.
+    `prompt` are the messages that both trials begin with. `chosen` and `rejected` are the following messages, up to
+    the last turn of the assistant, of the trial with the higher and the lower reward. Ids of tool calls are not
+    compared, because they differ between all trials. A warning counts the trials without a pair. It also counts the
+    pairs whose first different message is not the assistant's: DPO then trains on messages of users and tools too.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Rollouts, with `messages`, a task and a reward; `tools` and `chat_template_kwargs` are kept.
         task (`str`, *optional*, defaults to `"task"`):
-            Column whose value the trials of a task have in common.
+            Column with the task of each trial.
         reward (`str`, *optional*, defaults to `"reward"`):
             Column of the rewards.
 
     Returns:
-        [`~datasets.Dataset`] with `prompt`, `chosen`, `rejected`, the task, and `margin`, by which the rewards differ.
+        [`~datasets.Dataset`] with `prompt`, `chosen`, `rejected`, the task, and `margin` (difference of the rewards).
 
     Raises:
         TypeError: If the dataset is a stream.
@@ -114,63 +114,65 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
     """
     rewards, trials = _rewards(dataset, reward), _trials(dataset, task)
     messages = dataset["messages"][:]
-    counts = Counter(one=sum(len(rows) == 1 for rows in trials.values()))
+    counts = Counter(single=sum(len(rows) == 1 for rows in trials.values()))
     pairs: dict[str, list[Any]] = {"prompt": [], "chosen": [], "rejected": [], "margin": [], "row": []}
     for rows in trials.values():
-        counts["alike"] += len(rows) > 1 and len({rewards[i] for i in rows}) == 1
+        counts["equal"] += len(rows) > 1 and len({rewards[i] for i in rows}) == 1
         for pair in combinations(rows, 2):
             worse, better = sorted(pair, key=rewards.__getitem__)
             if rewards[worse] == rewards[better]:
                 continue
-            shared = _shared(messages[better], messages[worse])
+            shared = _count_shared(messages[better], messages[worse])
             chosen, rejected = (_to_last_turn(messages[i])[shared:] for i in (better, worse))
             if not (shared and chosen and rejected):
-                counts["nothing"] += 1
+                counts["no_pair"] += 1
                 continue
-            counts["elsewhere"] += {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}
+            counts["not_assistant"] += {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}
             margin = rewards[better] - rewards[worse]
             for name, value in zip(pairs, (messages[better][:shared], chosen, rejected, margin, better), strict=True):
                 pairs[name].append(value)
-    said = {
-        "one": f"{counts['one']} of {len(trials)} tasks have one trial, which there is nothing to compare with",
-        "alike": f"the trials of {counts['alike']} tasks all have one reward",
-        "nothing": f"{counts['nothing']} pairs of trials share no message, or one is the beginning of the other",
+    reasons = {
+        "single": f"{counts['single']} of {len(trials)} tasks have one trial, so there is nothing to compare",
+        "equal": f"the trials of {counts['equal']} tasks all have one reward",
+        "no_pair": f"{counts['no_pair']} pairs of trials share no message, or one is the beginning of the other",
     }
-    found = "; ".join(text for name, text in said.items() if counts[name])
-    source = pairs.pop("row")
+    left_out = "; ".join(text for name, text in reasons.items() if counts[name])
+    source = pairs.pop("row")  # the rollout of each pair from which its other columns are taken
     if not source:
         raise ValueError(
-            f"`rollout_pairs` makes no pair of {len(dataset)} rollouts: {found or 'there is none'}. A pair needs two "
-            f"trials of one `{task}` with different values of `{reward}`; check the columns, or sample more trials."
+            f"`rollout_pairs` makes no pair of {len(dataset)} rollouts: {left_out or 'there is none'}. A pair needs "
+            f"two trials of one `{task}` with different values of `{reward}`. Check the columns, or sample more."
         )
     logger.info(f"`rollout_pairs`: {len(source)} pairs of {len(dataset)} rollouts of {len(trials)} tasks.")
-    if found:
-        logger.warning(f"`rollout_pairs`: {found}.")
-    if counts["elsewhere"]:
+    if left_out:
+        logger.warning(f"`rollout_pairs`: {left_out}.")
+    if counts["not_assistant"]:
         logger.warning(
-            f"`rollout_pairs`: {counts['elsewhere']} of {len(source)} pairs part at a message that is not the "
-            "assistant's. What a user or a tool says is in `chosen` and `rejected` too, and DPO trains on it."
+            f"`rollout_pairs`: {counts['not_assistant']} of {len(source)} pairs part at a message that is not the "
+            "assistant's. Messages of users or tools are in `chosen` and `rejected` too, and DPO trains on them."
         )
-    kind = dataset.features["messages"]
-    kept = dataset.select_columns([name for name in dataset.column_names if name in (task, *KEPT)]).select(source)
-    features = Features(dict.fromkeys(("prompt", "chosen", "rejected"), kind) | {"margin": dataset.features[reward]})
-    made = Dataset.from_dict(pairs, features=features)
-    for name in kept.column_names:
-        made = made.add_column(name, kept[name][:], feature=kept.features[name])
-    return made
+    message_type = dataset.features["messages"]
+    names = [name for name in dataset.column_names if name in (task, *TEMPLATE_COLUMNS)]
+    columns = dataset.select_columns(names).select(source)
+    # The types of the dataset: inferred ones would merge the keys of all tool calls into one struct.
+    features = dict.fromkeys(("prompt", "chosen", "rejected"), message_type) | {"margin": dataset.features[reward]}
+    result = Dataset.from_dict(pairs, features=Features(features))
+    for name in names:
+        result = result.add_column(name, columns[name][:], feature=columns.features[name])
+    return result
 
 
 class RecordedRollouts:
     """
-    Recorded rollouts in place of generation: the loss of GRPO on what an agent did, weighted by its reward.
+    Recorded rollouts instead of generation: the loss of GRPO on an agent's turns, weighted by its rewards.
 
-    A step takes all trials of a task, as TRL's `rollout_func`. TRL makes the weights of their rewards (their distance
-    from the mean of the task, by `scale_rewards`); what users and tools said is not trained on. The policy did not
-    sample what it is trained on, and the ratio of its probabilities to those of the agent is taken as 1: this is a
-    weighted likelihood, to be kept short or held by `beta`.
+    As TRL's `rollout_func` it returns all trials of a task in one step. TRL computes the weights from the rewards
+    (distance from the mean of the task, by `scale_rewards`). Messages of users and tools are not trained on. The
+    policy did not sample these rollouts, and the ratio of its probabilities to the agent's is taken as 1: the loss is
+    a weighted likelihood. Train for few steps, or set `beta`.
 
-    Tasks whose trials all have one reward teach nothing and are left out, and those with fewer trials than most; of
-    those with more the first ones are taken. A warning says how many.
+    The most common number of trials per task is used. Tasks with fewer trials and tasks whose trials all have one
+    reward (no advantage) are left out; of tasks with more trials the first ones are taken. A warning counts them.
 
     Args:
         dataset ([`~datasets.Dataset`]):
@@ -178,18 +180,18 @@ class RecordedRollouts:
         processing_class ([`~transformers.PreTrainedTokenizerBase`]):
             The tokenizer, with a chat template.
         task (`str`, *optional*, defaults to `"task"`):
-            Column whose value the trials of a task have in common.
+            Column with the task of each trial.
         reward (`str`, *optional*, defaults to `"reward"`):
             Column of the rewards.
 
     Attributes:
-        prompts ([`~datasets.Dataset`]): The dataset for the trainer, a row for each task.
-        trials (`int`): Trials of a task, to be set as `num_generations`.
+        prompts ([`~datasets.Dataset`]): The dataset for the trainer: one row per task.
+        trials (`int`): Number of trials of each task; set `num_generations` to it.
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a column is missing, no task can be compared, or the template does not render a turn as the
-            beginning of what follows it.
+        ValueError: If a column is missing, if no task has trials with different rewards, or if the template changes
+            earlier turns, so that a rendered turn is not the beginning of the text with the next one.
 
     Example:
 
@@ -202,7 +204,7 @@ class RecordedRollouts:
     ```
     """
 
-    __name__ = "recorded"
+    __name__ = "recorded"  # TRL reads it of a `rollout_func`, and an instance has none
 
     def __init__(self, dataset: Dataset, processing_class: Any, *, task: str = "task", reward: str = "reward"):
         values, trials = _rewards(dataset, reward), _trials(dataset, task)
@@ -211,16 +213,16 @@ class RecordedRollouts:
         fewer = sum(len(rows) < most for rows in trials.values())
         groups = {str(name): rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}
         compared = {name: rows for name, rows in groups.items() if len({values[i] for i in rows}) > 1}
-        found = (
+        summary = (
             f"of {len(trials)} tasks most have {most} trial{'s' * (most > 1)}, {fewer} have fewer, and the trials of "
             f"{len(groups) - len(compared)} all have one reward"
         )
         if not compared:
             raise ValueError(
-                f"`RecordedRollouts` finds nothing to compare: {found}. A task needs two trials or more with "
+                f"`RecordedRollouts` finds nothing to compare: {summary}. A task needs two trials or more with "
                 f"different values of `{reward}`; check the columns, or sample more trials."
             )
-        logger.warning(f"`RecordedRollouts` trains on {len(compared)} tasks: {found}.")
+        logger.warning(f"`RecordedRollouts` trains on {len(compared)} tasks: {summary}.")
         self.trials = most
         self.prompts = Dataset.from_dict({"prompt": list(compared)})
         self._tokens = {
@@ -229,18 +231,18 @@ class RecordedRollouts:
         }
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        """The trials of each task that is named, as TRL's `rollout_func` returns them: `num_generations` of each."""
+        """The trials of the tasks in `prompts` (each `num_generations` times there), as TRL's `rollout_func`."""
         counts = Counter(prompts)
-        if odd := {name: count for name, count in counts.items() if count != self.trials}:
+        if wrong := {name: count for name, count in counts.items() if count != self.trials}:
             raise ValueError(
-                f"A task has {self.trials} trials, and a process was asked for {next(iter(odd.values()))} of one. Set "
-                f"`num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
+                f"A task has {self.trials} trials, and a process was asked for {next(iter(wrong.values()))} of one. "
+                f"Set `num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
             )
-        taken: Counter[str] = Counter()
+        next_trial: Counter[str] = Counter()
         rows = []
-        for name in prompts:
-            rows.append(self._tokens[name][taken[name]])
-            taken[name] += 1
+        for name in prompts:  # TRL repeats the prompt of a group: the first time is trial 0, the second trial 1, ...
+            rows.append(self._tokens[name][next_trial[name]])
+            next_trial[name] += 1
         prompt_ids, completion_ids, mask, rewards = (list(column) for column in zip(*rows, strict=True))
         return {
             "prompt_ids": prompt_ids,
@@ -257,7 +259,7 @@ class RecordedRollouts:
 
 
 def _rewards(dataset: Any, reward: str) -> list[float]:
-    """The reward of each rollout, once the dataset is seen to have rollouts."""
+    """The reward of each rollout; raises a `TypeError` or `ValueError` if the dataset does not hold rollouts."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
@@ -276,7 +278,7 @@ def _rewards(dataset: Any, reward: str) -> list[float]:
 
 
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
-    """The rows of each task."""
+    """The indices of the rows of each task."""
     _require(
         dataset, task, "Trials are compared within a task: name the column that they have in common with `task=`."
     )
@@ -296,42 +298,46 @@ def _require(dataset: Dataset, column: str, remedy: str) -> None:
         raise ValueError(f"The rollouts have no column `{column}`; they have {sorted(dataset.column_names)}. {remedy}")
 
 
-def _shared(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> int:
-    """How many messages two trials begin with in common."""
-    pairs = zip(map(_said, one), map(_said, other), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _count_shared(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> int:
+    """Number of messages that two trials have in common at their beginning."""
+    pairs = zip(map(_without_ids, a), map(_without_ids, b), strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def _said(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the ids of its tool calls, and without what is not there."""
+def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the ids of tool calls, and without missing values (Arrow adds `None` for absent keys)."""
     calls = [{k: v for k, v in call.items() if k != "id"} for call in message.get("tool_calls") or ()]
     rest = {k: v for k, v in message.items() if v is not None and k not in ("tool_calls", "tool_call_id")}
     return rest | {"tool_calls": calls}
 
 
 def _to_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages up to the end of the assistant's last turn; none without a turn."""
     turns = turns_of(messages)
     return messages[: turns[-1][1]] if turns else []
 
 
 def _token_ids(row: dict[str, Any], number: int, processing_class: Any) -> tuple[list[int], list[int], list[int]]:
-    """Tokens before the first turn of the assistant, those after, and which of these the assistant said."""
+    """Ids before the first turn of the assistant, ids after, and a mask of the latter: 1 in turns of the assistant."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     render, messages = renderer(row, processing_class), row["messages"]
-    parts, mask, so_far = [], [], ""
+    chunks, mask, previous = [], [], ""
     for begin, end in turns_of(messages):
-        for text, said in ((render(messages[:begin], add_generation_prompt=True), 0), (render(messages[:end]), 1)):
-            if not text.startswith(so_far):
+        # The generation prompt belongs to the prompt: the model does not sample it.
+        prompt, with_turn = render(messages[:begin], add_generation_prompt=True), render(messages[:end])
+        for text, is_assistant in ((prompt, 0), (with_turn, 1)):
+            if not text.startswith(previous):
                 raise ValueError(
                     f"The chat template does not render the first {begin} messages of row {number} (counted from 0) "
-                    "as the beginning of those that follow: it changes earlier turns, so that a rollout is no one "
+                    "as the beginning of those that follow: it changes earlier turns, so that a rollout is not one "
                     "sequence. Train on a row for each turn: `expand_turns`."
                 )
-            parts.append(tokenizer(text[len(so_far) :], add_special_tokens=False)["input_ids"])
-            mask.append([said] * len(parts[-1]))
-            so_far = text
-    if not parts or not parts[0]:
+            # Tokenized by turn, as generation does it: a token never spans the border of a turn.
+            chunks.append(tokenizer(text[len(previous) :], add_special_tokens=False)["input_ids"])
+            mask.append([is_assistant] * len(chunks[-1]))
+            previous = text
+    if not chunks or not chunks[0]:
         raise ValueError(
             f"Row {number} (counted from 0) has no turn of the assistant behind another message. Filter it out."
         )
-    return parts[0], [*chain(*parts[1:])], [*chain(*mask[1:])]
+    return chunks[0], [*chain(*chunks[1:])], [*chain(*mask[1:])]

@@ -1,4 +1,4 @@
-"""Rows that cannot be trained on: found before the first step, or counted and left out of a stream."""
+"""Checks rows of a dataset before the first step; leaves invalid rows of a stream out, and counts them."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from datasets import Dataset, IterableDataset
 from .columns import chunks, ids_outside, values
 
 
-__all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "sound_rows"]
+__all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "validate_rows"]
 
 logger = logging.getLogger(__name__)
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
-"""Columns with text or messages."""
+"""Columns that hold text or messages."""
 
 INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 """What a message may have in place of its content."""
 
 
-def sound_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
+def validate_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
     """
-    The dataset `name`, of which every row has text, or messages with text, in those of the `columns` that there are;
-    a stream without the rows that have none, which are counted and warned about when they come up.
+    Check that every row of the dataset `name` has text, or messages with text, in those of `columns` that exist.
+
+    Returns the dataset. Of a stream, rows are checked as they come up: invalid ones are left out, counted and warned
+    about.
+
+    Raises:
+        ValueError: For an invalid row of a dataset.
     """
     columns = tuple(columns)
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(SoundRow(name, columns))
+        return dataset.filter(ValidRow(name, columns))
     for column in columns if isinstance(dataset, Dataset) else ():
-        if column not in dataset.column_names or all(_sound(chunk, column) for chunk in chunks(dataset, column)):
+        if column not in dataset.column_names or all(_is_valid(chunk, column) for chunk in chunks(dataset, column)):
             continue
         for number, value in enumerate(values(dataset, column)):
             check_row({column: value}, number, (column,), name)
     return dataset
 
 
-def _sound(chunk: pa.Array, column: str) -> bool:
-    """Whether Arrow can tell that [`check_row`] finds nothing in these rows, which takes no time."""
+def _is_valid(chunk: pa.Array, column: str) -> bool:
+    """Whether Arrow's types and null counts prove all rows valid: a fast test, mostly enough without [`check_row`]."""
     if pa.types.is_string(chunk.type):
         return column != "messages" and not chunk.null_count
     if not pa.types.is_list(chunk.type) or chunk.null_count or not pa.types.is_struct(chunk.type.value_type):
@@ -56,8 +61,8 @@ def _sound(chunk: pa.Array, column: str) -> bool:
     return are_texts and not role.null_count and not content.null_count and no_row_is_empty
 
 
-class SoundRow:
-    """Whether a row of a stream can be trained on, by its `columns`; counts and names those that cannot."""
+class ValidRow:
+    """A filter for streams: whether a row is valid in its `columns`. Counts invalid rows and warns about them."""
 
     def __init__(self, name: str, columns: tuple[str, ...]):
         self.name, self.columns, self.left_out = name, columns, 0
@@ -74,37 +79,41 @@ class SoundRow:
 
 
 def worth_a_warning(count: int, added: int = 1) -> bool:
-    """Whether the 1st, 10th, 100th, ... of what is counted is among the last `added`."""
+    """Whether the count has reached 1, 10, 100, ... with the last `added`: a warning for each power of 10."""
     before = count - added
+    # One more digit than before means that a power of 10 lies between the two counts.
     return before == 0 or len(str(before)) < len(str(count))
 
 
 def check_ids(dataset: Any, name: str, size: int) -> None:
-    """Raise a `ValueError` if a row of a dataset, no stream, holds a token id that the model has no embedding for."""
+    """Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model."""
     for column in dataset.column_names if isinstance(dataset, Dataset) else ():
         is_labels = column == "labels"
         if not column.endswith("_ids") and not is_labels:
             continue
-        if found := ids_outside(dataset, column, size, ignored=(-100,) if is_labels else ()):
+        if outside := ids_outside(dataset, column, size, ignored=(-100,) if is_labels else ()):
+            row, value = outside
             raise ValueError(
-                f"Row {found[0]} (counted from 0) of the {name} dataset holds {found[1]} in `{column}`, and the "
+                f"Row {row} (counted from 0) of the {name} dataset holds {value} in `{column}`, and the "
                 f"model has embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a "
                 "device assertion). Tokenize with the model's own tokenizer, or correct the row."
             )
 
 
 def image_token_ids(config: Any) -> frozenset[int]:
-    """The ids that stand for images, videos and sounds, by a model's configuration; some lie beyond its embeddings."""
+    """Ids of image, video and audio tokens, read from a model's configuration; some have no embedding."""
+    # Their names differ between families (`image_token_id`, `image_token_index`, `vision_start_token_id`, ...), so
+    # all integers with "token" in their names are taken, except those of text.
     named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
     return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
 
 
 _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
-"""Beginnings of settings that name a token of text, or a number of tokens."""
+"""Prefixes of settings that hold the id of a text token, or a number of tokens."""
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:
-    """Raise a `ValueError` if one of the `columns` of a row has no text and no messages with text; `of` a dataset."""
+    """Raise a `ValueError` if a row has neither text nor messages with text in one of `columns`; `of`: its dataset."""
     which = "A row" if number is None else f"Row {number} (counted from 0)"
     where = f"{which}{of and f' of the {of} dataset'} has"
     remedy = "correct the row, or filter it out"
@@ -112,22 +121,24 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
         value = row[name]
         if isinstance(value, str) and name != "messages":
             continue
-        needed = "a list of messages" if name == "messages" else "text or a list of messages"
+        expected = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {needed} is needed: {remedy}.")
+            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
         for message in value:
-            if lack := _lack(message):
-                raise ValueError(f"{where} the message {_short(message)} in column `{name}`, {lack}: {remedy}.")
+            if defect := _defect(message):
+                raise ValueError(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
 
 
-def _lack(message: Any) -> str | None:
+def _defect(message: Any) -> str | None:
+    """Why a message is invalid; `None` if it is valid."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return 'without a text `role` ("user" or "assistant", for instance)'
     content = message.get("content")
-    instead = content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT)
-    return None if instead or isinstance(content, (str, list)) else "whose `content` is no text"
+    has_replacement = content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT)
+    return None if has_replacement or isinstance(content, (str, list)) else "whose `content` is no text"
 
 
 def _short(value: Any) -> str:
+    """At most 100 characters of a value, for an error message."""
     text = json.dumps(value, default=repr, ensure_ascii=False) if isinstance(value, (dict, list)) else repr(value)
     return text if len(text) <= 100 else text[:100] + " ..."

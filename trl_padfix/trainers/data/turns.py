@@ -1,10 +1,10 @@
 """
-Conversations as one row for each turn of the assistant.
+Makes one training row of each turn of the assistant in a conversation.
 
-A row is what the model sees when it takes that turn: the messages before it as the prompt, the turn as the completion,
-each as the chat template renders it at that moment. Templates that drop earlier thinking (Qwen3 and later) render a
-turn in another way once another one follows, so that one row for a whole conversation with an assistant mask is
-another computation. With prefix sharing and rows that begin alike in one batch the rows cost about what one row does.
+The prompt of a row is the conversation before the turn, the completion is the turn, both as the chat template renders
+them when the model generates that turn. Templates that drop earlier thinking (Qwen3 and later) render a turn
+differently once another turn follows. One row per conversation with an assistant mask is therefore a different
+computation. With prefix sharing, and the rows of a conversation in one batch, they cost about as much as one row.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOOKED_AT = 1000
-"""Most rows of a dataset for which [`check_turns`] renders the chat template."""
+MAX_RENDERED_ROWS = 1000
+"""Maximum number of rows of a dataset that [`check_turns`] renders."""
 
-LOOKED_FOR_TOOLS = 20
-"""First rows of a dataset in which [`check_tool_messages`] looks for tool calls and answers."""
+ROWS_CHECKED_FOR_TOOLS = 20
+"""Number of rows, from the first on, that [`check_tool_messages`] searches for tool calls and answers."""
 
 
 def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
     """
-    One row for each turn of the assistant, in the order of the conversations.
+    Make one row of each turn of the assistant, in the order of the conversations.
 
-    Messages of the assistant that follow one another are one turn. Turns without a message before them are left out,
-    and so are conversations without a turn; a warning says how many.
+    Consecutive messages of the assistant are one turn. Turns without a message before them and conversations without a
+    turn are left out; a warning gives their numbers.
 
     Args:
         dataset ([`~datasets.Dataset`]):
             Conversations in the column `messages` (or `conversations`). Other columns (`tools`,
             `chat_template_kwargs`) are kept.
         name (`str`, *optional*, defaults to `"train"`):
-            Name of the dataset in messages.
+            Name of the dataset in errors and warnings.
 
     Returns:
-        [`~datasets.Dataset`] with `prompt` and `completion` instead.
+        [`~datasets.Dataset`] with `prompt` and `completion` instead of `messages`.
 
     Raises:
-        TypeError: If the dataset is a stream: its rows would be checked while the model trains.
+        TypeError: If the dataset is a stream: its rows could be checked only during training.
         ValueError: If it has no conversations, has images, or has no turn to train on.
 
     Example:
@@ -97,22 +97,25 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
             "turn already."
         )
     counts: Counter[str] = Counter(conversations=len(dataset))
-    others = [column for column in columns if column not in ("messages", "prompt", "completion")]
+    other_columns = [column for column in columns if column not in ("messages", "prompt", "completion")]
 
     def expand(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        rows: dict[str, list[Any]] = {column: [] for column in [*others, "prompt", "completion"]}
+        rows: dict[str, list[Any]] = {column: [] for column in [*other_columns, "prompt", "completion"]}
         for i, messages in enumerate(batch["messages"]):
             for begin, end in _turns(messages or [], counts):
                 rows["prompt"].append(messages[:begin])
                 rows["completion"].append(messages[begin:end])
-                for column in others:
+                for column in other_columns:
                     rows[column].append(batch[column][i])
         return rows
 
-    kinds = dataset.features
+    types = dataset.features
+    # Given, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
     features = Features(
-        {column: kinds[column] for column in others} | dict.fromkeys(("prompt", "completion"), kinds["messages"])
+        {column: types[column] for column in other_columns}
+        | dict.fromkeys(("prompt", "completion"), types["messages"])
     )
+    # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
     rows = dataset.map(
         expand, batched=True, remove_columns=columns, features=features, load_from_cache_file=False,
         desc=f"Making a row of each turn of the {name} dataset",
@@ -129,7 +132,7 @@ def expand_datasets(datasets: Any, name: str) -> Any:
 
 
 def check_turn_settings(config: Any) -> None:
-    """Raise a `ValueError` if `expand_turns` is set together with a field that chooses other tokens to train on."""
+    """Raise a `ValueError` if a field of the config contradicts `expand_turns`, which trains on one turn per row."""
     if not getattr(config, "expand_turns", False):
         return
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
@@ -141,67 +144,69 @@ def check_turn_settings(config: Any) -> None:
 
 
 def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
-    """Raise a `ValueError` if the chat template does not render the prompt of a turn as the beginning of its row."""
+    """Raise a `ValueError` if the rendered prompt of a turn is not the beginning of the rendered row."""
     if getattr(processing_class, "chat_template", None) is None:
-        return  # an error of its own
-    chosen = range(0, len(dataset), -(-len(dataset) // LOOKED_AT))
+        return  # TRL raises an error for conversations without a template
+    sample = range(0, len(dataset), -(-len(dataset) // MAX_RENDERED_ROWS))  # evenly spaced; -(-a // b) rounds up
     differing = []
-    for row in dataset.select(chosen):
+    for row in dataset.select(sample):
         render = renderer(row, processing_class)
         prompt = render(row["prompt"], add_generation_prompt=True)
-        whole = render(row["prompt"] + row["completion"])
-        if not whole.startswith(prompt):
-            differing.append((prompt, whole))
+        full_text = render(row["prompt"] + row["completion"])
+        if not full_text.startswith(prompt):
+            differing.append((prompt, full_text))
     if differing:
-        prompt, whole = differing[0]
-        at = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
+        prompt, full_text = differing[0]
+        index = next((i for i, (a, b) in enumerate(zip(prompt, full_text, strict=False)) if a != b), len(full_text))
         raise ValueError(
-            f"The chat template does not render {len(differing)} of {len(chosen)} prompts of the {name} dataset as "
-            f"the beginning of their rows: after {prompt[max(0, at - 40) : at]!r} the prompt has "
-            f"{prompt[at : at + 40]!r} and the row {whole[at : at + 40]!r}. The model would be "
-            "trained on a turn behind another prompt than it gets in use. Mend the template (a generation prompt must "
-            "be what the turn begins with), or write rows with `prompt` and `completion` as text and leave "
-            "`expand_turns` out."
+            f"The chat template does not render {len(differing)} of {len(sample)} prompts of the {name} dataset as "
+            f"the beginning of their rows: after {prompt[max(0, index - 40) : index]!r} the prompt has "
+            f"{prompt[index : index + 40]!r} and the row {full_text[index : index + 40]!r}. The model would be "
+            "trained with a different prompt than it gets when it generates. Fix the template (a turn must begin with "
+            "the generation prompt), or write rows with `prompt` and `completion` as text and leave `expand_turns` "
+            "out."
         )
 
 
 def renderer(row: dict[str, Any], processing_class: Any) -> Callable[..., str]:
-    """What renders messages of a row as text, by the chat template and with what the row has for it."""
+    """A function that renders messages as text, with the `tools` and `chat_template_kwargs` of the row."""
     tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    more = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
-    return partial(processing_class.apply_chat_template, tokenize=False, **more)
+    tools = json.loads(tools) if isinstance(tools, str) else tools  # TRL takes both
+    kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    return partial(processing_class.apply_chat_template, tokenize=False, **kwargs)
 
 
 def check_tool_messages(dataset: Any, processing_class: Any, name: str, columns: Sequence[str]) -> None:
     """
-    Raise a `ValueError` if the chat template leaves out tool calls, or what tools answered, without a word.
+    Raise a `ValueError` if the chat template silently drops tool calls, or the answers of tools.
 
-    The first rows are looked at that have any, in the messages of all `columns` in a row. Streams are not.
+    Tests the first row with tool calls and the first with answers, on the messages of all `columns` together. Streams
+    are not checked.
     """
     if not isinstance(dataset, Dataset) or getattr(processing_class, "chat_template", None) is None:
         return
-    unseen = set(_WITHOUT)
-    there = [column for column in columns if column in dataset.column_names]
-    if not there:  # rows of text, or of tokens
+    untested = set(_WITHOUT)
+    present = [column for column in columns if column in dataset.column_names]
+    if not present:  # rows of text, or of tokens
         return
-    there += [column for column in ("tools", "chat_template_kwargs") if column in dataset.column_names]
-    rows = dataset.select_columns(there).select(range(min(len(dataset), LOOKED_FOR_TOOLS)))
+    present += [column for column in ("tools", "chat_template_kwargs") if column in dataset.column_names]
+    rows = dataset.select_columns(present).select(range(min(len(dataset), ROWS_CHECKED_FOR_TOOLS)))
     for number, row in enumerate(rows):
         messages = [message for column in columns if isinstance(row.get(column), list) for message in row[column]]
         render = renderer(row, processing_class)
-        for what in sorted(unseen):
-            emptied = [_WITHOUT[what](message) for message in messages]
+        for kind in sorted(untested):
+            emptied = [_WITHOUT[kind](message) for message in messages]
             if emptied == messages:
                 continue
-            unseen.remove(what)
+            untested.remove(kind)
+            # A template that renders them cannot give the same text without them.
             if render(emptied) == render(messages):
                 raise ValueError(
-                    f"Row {number} (counted from 0) of the {name} dataset has {what}, and the chat template renders "
-                    "nothing of them: the model would be trained on answers to what it does not see. Take a template "
-                    "that renders tools (`chat_template_path` in the configuration), or write them as text."
+                    f"Row {number} (counted from 0) of the {name} dataset has {kind}, and the chat template renders "
+                    "nothing of them: the model would be trained on answers to messages that it never receives. Take "
+                    "a template that renders tools (`chat_template_path` in the configuration), or write them as text."
                 )
-        if not unseen:
+        if not untested:
             return
 
 
@@ -214,44 +219,45 @@ def _without_answer(message: dict[str, Any]) -> dict[str, Any]:
 
 
 _WITHOUT = {"tool calls": _without_calls, "messages of tools": _without_answer}
+"""By kind, the function that empties it in a message."""
 
 
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Where the turns of the assistant begin and end in a conversation."""
-    found, begin = [], 0
+    """The half-open ranges `(begin, end)` of the assistant's turns in a conversation."""
+    turns, begin = [], 0
     for is_assistant, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
         length = len(list(run))
         if is_assistant:
-            found.append((begin, begin + length))
+            turns.append((begin, begin + length))
         begin += length
-    return found
+    return turns
 
 
 def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[int, int]]:
-    """[`turns_of`] a conversation that have messages before them."""
-    found = turns_of(messages)
-    counts["joined"] += any(end - begin > 1 for begin, end in found)
-    if found and found[0][0] == 0:
-        found = found[1:]
+    """[`turns_of`] a conversation, except a turn without a message before it; updates `counts` for [`_report`]."""
+    turns = turns_of(messages)
+    counts["joined"] += any(end - begin > 1 for begin, end in turns)
+    if turns and turns[0][0] == 0:
+        turns = turns[1:]
         counts["first"] += 1
-    counts["without"] += not found
-    return found
+    counts["without"] += not turns
+    return turns
 
 
 def _report(counts: Counter[str], rows: int, name: str) -> None:
-    """Warn about conversations that are not trained on as they are; raise a `ValueError` if there is no row."""
+    """Warn about conversations that are not used as they are; raise a `ValueError` if there is no row."""
     conversations = counts["conversations"]
     if not rows:
         raise ValueError(
             f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "
-            "another message, so there is nothing to train on. The `role` of what is trained on is 'assistant'."
+            "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
         )
-    for kind, what in {
+    for kind, text in {
         "without": "have no turn of the assistant to train on and are left out",
         "first": "begin with the assistant; that turn has no prompt and is no row",
-        "joined": "have messages of the assistant that follow one another; they are one turn",
+        "joined": "have consecutive messages of the assistant; they are one turn",
     }.items():
         if counts[kind]:
             logger.warning(
-                f"`expand_turns`: {counts[kind]} of {conversations} conversations of the {name} dataset {what}."
+                f"`expand_turns`: {counts[kind]} of {conversations} conversations of the {name} dataset {text}."
             )

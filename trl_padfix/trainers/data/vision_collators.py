@@ -1,4 +1,4 @@
-"""TRL's collators for images and text that honour the padding side."""
+"""TRL's collators for images and text with a choice of padding side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
+from .batch_metadata import PREFIXES
 from .collators import SidedCollator, pad_left
 
 
@@ -17,22 +18,22 @@ __all__ = [
     "DataCollatorForVisionPreference",
     "VisionCollator",
     "check_ids_of_batch",
-    "misplaced",
     "misplaced_images",
-    "on_side_with_kl",
+    "misplaced_message",
+    "to_padding_side_with_kl",
 ]
 
 
 @dataclass
 class VisionCollator(SidedCollator):
-    """What the collators for images and text have in common; a mixin, in front of TRL's class."""
+    """Checks images and token ids of a batch; a mixin, in front of TRL's class."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = copied(examples)
-        found = misplaced_images(examples, self.processor)  # type: ignore[attr-defined]
-        self.refuse_or_count(
-            [row for row, *_ in found],
-            misplaced(found[0], "the batch") if found else "",
+        misplaced = misplaced_images(examples, self.processor)  # type: ignore[attr-defined]
+        self.raise_or_count(
+            [row for row, *_ in misplaced],
+            misplaced_message(misplaced[0], "the batch") if misplaced else "",
             "rows have other images than placeholders; they are left to the model",
         )
         batch = dict(super().torch_call(examples))  # type: ignore[misc]
@@ -40,11 +41,12 @@ class VisionCollator(SidedCollator):
         return batch
 
     def refuse_cut(self, batch: dict[str, Any], count: int, what: str) -> None:
-        """[`SidedCollator.refuse_or_count`] of the `count` examples of which a completion has no token."""
+        """[`SidedCollator.raise_or_count`] for those of the `count` examples that have an empty completion."""
+        # Modulo, since row `count + i` is the rejected completion of example `i`.
         rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % count
         within = f"a completion without a token (within `max_length={self.max_length}`)"  # type: ignore[attr-defined]
         why = "log-probability would be 0 whatever the model does. Drop them, or raise `max_length`"
-        self.refuse_or_count(
+        self.raise_or_count(
             sorted(set(rows.tolist())),
             f"{what.capitalize()} {sorted(set(rows.tolist()))} of the batch have {within}: its {why}.",
             f"{what} have {within}, whose {why}",
@@ -60,18 +62,18 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
         processor ([`~transformers.ProcessorMixin`]):
             Tokenizes the text and prepares the images.
         max_length (`int`, *optional*):
-            Longest sequence; of longer ones the end is cut off.
+            Maximum length of a sequence; the end of longer ones is cut off.
         padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`: of ids, masks and token types alike.
+            `"left"` or `"right"`, for ids, masks and token types.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether rows that cannot be scored as they should be are counted in `odd_rows` and warned about, instead of
-            being errors. Trainers, which have checked their data before the first step, set it.
+            Whether invalid rows are counted in `odd_rows` and warned about, instead of being errors. Trainers set it,
+            because they have checked their data before the first step.
         **kwargs:
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, and for a pair whose images are not as many as its placeholders, or
-            with a completion of which nothing is left.
+        ValueError: For another `padding_side`, and for a pair with more or fewer images than placeholders, or with a
+            completion that has no token (left).
 
     Example:
 
@@ -102,7 +104,7 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
         self.refuse_cut(batch, len(examples), "pairs")
-        return self.on_side(batch)
+        return self.to_padding_side(batch)
 
 
 @dataclass
@@ -110,19 +112,19 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
     """
     TRL's collator for language modelling with images, padding on the side you choose.
 
-    Of `B` examples it makes `input_ids`, `attention_mask` and `labels`, each of shape `(B, L)`, and what the processor
-    makes of their images. The first token of a left-padded row has no label: there is nothing to predict it from.
+    Collates `B` examples to `input_ids`, `attention_mask` and `labels`, each of shape `(B, L)`, and the processor's
+    tensors of their images. The first token of a left-padded row has no label, because no token precedes it.
 
     Args:
         processor, max_length, padding_side:
             As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As there; also, first tokens keep their labels, which trainers drop later.
+            As there; first tokens also keep their labels, because trainers drop them later.
         **kwargs:
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, and for an example whose images are not as many as its placeholders.
+        ValueError: For another `padding_side`, and for an example with more or fewer images than placeholders.
 
     Example:
 
@@ -143,14 +145,14 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
         return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
-def on_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
+def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
     """Pad a batch of unpaired preferences, and the mismatched completions of its KL term, on the collator's side."""
-    for prefix in ("", "KL_"):
-        # The two batches may have one shape, so each is moved by its own mask.
+    for prefix in PREFIXES:
+        # Rolling takes every tensor of the mask's shape. Both batches may have one shape, so each is rolled alone.
         names = [prefix + name for name in _FOR_EACH_TOKEN if prefix + name in batch]
         if names:
             moved = collator.without_empty_rows({name.removeprefix(prefix): batch[name] for name in names})
-            moved = collator.on_side(moved)
+            moved = collator.to_padding_side(moved)
             batch |= {prefix + name: value for name, value in moved.items()}
     return batch
 
@@ -160,17 +162,22 @@ _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type
 
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
     """
-    Refuse token ids that the model has no embedding for, but for the collator's `stand_ins`, which stand for images.
-    The rows of the data are the first `count` of the batch, and those of a second half if it has one.
+    Refuse token ids without an embedding, except the ids of image tokens (`collator.stand_ins`).
+
+    Row `i` of the batch comes from example `i % count`: a batch of pairs has `2 * count` rows.
+
+    Raises:
+        ValueError: For another id without an embedding.
     """
     if collator.vocabulary is None:
         return
     for ids in (batch[name] for name in ("input_ids", "KL_input_ids") if name in batch):
-        known = (ids >= 0) & (ids < collator.vocabulary)
-        known |= torch.isin(ids, torch.tensor(sorted(collator.stand_ins), dtype=ids.dtype))
-        if known.all():
+        is_valid = (ids >= 0) & (ids < collator.vocabulary)
+        is_valid |= torch.isin(ids, torch.tensor(sorted(collator.stand_ins), dtype=ids.dtype))
+        if is_valid.all():
             continue
-        row, column = (~known).nonzero()[0].tolist()
+        row, column = (~is_valid).nonzero()[0].tolist()
+        # A tokenizer raises an error for ids that it does not have, so they are left out of the text.
         decodable = [int(i) for i in ids[row] if 0 <= i < collator.vocabulary]
         tokenizer = getattr(collator.processor, "tokenizer", collator.processor)
         raise ValueError(
@@ -181,39 +188,40 @@ def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None
         )
 
 
-def misplaced(found: tuple[int, int, int], where: str) -> str:
-    """Error text for an example found by [`misplaced_images`]."""
-    row, given, wanted = found
+def misplaced_message(misplaced: tuple[int, int, int], where: str) -> str:
+    """Error text for an example returned by [`misplaced_images`]."""
+    row, images, placeholders = misplaced
     return (
-        f"Example {row} of {where} has {given} images and {wanted} placeholders for them. Give each placeholder in "
-        "its text one image, in their order."
+        f"Example {row} of {where} has {images} images and {placeholders} placeholders for them. Give each "
+        "placeholder in its text one image, in their order."
     )
 
 
 def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
-    """Each example with more or fewer images than placeholders: its number, and how many of both."""
-    found = []
+    """For each example with more or fewer images than placeholders: its index, and the number of both."""
+    result = []
     for i, example in enumerate(examples):
-        given = len(example["images"])
+        images = len(example["images"])
         value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
         if isinstance(value, str):
             placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
-            wanted = value.count(placeholder) if placeholder else given
+            placeholders = value.count(placeholder) if placeholder else images
         elif value:
             messages = [message for message in value if message["role"] != "tool"]
             parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
-            wanted = sum(part["type"] == "image" for part in parts)
-            # Before the first plain text of the user TRL puts all images.
-            wanted += given if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages) else 0
+            placeholders = sum(part["type"] == "image" for part in parts)
+            # TRL puts all images before the first content of a user that is plain text.
+            if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages):
+                placeholders += images
         else:
             continue
-        if wanted != given:
-            found.append((i, given, wanted))
-    return found
+        if placeholders != images:
+            result.append((i, images, placeholders))
+    return result
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the examples, since TRL's collators write to them; `images` is a list in each, perhaps empty."""
+    """Shallow copies of the examples, since TRL's collators write to them; `images` is a list, perhaps empty."""
     copies = [dict(example) for example in examples]
     for example in copies:
         if "images" in example and example["images"] is None:

@@ -17,10 +17,10 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
-from ..checks import tokenizer_of
+from ..data.tokenizers import tokenizer_of
 from ..distributed import splitting_parallelism
 from ..parts import Evaluation, Part
-from .config import check_generation_settings
+from ..settings import check_generation_settings
 from .prompts import Prompt, prompt_of, require_prompts
 from .samples import Sample, show, write
 
@@ -30,43 +30,45 @@ __all__ = ["Generation"]
 
 class Generation(Part):
     """
-    `predict_with_generate`: after the loss of an evaluation set, continues its prompts.
+    `predict_with_generate`: after the loss of an evaluation dataset, generates answers to its prompts.
 
     Predictions and references go to `compute_metrics`, the texts to a file, the log and the trackers. The loss is
-    computed as before, and keeps no logits.
+    computed as without it, but keeps no logits.
     """
 
     evaluated: Any = None
-    """The dataset whose data loader was made last, which is that of the evaluation that is running."""
+    """The dataset of the running evaluation: the one of the data loader built last."""
 
-    def check(self, config: Any, given: dict[str, Any]) -> None:
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         if self.settings.predict_with_generate:
             check_generation_settings(self.settings)
-            _check_datasets(given.get("eval_dataset"))
-            _check_incompatible(config, given)
+            _check_datasets(init_kwargs.get("eval_dataset"))
+            _check_incompatible(config, init_kwargs)
 
-    def ready(self) -> None:
-        """Raise what is wrong with the prompts before the first step, not at the first evaluation."""
+    def on_init_end(self) -> None:
+        """Check prompts and settings before the first step instead of at the first evaluation."""
         if not self.settings.predict_with_generate:
             return
         trainer = self.trainer
         size = splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size")
         if size is not None:
             raise NotImplementedError(
-                f"`predict_with_generate=True` gives every process prompts of its own, and `{size}` lets several "
+                f"`predict_with_generate=True` gives every process different prompts, and `{size}` lets several "
                 "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
             )
         evaluated = trainer.eval_dataset
-        for name, dataset in (evaluated if isinstance(evaluated, dict) else {"evaluation": evaluated}).items():
+        for name, dataset in (
+            evaluated if isinstance(evaluated, dict) else {"around_evaluation_loop": evaluated}
+        ).items():
             require_prompts(dataset, name)
             masks = (batch["attention_mask"] for _, batch in self._batches(dataset, range(self._count(dataset))))
             check_budget(self._generator, max(int(m.sum(1).max()) for m in masks), **self._generation_settings())
-            sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # later, and the model may be empty
+            sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if self.settings.generation_kwargs and not sharded:
                 self._try_generation_kwargs(dataset)
 
     def _try_generation_kwargs(self, dataset: Any) -> None:
-        """Raise a `ValueError` if `generate` fails with `generation_kwargs`, on the first prompt and for one token."""
+        """Raise a `ValueError` if `generate` fails with `generation_kwargs`: tries the first prompt, for one token."""
         ((_, batch),) = self._batches(dataset, [0])
         model = self._generator
         batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
@@ -79,22 +81,22 @@ class Generation(Part):
                 "them; the run would stop at its first evaluation."
             ) from error
 
-    def loading(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
+    def around_dataloader(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
         if not is_training:
             self.evaluated = dataset
         return nullcontext()
 
-    def evaluating(self) -> AbstractContextManager[Any]:
+    def around_evaluate(self) -> AbstractContextManager[Any]:
         return evaluating(self.trainer.model) if self.settings.predict_with_generate else nullcontext()
 
     @contextmanager
-    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         if not self.settings.predict_with_generate:
             yield
             return
         prefix, trainer, dataset = evaluation.prefix, self.trainer, self.evaluated
         require_prompts(dataset, prefix)
-        evaluation.loss_only = True  # `compute_metrics` is given what is generated, so the loss needs no logits
+        evaluation.loss_only = True  # `compute_metrics` gets generated tokens, so logits are not kept
         yield
         samples, predicted = self._generate_from(dataset)
         if trainer.compute_metrics is not None:
@@ -103,7 +105,7 @@ class Generation(Part):
                 evaluation.output.metrics[name if prefixed else f"{prefix}_{name}"] = value
         if trainer.is_world_process_zero():
             step = trainer.state.global_step
-            name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # of a set among several
+            name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # name of one of several datasets
             file = f"step_{step:05d}_{name}".strip("_") + ".jsonl"
             write(samples, Path(trainer.args.output_dir) / "generations" / file)
             shown = samples[: self.settings.generation_rows_shown]
@@ -113,13 +115,14 @@ class Generation(Part):
         )
 
     def _generate_from(self, dataset: Any) -> tuple[list[Sample], EvalPrediction]:
-        """Continue the prompts of a dataset, each process its share of them; all processes are given all."""
+        """Generate from the prompts of a dataset, partitioned over processes; returns all samples on all processes."""
         count = self._count(dataset)
         share = -(-count // self.trainer.accelerator.num_processes)
         first = share * self.trainer.accelerator.process_index
-        # Sharded models run in step, so every process has as many prompts: the end of the set may be there twice.
+        # Sharded models meet in each forward, so processes need equally many prompts: the last ones are repeated, and
+        # dropped again by the dictionary of indices.
         indices = [min(i, count - 1) for i in range(first, first + share)]
-        places, found, tokenizer = iter(indices), [], tokenizer_of(self.trainer.processing_class)
+        remaining, generated, tokenizer = iter(indices), [], tokenizer_of(self.trainer.processing_class)
         with self._generating():
             for prompts, batch in self._batches(dataset, indices):
                 columns = batch["input_ids"].shape[1]
@@ -127,26 +130,28 @@ class Generation(Part):
                 for i, prompt in enumerate(prompts):
                     ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
                     reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
-                    found.append((next(places), (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)))
-        gathered = dict(gather_object(found))
+                    sample = (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)
+                    generated.append((next(remaining), sample))
+        gathered = dict(gather_object(generated))
         texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
-        wanted = "inputs" in (getattr(self.trainer.args, "include_for_metrics", None) or [])
+        includes_inputs = "inputs" in (getattr(self.trainer.args, "include_for_metrics", None) or [])
         rows = zip(texts, *decoded, strict=True)
-        samples: list[Sample] = [{"prompt": p, "prediction": found, "reference": r} for p, found, r in rows]
+        samples: list[Sample] = [{"prompt": p, "prediction": answer, "reference": r} for p, answer, r in rows]
         return samples, EvalPrediction(
             predictions=padded(predictions, tokenizer.pad_token_id),
             label_ids=padded(references, -100),
-            inputs=padded(inputs, tokenizer.pad_token_id) if wanted else None,
+            inputs=padded(inputs, tokenizer.pad_token_id) if includes_inputs else None,
         )
 
     def _count(self, dataset: Any) -> int:
-        wanted = self.settings.eval_generation_samples
-        return len(dataset) if wanted is None else min(wanted, len(dataset))
+        limit = self.settings.eval_generation_samples
+        return len(dataset) if limit is None else min(limit, len(dataset))
 
     def _batches(self, dataset: Any, indices: Sequence[int]) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
-        """Prompts of the rows at `indices` and their tokens (and images), in evaluation batches."""
-        processing, size = self.trainer.processing_class, self.trainer.args.per_device_eval_batch_size
+        """Batches of the rows at `indices`: prompts, and their token ids, mask and images."""
+        processing: Any = self.trainer.processing_class
+        size = self.trainer.args.per_device_eval_batch_size
         template = getattr(self.trainer, "chat_template", None)
         for start in range(0, len(indices), size):
             prompts = [prompt_of(dataset[i], processing, template) for i in indices[start : start + size]]
@@ -155,7 +160,7 @@ class Generation(Part):
                 text=[prompt.text for prompt in prompts],
                 padding=True,
                 return_tensors="pt",
-                # As TRL tokenizes them: a chat template has added them, and for images the text is taken as it is.
+                # As TRL: a chat template has added special tokens already, and with images TRL adds none.
                 add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
                 **({"images": images} if any(images) else {}),
             )
@@ -168,19 +173,20 @@ class Generation(Part):
         return self.trainer.accelerator.unwrap_model(self.trainer.model)
 
     def _generation_settings(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`: any of the tokens that end a text ends it."""
+        """Keyword arguments of `generate`; the end tokens of model and tokenizer both end a text."""
         tokenizer = tokenizer_of(self.trainer.processing_class)
+        kwargs: Any = self.settings.generation_kwargs or {}  # a string (YAML in a command) is parsed by the config
         ends = self._generator.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         return {
             "max_new_tokens": self.settings.generation_max_new_tokens,
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": sorted(ends) or None,
-        } | (self.settings.generation_kwargs or {})
+        } | kwargs
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """Random numbers of its own, the same at every evaluation, and the weights that FSDP keeps at its root."""
+        """A block with its own random state, equal at every evaluation, and with FSDP's root weights gathered."""
         model, args = self.trainer.model, self.trainer.args
         devices = {p.device for p in model.parameters() if p.device.type == args.device.type != "cpu"}
         is_sharded = isinstance(model, FullyShardedDataParallel)
@@ -196,34 +202,34 @@ def _check_datasets(datasets: Any) -> None:
     for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
         if not isinstance(dataset, Dataset):
             raise ValueError(
-                "`predict_with_generate=True` shares the prompts of an evaluation set out to the processes, and a "
-                f"`{type(dataset).__name__}` has no length. Pass a `datasets.Dataset`, for instance of what "
-                "`Dataset.from_generator` takes from the stream."
+                "`predict_with_generate=True` partitions the prompts of an evaluation dataset over processes, and a "
+                f"`{type(dataset).__name__}` has no length. Pass a `datasets.Dataset`, for instance made of the "
+                "stream with `Dataset.from_generator`."
             )
         if len(dataset) == 0:
             raise ValueError("An evaluation dataset is empty, and `predict_with_generate=True` needs its prompts.")
 
 
-def _check_incompatible(config: Any, given: dict[str, Any]) -> None:
-    """Refuse settings that contradict generation, or that it would ignore."""
+def _check_incompatible(config: Any, init_kwargs: dict[str, Any]) -> None:
+    """Raise a `ValueError` for settings that contradict generation, or that it would ignore."""
     reasons = {
         "eval_packing": "packed rows have no prompts any more; set `eval_packing=False`",
         "formatting_func": "it makes one text of a row; map the data to `prompt` and `completion` instead",
-        "preprocess_logits_for_metrics": "`compute_metrics` is given generated tokens, and no logits are kept",
+        "preprocess_logits_for_metrics": "`compute_metrics` gets generated tokens, and no logits are kept",
         "batch_eval_metrics": "`compute_metrics` is called once, with all predictions",
         "include_for_metrics": "there is no loss of a prediction; leave 'loss' out",
         "use_legacy_prediction_loop": "that loop does not generate",
     }
-    asked = {name: given.get(name, getattr(config, name, None)) for name in reasons}
-    if asked["eval_packing"] is None:
-        asked["eval_packing"] = getattr(config, "packing", False)
-    asked["include_for_metrics"] = "loss" in (asked["include_for_metrics"] or [])
+    values = {name: init_kwargs.get(name, getattr(config, name, None)) for name in reasons}
+    if values["eval_packing"] is None:
+        values["eval_packing"] = getattr(config, "packing", False)
+    values["include_for_metrics"] = "loss" in (values["include_for_metrics"] or [])
     for name, reason in reasons.items():
-        if asked[name]:
+        if values[name]:
             raise ValueError(f"`predict_with_generate=True` does not go with `{name}`: {reason}.")
 
 
 def padded(rows: Sequence[list[int]], value: int) -> np.ndarray:
-    """Lists of token ids as one array, padded on the right."""
+    """Lists of token ids as one array `(n, longest)`, padded on the right."""
     ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(ids, batch_first=True, padding_value=value).numpy()

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import ProcessorMixin
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
-from ..checks import column_names
+from ..data.columns import column_names
 
 
 __all__ = ["Prompt", "prompt_of", "require_prompts"]
@@ -17,17 +17,17 @@ __all__ = ["Prompt", "prompt_of", "require_prompts"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model sees it, with its images, and the reference answer of the data."""
+    """A prompt as the model gets it, with its images, and the reference answer of the dataset."""
 
     text: str
     reference: str
     images: list[Any] = field(default_factory=list)
     is_chat: bool = False
-    """Whether the text has passed a chat template, which adds the special tokens itself."""
+    """Whether a chat template rendered the text, special tokens included."""
 
 
 def require_prompts(dataset: Any, name: str) -> None:
-    """Raise a `ValueError` if the rows of a dataset do not say what is prompt and what is answer."""
+    """Raise a `ValueError` if a dataset has no columns that separate prompt and answer."""
     columns = column_names(dataset)
     if "messages" not in columns and not ("prompt" in columns and columns & {"completion", "chosen"}):
         raise ValueError(
@@ -39,11 +39,13 @@ def require_prompts(dataset: Any, name: str) -> None:
 
 def prompt_of(row: dict[str, Any], processing_class: Any, chat_template: str | None = None) -> Prompt:
     """
-    The prompt of a row of an evaluation set: of `prompt` and `completion` or `chosen`, or else of `messages`.
+    Read prompt and reference of a row: from `prompt` and `completion` or `chosen`, or else from `messages`.
 
-    Conversations are rendered by the `chat_template`, by default that of the tokenizer or processor; `image`,
-    `images`, `tools` and `chat_template_kwargs` are read as TRL reads them. A conversation needs a message of the
-    assistant after another one.
+    `chat_template` renders conversations, by default that of the tokenizer or processor. `image`, `images`, `tools`
+    and `chat_template_kwargs` are read as in TRL. In `messages` the reference is the last message of the assistant.
+
+    Raises:
+        ValueError: For a conversation without a chat template, or without an answer behind another message.
     """
     images = [row["image"]] if row.get("image") is not None else list(row.get("images") or [])
     if "prompt" in row:

@@ -1,4 +1,4 @@
-"""Writes generated texts to the output directory, and shows them in the log and in the trackers."""
+"""Writes generated texts to the output directory, prints them and sends them to the trackers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Sample", "show", "write"]
 
 
 Sample = dict[str, str]
-"""A `prompt`, the `prediction` of the model, and the `reference` answer of the data."""
+"""A `prompt`, the model's `prediction`, and the `reference` answer of the dataset."""
 
 
 def write(samples: list[Sample], path: Path) -> None:
-    """Write samples to `path` as JSON lines, over those of an earlier evaluation of the same step."""
+    """Write samples to `path` as JSON lines; replaces those of an earlier evaluation of the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
     write_whole(path, lambda beside: beside.write_text("".join(lines), encoding="utf-8"))
 
 
 def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> None:
-    """Print samples as a table of that title, and send it to the trackers that are running among the callbacks."""
+    """Print samples as a table with a title, and send it to those `callbacks` that are running trackers."""
     if not samples:
         return
     rows = [{"step": step, **sample} for sample in samples]
@@ -40,7 +40,7 @@ def show(samples: list[Sample], title: str, step: int, callbacks: list[Any]) -> 
 
 def _print(rows: list[dict[str, Any]], title: str) -> None:
     names = ("prompt", "prediction", "reference")
-    if find_spec("rich") is None:  # it comes with the extra `cli`
+    if find_spec("rich") is None:  # only the extra `cli` installs it
         print(title, *(f"{name}: {row[name]}" for row in rows for name in names), sep="\n")
         return
     from rich.console import Console
@@ -59,7 +59,7 @@ def _send(table: pd.DataFrame, title: str, step: int, callback: Any) -> None:
         texts.insert(1, "|---" * len(table.columns) + "|")
         callback.tb_writer.add_text(title, "\n".join(texts), step)
     elif not getattr(callback, "_initialized", False):
-        return  # its run begins with the training
+        return  # a tracker starts its run when training begins; `evaluate()` alone has none
     elif isinstance(callback, integrations.CometCallback):
         experiment = import_module("comet_ml").get_running_experiment()
         experiment.log_table(f"{title.replace('/', '_')}.csv", tabular_data=table)

@@ -1,4 +1,4 @@
-"""Evaluation means over all items of a set instead of over its batches."""
+"""Computes evaluation means over all items (pairs, tokens) of a dataset instead of means over its batches."""
 
 from __future__ import annotations
 
@@ -11,41 +11,44 @@ from accelerate import Accelerator
 
 from ..data.batch_metadata import pop_metadata
 from ..distributed import data_replicas, datasets_of
-from ..field_types import temporarily_set
 from ..parts import Evaluation, Part, Step
+from ..temporary_attributes import temporarily_set
 
 
-__all__ = ["ExactMeans", "without_gathering", "without_repeated_rows"]
+__all__ = ["ExactMeans", "drop_duplicate_rows", "local_metrics_only"]
 
 
 class ExactMeans(Part):
     """
     `exact_eval_means`: evaluation means over all pairs or tokens.
 
-    TRL averages loss and metrics over the batches of an evaluation, so a last batch with few rows weighs as much as a
-    full one.
+    TRL takes the mean over batches, so a last batch with few rows has the weight of a full one. Here each value counts
+    with its number of items: sum over batches of `value * items`, divided by the sum of `items`. Example: a loss of
+    1.0 over 3 pairs and one of 2.0 over 1 pair have the mean 1.25, not 1.5.
     """
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._sums: dict[str, torch.Tensor] = {}
-        """Of loss and metrics the sum over all items, and their number, `(2,)`."""
+        """By name of the loss or metric, the sum over all items and their number, `(2,)`."""
 
-    def ready(self) -> None:
+    def on_init_end(self) -> None:
         """
         Raises:
-            NotImplementedError: If rows that several processes repeat in a last batch could not be left out of a mean.
+            NotImplementedError: If duplicate rows in the last batches of several processes cannot be dropped.
         """
         trainer, args = self.trainer, self.trainer.args
         processes = trainer.accelerator.num_processes // data_replicas(trainer)
         if not self.settings.exact_eval_means or processes == 1:
             return
+        # Rows can only be dropped where each tensor of a batch has one entry per row.
         gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
         has_images = getattr(trainer, "_is_vision_dataset", False)
-        stays_whole = gives_logits or has_images or trainer.padding.task.packs_rows()
+        keeps_duplicates = gives_logits or has_images or trainer.padding.task.packs_rows()
         for name, dataset in datasets_of(trainer).items():
             is_stream = not isinstance(dataset, Sized)
-            if name != "train" and (is_stream or (stays_whole and len(dataset) % (args.eval_batch_size * processes))):
+            has_duplicates = is_stream or len(dataset) % (args.eval_batch_size * processes) > 0
+            if name != "train" and (is_stream or (keeps_duplicates and has_duplicates)):
                 raise NotImplementedError(
                     f"`exact_eval_means=True` counts each row of the {name} dataset once, and {processes} processes "
                     "repeat some to fill their last batches, which cannot be left out of a stream, of packed "
@@ -54,25 +57,28 @@ class ExactMeans(Part):
                 )
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def around_step(self, step: Step) -> Iterator[None]:
         task, accelerator = self.trainer.padding.task, self.trainer.accelerator
-        if not self.settings.exact_eval_means or step.mode == "train" or task.loss_items(step.inputs) is None:
+        if not self.settings.exact_eval_means or step.mode == "train" or task.num_loss_items(step.inputs) is None:
             yield
             return
-        has_own = True
-        if not step.returns_outputs:
-            step.inputs, has_own = without_repeated_rows(
+        has_rows = True
+        if not step.returns_outputs:  # outputs must have a row for each row of the batch
+            step.inputs, has_rows = drop_duplicate_rows(
                 accelerator, step.inputs, task.rows_per_item, data_replicas(self.trainer)
             )
-        items = {"loss": task.loss_items(step.inputs), **task.metric_items(step.inputs)}
+        items = {"loss": task.num_loss_items(step.inputs), **task.num_metric_items(step.inputs)}
         metrics = self.trainer._metrics["eval"]
-        logged = {name: len(values) for name, values in metrics.items()}
-        with without_gathering(accelerator):
+        # TRL appends to these lists during the forward: longer ones have a new value.
+        lengths = {name: len(values) for name, values in metrics.items()}
+        with local_metrics_only(accelerator):
             yield
-        new = {name: values[-1] for name, values in metrics.items() if len(values) > logged.get(name, 0)}
+        new = {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
         names = ["loss", *sorted(new)]
-        weights = has_own * torch.stack([items.get(name, items["loss"]) for name in names]).float()
+        # A process without rows of its own computed a batch of duplicates; its weights are 0.
+        weights = has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
         values = torch.cat([step.loss.detach().float().reshape(1), weights.new_tensor([new[n] for n in names[1:]])])
+        # `where`, because a metric without items may be NaN, and NaN * 0 is NaN.
         totals = torch.stack([torch.where(weights > 0, values * weights, 0.0), weights], dim=1)
         if accelerator.num_processes > 1:
             totals = accelerator.reduce(totals)
@@ -80,12 +86,12 @@ class ExactMeans(Part):
             self._sums[name] = self._sums.get(name, 0) + total
 
     def _mean(self, name: str) -> dict[str, float]:
-        """The mean of that name, if it has items."""
+        """The mean of a loss or metric by its name; empty if it has no items."""
         total, items = self._sums.get(name, torch.zeros(2)).tolist()
         return {name: total / items} if items else {}
 
     @contextlib.contextmanager
-    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self._sums = {}
         yield
         for mean in self._mean("loss").values():
@@ -95,34 +101,54 @@ class ExactMeans(Part):
         if self.settings.exact_eval_means and mode == "eval":
             metrics = self.trainer._metrics["eval"]
             for name in metrics.keys() - {"num_tokens"}:
-                metrics[name] = list(self._mean(name).values()) or metrics[name]  # TRL logs the means of these lists
+                # TRL logs the mean of each list, so the list becomes its exact mean.
+                metrics[name] = list(self._mean(name).values()) or metrics[name]
 
 
 @contextlib.contextmanager
-def without_gathering(accelerator: Accelerator) -> Iterator[None]:
-    """Until the block ends, `accelerator.gather` and `gather_for_metrics` return their argument unchanged."""
+def local_metrics_only(accelerator: Accelerator) -> Iterator[None]:
+    """Metrics of this process alone: `accelerator.gather` and `gather_for_metrics` return their argument unchanged."""
 
-    def same(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    # Weights differ between processes, so means are weighted before they are reduced, not gathered before.
+    def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    with temporarily_set(accelerator, "gather", same), temporarily_set(accelerator, "gather_for_metrics", same):
+    with (
+        temporarily_set(accelerator, "gather", identity),
+        temporarily_set(accelerator, "gather_for_metrics", identity),
+    ):
         yield
 
 
-def without_repeated_rows(
-    accelerator: Accelerator, batch: dict[str, Any], rows_per_item: int, alike: int = 1
+def drop_duplicate_rows(
+    accelerator: Accelerator, batch: dict[str, Any], rows_per_item: int, replicas: int = 1
 ) -> tuple[dict[str, Any], bool]:
     """
-    A batch without the rows that accelerate repeats from the first batch to fill up the last one, and whether it has
-    any others; where it has none, it is as it was given. Every `alike` processes have the same batch.
+    Drop the rows that accelerate repeats from the first batch to fill the last one.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]):
+            Its `gradient_state.remainder` is the number of items of the last batch, over all processes.
+        batch (`dict`):
+            The batch of this process.
+        rows_per_item (`int`):
+            Rows of an item: 2 for a pair, whose rejected row is `items` rows behind the chosen one.
+        replicas (`int`, *optional*, defaults to `1`):
+            Number of adjacent processes that have the same batch.
+
+    Returns:
+        The batch, and whether any of its rows is no duplicate. A batch of duplicates only is returned as it is: the
+        process must run its forward with the others.
+
+    Example: with a remainder of 3 and 2 items per process, process 0 keeps both of its items and process 1 its first.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
-    whole, (batch, _) = batch, pop_metadata(batch)
-    if accelerator.num_processes == alike or not state.end_of_dataloader or state.remainder <= 0:
-        return whole, True
+    original, (batch, _) = batch, pop_metadata(batch)  # layouts of fewer rows are other layouts
+    if accelerator.num_processes == replicas or not state.end_of_dataloader or state.remainder <= 0:
+        return original, True
     items = rows // rows_per_item
-    own = min(max(state.remainder - accelerator.process_index // alike * items, 0), items)
-    arrays = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
-    if own in (0, items) or any(v.shape[0] not in (items, rows) for v in arrays.values()):
-        return whole, own > 0
-    return {**batch, **{k: torch.cat([part[:own] for part in v.split(items)]) for k, v in arrays.items()}}, True
+    unique = min(max(state.remainder - accelerator.process_index // replicas * items, 0), items)
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    if unique in (0, items) or any(v.shape[0] not in (items, rows) for v in tensors.values()):
+        return original, unique > 0
+    return {**batch, **{k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}}, True

@@ -1,4 +1,4 @@
-"""Weights, losses and gradients that are NaN or infinite: refused before the first step, reported after it."""
+"""Finds NaN and infinite values: in weights before the first step, in losses and gradients during training."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from ..checks import tokenizer_of
 from ..data.row_checks import worth_a_warning
+from ..data.tokenizers import tokenizer_of
 from ..parts import Part, Step
 
 
@@ -22,14 +22,15 @@ logger = get_logger(__name__)
 
 Batch = dict[str, torch.Tensor]
 
-PENDING = 64
-"""Most values whose finiteness is not looked at yet: looking waits for the device, so it is done when TRL logs."""
+MAX_PENDING_VALUES = 64
+"""Maximum number of values that are not checked yet. A check waits for the device, so it is postponed to TRL's log."""
 
 SHOWN_ROWS, SHOWN_TOKENS = 4, 12
+"""Rows of a warning, and tokens of each."""
 
 
 def check_weights(model: nn.Module, which: str) -> None:
-    """Raise a `ValueError` if a weight is NaN or infinite; quantized ones, and other processes', are not looked at."""
+    """Raise a `ValueError` if a weight is NaN or infinite. Quantized weights and those on `meta` are not checked."""
     broken = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -46,11 +47,11 @@ def check_weights(model: nn.Module, which: str) -> None:
         )
 
 
-class Seen(NamedTuple):
-    """A loss or the norm of a gradient, and the rows that it was computed on."""
+class PendingValue(NamedTuple):
+    """A loss or gradient norm that is not checked yet, and the batches that it was computed on."""
 
-    what: str
-    step: int
+    name: str
+    around_step: int
     value: torch.Tensor | float
     batches: list[Batch]
 
@@ -59,65 +60,72 @@ class FiniteValues(Part):
     """
     Reports losses and gradients that are not finite.
 
-    With `stop_on_nonfinite` each is looked at before the optimizer's step. By default they are looked at when TRL
+    With `stop_on_nonfinite` each value is checked before the optimizer's step. By default values are checked when TRL
     logs, so that a step does not wait for the device.
     """
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self._seen: list[Seen] = []
+        self._pending: list[PendingValue] = []
         self._step_batches: list[Batch] = []
         self._count = 0
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def around_step(self, step: Step) -> Iterator[None]:
         yield
         if not isinstance(step.loss, torch.Tensor):
             return
         if step.mode == "train":
-            self._step_batches = [*self._step_batches[-PENDING:], *step.batches]
-        what = "loss of training" if step.mode == "train" else "loss of evaluation"
-        self._see(Seen(what, step.number, step.loss.detach(), step.batches))
+            # Batches of the micro-batches so far, for the gradient norm. Limited, because nothing clears them if
+            # Trainer never computes that norm.
+            self._step_batches = [*self._step_batches[-MAX_PENDING_VALUES:], *step.batches]
+        name = "loss of training" if step.mode == "train" else "loss of evaluation"
+        self._record(PendingValue(name, step.number, step.loss.detach(), step.batches))
 
-    def see_gradient(self, norm: torch.Tensor | float | None, number: int) -> None:
-        """Remember the norm of the gradient of an optimizer step."""
+    def record_grad_norm(self, norm: torch.Tensor | float | None, number: int) -> None:
+        """Record the gradient norm of the optimizer step `number`, to be checked."""
         batches, self._step_batches = self._step_batches, []
         if norm is not None:
-            self._see(Seen("norm of the gradient", number, norm, batches))
+            self._record(PendingValue("norm of the gradient", number, norm, batches))
 
-    def _see(self, seen: Seen) -> None:
-        self._seen.append(seen)
-        if self.settings.stop_on_nonfinite or len(self._seen) >= PENDING:
-            self.look()
+    def _record(self, value: PendingValue) -> None:
+        self._pending.append(value)
+        if self.settings.stop_on_nonfinite or len(self._pending) >= MAX_PENDING_VALUES:
+            self.check_pending()
 
     def log(self, logs: dict[str, float], mode: str) -> None:
-        self.look()
+        self.check_pending()
 
-    def look(self) -> None:
-        """Look at the values that were not looked at yet; a `FloatingPointError` with `stop_on_nonfinite`."""
-        seen, self._seen = self._seen, []
-        for what, step, value, batches in seen:
+    def check_pending(self) -> None:
+        """
+        Check the pending values, which waits for the device.
+
+        Raises:
+            FloatingPointError: If a value is not finite, with `stop_on_nonfinite`.
+        """
+        pending, self._pending = self._pending, []
+        for name, step, value, batches in pending:
             if bool(value.isfinite()) if isinstance(value, torch.Tensor) else math.isfinite(value):
                 continue
             self._count += 1
             text = (
-                f"The {what} in step {step} is {float(value)}{self._rows_of(batches)}. Look for rows that are broken, "
-                "a learning rate that is too high, and float16 where bfloat16 is needed."
+                f"The {name} in step {step} is {float(value)}{self._rows_of(batches)}. Look for broken rows, a "
+                "learning rate that is too high, and float16 where bfloat16 is needed."
             )
             if self.settings.stop_on_nonfinite:
                 raise FloatingPointError(
-                    f"{text} The run stops before the weights are changed by it, as `stop_on_nonfinite=True` asks."
+                    f"{text} The run stops before this changes the weights, because of `stop_on_nonfinite=True`."
                 )
             if worth_a_warning(self._count):
                 so_far = f" So far {self._count} losses and gradients were not finite." if self._count > 1 else ""
                 logger.warning(
-                    f"{text}{so_far} The run goes on, as TRL's does (which logs such a loss as the mean of the losses "
-                    "before it); `stop_on_nonfinite=True` stops it.",
-                    main_process_only=False,
+                    f"{text}{so_far} The run goes on, as in TRL (whose log shows the mean of earlier losses instead); "
+                    "`stop_on_nonfinite=True` stops it.",
+                    main_process_only=False,  # rows differ between processes
                 )
 
     def _rows_of(self, batches: list[Batch]) -> str:
-        """The first rows of batches, by the beginning of their texts."""
+        """The first rows of batches, each by its first tokens, as the end of a sentence; empty without batches."""
         tokenizer = tokenizer_of(self.trainer.processing_class)
         shown, count = [], 0
         for batch in batches:

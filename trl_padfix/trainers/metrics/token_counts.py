@@ -1,4 +1,4 @@
-"""Counts the tokens of a trainer's forwards, padded, real and computed, for its log and its progress bar."""
+"""Counts padded, real and packed tokens of a trainer's forwards, for its log and its progress bar."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..distributed import data_replicas
 from ..parts import Evaluation, Part, Step
 
 
-__all__ = ["TokenCounter", "TokenCounts", "forward_counts", "summed_over_processes"]
+__all__ = ["TokenCounter", "TokenCounts", "forward_counts", "report_of", "summed_over_processes"]
 
 
 class TokenCounter:
-    """Tokens and seconds since the last report, of one mode (training or evaluation), summed over processes."""
+    """Tokens and seconds of one mode (training or evaluation) since the last report, summed over processes."""
 
     def __init__(self) -> None:
         self.sums: dict[torch.device, torch.Tensor] = {}
-        """What was added, by its device; nobody reads it before the report."""
+        """Sums of counts by their device: a tensor there is read only by the report, which waits for the device."""
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -38,16 +38,16 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: torch.Tensor) -> None:
-        """Count a step, by what [`TokenCounts`] counts of it."""
+        """Add the counts of a step, `(5,)`: padded, real and packed tokens, shared forwards, forwards."""
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
-        """The metrics since the last report; begins anew."""
+        """The metrics since the last report; resets the counter."""
         self.pause()
         counts = torch.stack([torch.zeros(5, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
         padded, real, packed, shared, forwards = counts.tolist()
         seconds = self.seconds
-        self.__init__()
+        self.__init__()  # resets sums and seconds
         if not padded:
             return {}
         self.start()
@@ -60,32 +60,33 @@ class TokenCounter:
 
 
 class TokenCounts(Part):
-    """Tokens a second, and the share of them that padding removal saves, in the log of a trainer."""
+    """Logs tokens per second and the fractions of tokens that padding removal and prefix sharing save."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def around_step(self, step: Step) -> Iterator[None]:
         counter = self.counters[step.mode]
         counter.start()
         before = forward_counts(self.trainer.padding.handle)
         yield
-        counted = [after - b for after, b in zip(forward_counts(self.trainer.padding.handle), before, strict=True)]
-        counts = _step_counts(step.batches, counted[:3], counted[3:])
+        after = forward_counts(self.trainer.padding.handle)
+        new = [a - b for a, b in zip(after, before, strict=True)]
+        counts = _step_counts(step.batches, new[:3], new[3:])
         counter.add(summed_over_processes(counts, self.trainer))
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def around_evaluate(self) -> Iterator[None]:
         self.counters["train"].pause()
         self.counters["eval"] = TokenCounter()
         yield
 
     @contextlib.contextmanager
-    def evaluation(self, evaluation: Evaluation) -> Iterator[None]:
+    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         yield
-        self.counters["eval"].pause()  # what is generated then is not counted
+        self.counters["eval"].pause()  # tokens generated after the loop (`predict_with_generate`) do not count
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         prefix = "eval_" if mode == "eval" else ""
@@ -95,10 +96,17 @@ class TokenCounts(Part):
         logs.update({prefix + name: value for name, value in metrics.items()})
 
 
+def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool = True) -> dict[str, float]:
+    """The metrics of a mode since its last report, those of evaluation by names with `eval_`."""
+    prefix = "eval_" if mode == "eval" else ""
+    return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
+
+
 def forward_counts(handle: PaddingRemoval | None) -> list[int]:
     """
-    Padded, real and packed tokens of all packed forwards so far; with `prefix_sharing="auto"` also how many of them
-    shared prefixes, and how many there were.
+    Counts of all packed forwards of a model so far: padded, real and packed tokens, shared forwards, forwards.
+
+    The last two are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share prefixes.
     """
     stats = handle.stats if handle is not None else PaddingStats()
     chooses = handle is not None and handle.prefix_sharing == "auto"
@@ -107,34 +115,37 @@ def forward_counts(handle: PaddingRemoval | None) -> list[int]:
 
 
 def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
-    """The counts of all processes that have rows of their own."""
+    """The counts summed over processes; processes that have the same rows count once."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
         return counts
     return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], counted: list[int], chose: list[int]) -> torch.Tensor:
+def _step_counts(batches: list[dict[str, torch.Tensor]], tokens: list[int], choices: list[int]) -> torch.Tensor:
     """
-    Padded, real and packed tokens of `batches`, and what `chose` counts.
+    The counts of a step, `(5,)`: padded, real and packed tokens of `batches`, then the counts in `choices`.
 
-    `counted` are those of the packed forwards. A policy that is its own reference (its adapter switched off) ran twice
-    on the same batches, so they are scaled to the shapes of the batches. Where none ran the masks are summed up.
+    `tokens` are padded, real and packed tokens of the packed forwards. A policy that is its own reference (with its
+    adapter switched off) runs twice on the same batches, so the numbers are scaled to the padded size of the batches.
+    Without packed forwards the real tokens are the sum of the masks.
     """
     if not batches:
-        return torch.tensor([*counted, *chose])
+        return torch.tensor([*tokens, *choices])
     padded = sum(batch["input_ids"].numel() for batch in batches)
-    if counted[0]:
-        return torch.tensor([padded, *(round(count * padded / counted[0]) for count in counted[1:]), *chose])
+    if tokens[0]:
+        return torch.tensor([padded, *(round(count * padded / tokens[0]) for count in tokens[1:]), *choices])
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     real = torch.stack([mask.sum() for mask in masks]).sum()
-    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *chose))])
+    # `real` stays on its device: reading it here would wait for it in every step.
+    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *choices))])
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
-    """Put real tokens a second, and the share of a batch that is not computed, behind the bar of the steps."""
+    """Show real tokens per second, and the fraction of the batch that is not computed, behind the progress bar."""
     text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     if "padfix/pad_fraction" in metrics:
+        # The second fraction is of real tokens, so the computed parts are multiplied.
         saved = 1 - (1 - metrics["padfix/pad_fraction"]) * (1 - metrics["padfix/shared_fraction"])
         text += f", {saved:.0%} of the batch not computed"
     for callback in callbacks:

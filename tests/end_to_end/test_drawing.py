@@ -1,11 +1,11 @@
-"""What the notebooks draw."""
+"""`notebooks/drawing.py`: the pictures of the notebooks."""
 
+import drawing
 import numpy as np
 import torch
+from drawing import draw, draw_race, draw_rows, over_time, rows_of
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
-from trl_padfix.tools import notebook
-from trl_padfix.tools.notebook import draw, draw_race, draw_rows, over_time, rows_of
 
 
 IDS = torch.tensor([[5, 6, 7], [5, 8, 0]])
@@ -23,7 +23,7 @@ def test_cells_are_coloured_by_their_row_and_shared_ones_by_none():
 
 def test_seconds_are_counted_from_the_end_of_the_first_step(monkeypatch):
     moments = iter((100.0, 101.5, 104.0))
-    monkeypatch.setattr(notebook.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(drawing.time, "perf_counter", lambda: next(moments))
     assert over_time(loss for loss in (3.0, 2.0, 1.0)) == ([0.0, 1.5, 4.0], [3.0, 2.0, 1.0])
 
 
@@ -33,8 +33,8 @@ def test_a_race_draws_both_curves_over_time_and_says_how_long_each_took(monkeypa
     monkeypatch.setattr(plt, "show", lambda: None)
     draw_race({"padded": ([0.0, 4.0], [2.0, 1.0]), "padding-free": ([0.0, 1.0], [2.0, 1.0])})
     over_steps, over_seconds = plt.gcf().axes
-    drawn = {line.get_label(): list(line.get_xdata()) for line in over_seconds.lines}
-    assert drawn == {"padded": [0.0, 4.0], "padding-free": [0.0, 1.0]}
+    curves = {line.get_label(): list(line.get_xdata()) for line in over_seconds.lines}
+    assert curves == {"padded": [0.0, 4.0], "padding-free": [0.0, 1.0]}
     assert [list(line.get_xdata()) for line in over_steps.lines] == [[1, 2], [1, 2]]
     assert capsys.readouterr().out.splitlines() == ["padded: 4.0 s, 1.0x", "padding-free: 1.0 s, 4.0x"]
     draw({"tokens": {"padded": 6.0, "packed": 4.0}})

@@ -1,0 +1,71 @@
+"""
+Forwards that compute shared prefixes, and forwards that read their states.
+
+A prefix forward records keys, values and states ([`ForwardStates`]). Later forwards of the step read them: their rows
+begin with tokens of the prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from ..context import within
+from ..layout.shared_prefixes import PrefixedLayout
+from .batch_metadata import (
+    ForwardMetadata,
+    KnownBatch,
+    KnownBatches,
+    metadata_of,
+    share_layouts_in_call,
+    with_known_batch,
+)
+from .layout_of import LayoutInputs
+
+
+__all__ = ["run_prefix_forward", "with_prefix_states"]
+
+
+def run_prefix_forward(
+    forward: Callable[..., Any], call: dict[str, Any], layout: PrefixedLayout, **head_arguments: Any
+) -> None:
+    """
+    Compute a shared prefix. Its states go to `layout.prefix_states.records`.
+
+    Args:
+        forward (`Callable`):
+            A decoder; with `head_arguments` its model.
+        call (`dict`):
+            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the outputs
+            that are wanted.
+        layout ([`PrefixedLayout`]):
+            The layout of the prefix in that batch.
+        **head_arguments:
+            `logits_to_keep`, where the head must run too.
+    """
+    ids, mask = call["input_ids"], call["attention_mask"]
+    outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
+    assert layout.new is not None
+    assert layout.prefix_states is not None
+    assert layout.prefix_states.records is not None
+    records = layout.prefix_states.records
+    records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
+    # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
+    with within(model=None, runner=None, known_batches=KnownBatches([_known_batch(call, ForwardMetadata(layout))])):
+        output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
+    if head_arguments:
+        records["head",] = (output.logits,)  # backward must begin with the head, as FSDP2 expects
+
+
+@contextmanager
+def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
+    """A block in which the forward of a `call` of a model has this `layout`, and reads its prefix states."""
+    metadata = metadata_of(call["input_ids"], call["attention_mask"]) or ForwardMetadata(layout)
+    with share_layouts_in_call(), with_known_batch(_known_batch(call, replace(metadata, layout=layout))):
+        yield
+
+
+def _known_batch(call: dict[str, Any], metadata: ForwardMetadata) -> KnownBatch:
+    return KnownBatch.of(LayoutInputs(call["input_ids"], call["attention_mask"], shares=True), metadata)

@@ -1,0 +1,73 @@
+"""The scores that a comparison of packed and padded is made on: log-probabilities, or outputs of a pooling head."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..layout.build import packed_layout
+
+
+__all__ = ["logits_of", "logits_of_packed", "scores_of", "select_columns", "unpack_batch", "with_padding"]
+
+MAX_COLUMNS = 64
+"""Compared columns of a batch with images, or of a long row: logits of all columns would take too much memory."""
+
+
+def unpack_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sequences of a packed batch, as padded ids and mask, both `(sequences, L)`."""
+    layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
+    rows = batch["input_ids"].flatten().split(layout.query_lengths)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
+
+
+def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Logits `(B, L, V)` of a padded batch that the model receives as one packed row, as a user of packing does."""
+    keep = mask.bool()
+    positions = (mask.cumsum(1) - 1)[keep][None]
+    logits = logits_of(model(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
+    padded = logits.new_zeros(*ids.shape, logits.shape[-1])
+    padded[keep] = logits[0]
+    return padded
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def with_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch with images and one more column of padding, so that there is something to remove."""
+    shape = batch["input_ids"].shape
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape[-2:] == shape}
+    return {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in tensors.items()}}
+
+
+def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a call for the logits of at most `MAX_COLUMNS` columns, and these columns, `(n,)`."""
+    columns = torch.arange(inputs["input_ids"].shape[1] - 1, device=inputs["input_ids"].device)
+    columns = columns[:: max(1, -(-len(columns) // MAX_COLUMNS))]
+    # ms-swift makes reward models with an identity as head, and pools the states of all columns afterwards.
+    has_head = not isinstance(model.get_output_embeddings(), nn.Identity)
+    takes_columns = "logits_to_keep" in inspect.signature(model.forward).parameters and has_head
+    return {**inputs, "use_cache": False} | ({"logits_to_keep": columns} if takes_columns else {}), columns
+
+
+def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `(n,)` of the real tokens after `columns`, or the flattened output of a pooling head."""
+    logits = logits.float()
+    if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
+        logits = logits[:, -ids.shape[1] :]  # prompt tuning prepends virtual tokens to every row
+    if logits.dim() == 3 and logits.shape[:2] == ids.shape:
+        logits = logits[:, columns]
+    if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
+        return logits.flatten()
+    real = (
+        mask[:, columns] * mask[:, columns + 1]
+    ).bool()  # a masked token has no score, neither has the one after it
+    ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # ids of image tokens may be larger than the vocabulary
+    return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]

@@ -1,0 +1,258 @@
+"""The work of `trl-padfix stats`: settings of an imagined training, its rows, and their token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..trainers.data.turns import expand_turns
+from . import bench
+from .data import load_rows, rename_columns, whole_number
+from .formats import rows_for_trainer, to_trl_format, trainer_of
+from .stats import (
+    BatchTokens,
+    Lengths,
+    TokenRow,
+    Waiting,
+    batch_tokens,
+    check_kept,
+    measure,
+    memory_of,
+    sequences_of,
+    simulate_waiting,
+    summary,
+    texts_of,
+    truncation_counts,
+    with_completions,
+)
+from .stats_picture import plot
+from .verdict import UNITS, Verdict, advise, bench_data, prefix_tree, truncate
+
+
+__all__ = ["StatsReport", "StatsSettings", "advise_synthetic", "analyze", "load_training_rows"]
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sizes of the batches whose tokens are counted."""
+
+ONLINE = ("grpo", "rloo")
+"""Trainers that generate the completions of their prompts."""
+
+
+@dataclass(frozen=True)
+class StatsSettings:
+    """The training whose batches are counted; names are those of TRL's configurations and of the command line."""
+
+    max_length: int | None
+    truncation_mode: str
+    batch_size: int
+    accumulation: int
+    max_tokens_per_batch: int | None
+    expand_turns: bool
+    group_by_prefix: bool
+    trainer: str = ""  # empty: the one that takes the columns
+    generations: int = 8
+    completion_length: int = 256
+    seed: int = 0
+
+    @classmethod
+    def of(cls, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> StatsSettings:
+        """
+        Options of the command, or where they are `None` the fields of a recipe, or else defaults.
+
+        Raises:
+            ValueError: If a number of the recipe is none.
+        """
+        fields = dict(recipe)
+
+        def number(option: str, field: str, default: int | None, at_least: int = 1) -> int | None:
+            value = options[option]
+            return whole_number(fields, field, default, at_least) if value is None else value
+
+        return cls(
+            max_length=number("max_length", "max_length", 1024, at_least=0),
+            truncation_mode=options["truncation_mode"] or recipe.get("truncation_mode", "keep_start"),
+            batch_size=number("batch_size", "per_device_train_batch_size", 8) or 8,
+            accumulation=number("accumulation", "gradient_accumulation_steps", 4) or 4,
+            max_tokens_per_batch=number("max_tokens_per_batch", "max_tokens_per_batch", None),
+            expand_turns=options["expand_turns"] or bool(recipe.get("expand_turns")),
+            group_by_prefix=options["group_by_prefix"] or bool(recipe.get("group_by_prefix")),
+            **{name: options[name] for name in ("generations", "completion_length", "seed")},
+            trainer=options["trainer"] or "",
+        )
+
+    @property
+    def is_online(self) -> bool:
+        return self.trainer in ONLINE
+
+
+@dataclass(frozen=True)
+class StatsReport:
+    """Token counts of a dataset under some settings."""
+
+    settings: StatsSettings
+    rows: int
+    lengths: dict[str, dict[str, float]]  # of each column, see [`summary`]
+    truncation: dict[str, int]
+    batches: list[BatchTokens]
+    token_budget: int
+    waiting: list[Waiting]
+    verdict: Verdict | None  # `None` if TRL drops all rows of the sample
+    longest: int  # tokens of the longest sequence, at least 1,024: the `max_length` of `bench`
+    kept: Lengths  # of the rows that TRL trains on
+    sample: list[TokenRow]
+
+    @property
+    def unit(self) -> str:
+        """What batches are counted in: pairs, rows or prompts."""
+        return UNITS[self.settings.trainer]
+
+    def bench_data(self, data: str, **options: Any) -> str:
+        """The value of `bench --data` with its flags, for the same rows; `options` are further options of `bench`."""
+        settings = self.settings
+        lengths: dict[str, int] = (
+            {"completion_length": settings.completion_length}
+            if settings.is_online
+            else {"max_length": max(2, self.longest)}
+        )
+        return bench_data(data, settings.expand_turns, **options, **lengths)
+
+    def to_dict(self, data: str, tokenizer: str | None, measured: str) -> dict[str, Any]:
+        """The figures for JSON; `measured` is the text of [`bench_data`]."""
+        settings = self.settings
+        return {
+            "data": data,
+            "trainer": settings.trainer,
+            "tokenizer": tokenizer,
+            "max_length": settings.max_length,
+            "truncation_mode": settings.truncation_mode,
+            "seed": settings.seed,
+            "grouped": settings.group_by_prefix,
+            "lengths": self.lengths,
+            "truncation": self.truncation,
+            "batches": [asdict(batch) for batch in self.batches],
+            "simulation": {
+                "batch_size": settings.batch_size,
+                "accumulation": settings.accumulation,
+                "max_tokens_per_batch": self.token_budget,
+            },
+            "waiting": [asdict(waiting) for waiting in self.waiting],
+            "verdict": self.verdict and self.verdict.to_dict(measured),
+        }
+
+    def draw(self, path: Path) -> None:
+        """Draw lengths, a batch and the prefix tree of the sample to a PNG."""
+        settings = self.settings
+        tree = prefix_tree(self.sample) if self.sample else None
+        plot(
+            self.kept,
+            path,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
+            seed=settings.seed,
+            tree=tree,
+        )
+
+
+def load_training_rows(
+    data: str, split: str, columns: str | None, settings: StatsSettings
+) -> tuple[Dataset, Iterable[str], StatsSettings]:
+    """
+    Load data as a trainer takes it.
+
+    Returns:
+        The rows; their texts, to train a tokenizer on (each rollout once, before `expand_turns` repeats it); and the
+        settings with the trainer. Completions that are generated have no `max_length`.
+
+    Raises:
+        ValueError: If the trainer does not take such data, or not under these settings.
+    """
+    rows = to_trl_format(rename_columns(load_rows(data, split), columns))
+    trainer = settings.trainer or ("sft" if settings.expand_turns else trainer_of(rows))
+    settings = replace(settings, trainer=trainer)
+    if settings.expand_turns and trainer != "sft":
+        raise ValueError(f"`expand_turns` makes rows for sft, and the trainer is {trainer}.")
+    if settings.group_by_prefix and settings.is_online:
+        raise ValueError(f"`group_by_prefix` is for rows that are there, and {trainer} generates its completions.")
+    settings = replace(settings, max_length=None if settings.is_online else settings.max_length or None)
+    texts = texts_of(rows)
+    return rows_for_trainer(expand_turns(rows) if settings.expand_turns else rows, trainer), texts, settings
+
+
+def analyze(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: StatsSettings, processes: Iterable[int],
+    progress: bool = False,
+) -> StatsReport:  # fmt: skip
+    """
+    Count the tokens of [`load_training_rows`], and simulate batches and processes.
+
+    Raises:
+        ValueError: If TRL would train on none of the rows.
+    """
+    lengths = measure(rows, tokenizer, trainer=settings.trainer, progress=progress)
+    if settings.is_online:
+        lengths = with_completions(lengths, settings.generations, settings.completion_length, settings.seed)
+    max_length, mode, seed = settings.max_length, settings.truncation_mode, settings.seed
+    check_kept(lengths, max_length, mode)
+    kept = lengths.kept_rows(max_length, mode)
+    costs = kept.costs(max_length, mode)
+    grouped, batch_size = settings.group_by_prefix, settings.batch_size
+    budget = settings.max_tokens_per_batch or memory_of(costs, batch_size, seed)
+    sample = truncate(lengths.sample, max_length, lengths.columns["completion"] if settings.is_online else None)
+    return StatsReport(
+        settings=settings,
+        rows=len(lengths),
+        lengths=summary(lengths),
+        truncation=truncation_counts(lengths, max_length, mode),
+        batches=batch_tokens(
+            kept, BATCH_SIZES, max_length=max_length, truncation_mode=mode, seed=seed, grouped=grouped
+        ),
+        token_budget=budget,
+        waiting=[
+            simulate_waiting(
+                costs,
+                count,
+                batch_size=batch_size,
+                accumulation=settings.accumulation,
+                budget=budget,
+                seed=seed,
+                grouped=grouped,
+            )
+            for count in processes
+        ],
+        verdict=advise(sample, batch_size=batch_size, budget=budget, seed=seed, trainer=settings.trainer)
+        if sample
+        else None,
+        longest=max_length or max(1024, int(lengths.sequences.max())),
+        kept=kept,
+        sample=sample,
+    )
+
+
+def advise_synthetic(
+    data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int = 0
+) -> tuple[Verdict, int | None]:
+    """
+    The verdict on synthetic rows of `bench`, and the `max_length` under which `bench` measures the same.
+
+    A tree needs no `max_length` (`None`): `bench` takes its longest row. The default budget is the mean tokens of a
+    batch.
+
+    Raises:
+        ValueError: If `data` is no such name.
+    """
+    tree = bench.parse_tree(data)
+    size = batch_size or (8 if tree is None else tree.rows)
+    count = 400 if tree is None else 12 * max(size, tree.rows)  # rows: a dozen trees, so that batches mix them
+    synthetic = bench.synthetic_rows(data, trainer, count, seed=seed)
+    if synthetic is None:
+        raise ValueError(f"{data!r} is no name of synthetic rows.")
+    rows: list[TokenRow] = [dict(row) for row in synthetic]
+    verdict = advise(rows, batch_size=size, budget=budget or 0, seed=seed)
+    verdict = replace(verdict, budget=budget or round(verdict.tokens))
+    longest = max(len(ids) for row in rows for ids in sequences_of(row))
+    return verdict, max(1024, longest) if tree is None else None

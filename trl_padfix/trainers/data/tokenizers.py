@@ -1,0 +1,55 @@
+"""Checks of the tokenizer of a trainer, before data is tokenized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import ProcessorMixin
+
+
+__all__ = ["check_tokenizer", "check_vocabulary", "require_eos", "tokenizer_of"]
+
+
+def tokenizer_of(processing_class: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer itself."""
+    return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
+
+
+def check_tokenizer(processing_class: Any) -> None:
+    """Refuse what is no tokenizer or processor, and a tokenizer that can neither pad nor end a text."""
+    tokenizer = tokenizer_of(processing_class)
+    if tokenizer is None:
+        return
+    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token")):
+        raise TypeError(
+            f"`processing_class` is a `{type(processing_class).__name__}`, and a tokenizer or processor is needed. "
+            "Pass `AutoTokenizer.from_pretrained(...)`, or leave it out: TRL then loads that of the model."
+        )
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ValueError(
+            "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
+            "completions with. Set `tokenizer.pad_token` and `tokenizer.eos_token`."
+        )
+    check_vocabulary(tokenizer)
+
+
+def check_vocabulary(processing_class: Any) -> None:
+    """Refuse a tokenizer of special tokens only: transformers makes it of a model folder without tokenizer files."""
+    tokenizer = tokenizer_of(processing_class)
+    if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        return
+    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # tokens may be bytes, without a vocabulary
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no token but {tokenizer.all_special_tokens}, so every "
+            "text would be empty: its files (`tokenizer.json`) are missing. Save the tokenizer into the folder of the "
+            "model (`tokenizer.save_pretrained(...)`), or pass the right one as `processing_class`."
+        )
+
+
+def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> None:
+    """Raise a `ValueError` if the plain texts of `column` are to be ended with an EOS token and there is none."""
+    if tokenizer_of(processing_class).eos_token is None and isinstance(next(iter(dataset)).get(column), str):
+        raise ValueError(
+            "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
+            "`tokenizer.eos_token`, or give chat messages."
+        )

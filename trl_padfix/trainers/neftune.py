@@ -1,0 +1,34 @@
+"""NEFTune against shared prefixes: its noise differs in every row, so no two rows begin with equal embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.logging import get_logger
+
+from ..core.call.layout_of import PrefixSharing
+from ..core.errors import PaddingRemovalError
+
+
+__all__ = ["prefix_sharing_with_neftune"]
+
+logger = get_logger(__name__)
+
+
+def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> PrefixSharing:
+    """
+    The `prefix_sharing` of a training: under NEFTune (`args.neftune_noise_alpha`) `"auto"` becomes `False`.
+
+    Raises:
+        PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
+    """
+    if not prefix_sharing or not getattr(args, "neftune_noise_alpha", None):
+        return prefix_sharing
+    if prefix_sharing == "auto":
+        logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+        return False
+    raise PaddingRemovalError(
+        "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
+        "there is no prefix to share. Set `prefix_sharing=False`: padding is removed all the same, with the noise of "
+        "the padded batch."
+    )

@@ -1,0 +1,319 @@
+"""
+Fields that this package adds to TRL's configurations, their checks, and [`Settings`], which reads all of them.
+
+Each field is declared once, in a mixin. `config.py` puts the mixins in front of TRL's classes and documents the
+fields.
+"""
+
+# No `from __future__ import annotations`: TRL's parser calls `get_type_hints`, which until Python 3.10 rejects an
+# `InitVar` in an annotation that is a string.
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin
+
+from ..core.attention.backends import Implementation
+from ..core.call.layout_of import check_prefix_sharing
+from .data.collators import check_padding_side
+from .field_types import ParityCheck, Sharing, parse_implementation
+from .temporary_attributes import temporarily_set
+
+
+__all__ = [
+    "AttentionConfig",
+    "BudgetConfig",
+    "EvaluationConfig",
+    "OnlineBudgetConfig",
+    "PackingConfig",
+    "PaddingConfig",
+    "ReferenceAttentionConfig",
+    "Settings",
+    "TeacherAttentionConfig",
+    "check_field_types",
+    "check_generation_settings",
+    "check_grouping",
+    "check_packing",
+    "check_token_budget",
+]
+
+FLAG_TYPES = (bool, bool | None, "bool", "bool | None")
+"""Types of flags. In modules with `from __future__ import annotations` the type of a field is a string."""
+
+
+@dataclass
+class AttentionConfig:
+    """
+    `attn_implementation`: the mixin in front of all others.
+
+    Not a dataclass field, because TRL's `ModelConfig` owns the flag `--attn_implementation`. TRL's scripts parse both
+    configurations with one parser, in which a flag must not be defined twice.
+    """
+
+    attn_implementation: InitVar[Implementation | None] = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.attn_implementation = attn_implementation
+        for name in (f"{of}attn_implementation" for of in ("", "ref_", "teacher_")):
+            if hasattr(self, name):
+                setattr(self, name, parse_implementation(getattr(self, name)))
+        super().__post_init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"attn_implementation": self.attn_implementation}  # type: ignore[misc]
+
+
+@dataclass
+class ReferenceAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
+
+    ref_attn_implementation: dict[str, Any] | str | None = None
+
+
+@dataclass
+class TeacherAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
+
+    teacher_attn_implementation: dict[str, Any] | str | None = None
+
+
+@dataclass
+class PackingConfig:
+    """Fields of every configuration of this package: a mixin in front of TRL's class."""
+
+    padding_free: bool = False
+    prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
+    parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
+    stop_on_nonfinite: bool = False
+    cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+        check_packing(self)
+        # TRL's configurations of trainers that generate reject context parallelism. Ours support it, and the part
+        # `ContextParallel` rejects the combinations that it cannot compute.
+        with temporarily_set(self, "parallelism_config", None) if self.padding_free else nullcontext():
+            super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class PaddingConfig(PackingConfig):
+    """[`PackingConfig`] and `padding_side`, for trainers with a collator."""
+
+    padding_side: str | None = field(default=None, metadata={"choices": ["left", "right"]})
+
+    def __post_init__(self) -> None:
+        check_padding_side(self.padding_side, optional=True)
+        super().__post_init__()
+
+
+@dataclass
+class OnlineBudgetConfig:
+    """`max_tokens_per_batch`: a mixin in front of [`PackingConfig`]."""
+
+    max_tokens_per_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        check_token_budget(self)
+        accumulation_steps: int = self.gradient_accumulation_steps  # type: ignore[has-type]
+        # Each row keeps the weight that it has in TRL's micro-batches. The last one of an epoch may have fewer rows,
+        # which then weigh more, so the size is needed after the multiplication below.
+        self._rows_per_micro_batch = self.per_device_train_batch_size  # type: ignore[attr-defined]
+        steps = getattr(self, "steps_per_generation", None)
+        has_full_steps = steps is None or steps % accumulation_steps == 0
+        has_size = getattr(self, "generation_batch_size", None) is not None
+        if self.max_tokens_per_batch is not None and has_full_steps and not has_size:
+            # One batch of the data loader is one optimizer step; the budget determines its number of micro-batches.
+            self.per_device_train_batch_size *= accumulation_steps  # type: ignore[attr-defined]
+            self.gradient_accumulation_steps = 1
+            if steps is not None:
+                self.steps_per_generation = steps // accumulation_steps
+        super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class BudgetConfig(OnlineBudgetConfig):
+    """`max_tokens_per_batch` and `group_by_prefix`, for trainers that train on the rows of a dataset."""
+
+    group_by_prefix: bool = False
+    group_by_prefix_buffer: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_grouping(self)
+
+
+@dataclass
+class EvaluationConfig:
+    """Fields for evaluation by generation and for exact means: a mixin in front of [`BudgetConfig`]."""
+
+    exact_eval_means: bool = False
+    predict_with_generate: bool = False
+    generation_max_new_tokens: int = 256
+    generation_kwargs: dict[str, Any] | str | None = None
+    eval_generation_samples: int | None = None
+    generation_rows_shown: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.predict_with_generate:
+            check_generation_settings(self)
+
+
+@dataclass
+class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig):
+    """
+    All our fields of a configuration, read once. A field that the configuration does not have gets its default.
+
+    The mixins give fields and defaults; their checks are skipped, because `check_arguments` checks the configuration.
+    """
+
+    pool_last_token: bool = False
+    expand_turns: bool = False
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.attn_implementation = attn_implementation
+
+    @classmethod
+    def of(cls, config: Any, **fixed: Any) -> "Settings":
+        """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
+        names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
+        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
+
+
+def check_field_types(config: Any) -> None:
+    """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
+    if not is_dataclass(config):
+        return
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES):
+        value = getattr(config, flag.name, None)
+        if value in (None, False, True):
+            continue
+        # Some flags of TRL accept other strings, so of these only "true" and "false" are wrong for certain.
+        if hasattr(Settings, flag.name) or str(value).strip().lower() in ("true", "false"):
+            intended = str(value).strip().lower() in ("true", "yes", "on", "1")
+            raise TypeError(
+                f"`{flag.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
+                f"takes {value!r} for {bool(value)}. Write `{flag.name}={intended}`."
+            )
+    kwargs = getattr(config, "model_init_kwargs", None)
+    if kwargs is not None and not isinstance(kwargs, (Mapping, str)):  # a JSON string is parsed later
+        raise TypeError(
+            f"`model_init_kwargs={kwargs!r}` is of type `{type(kwargs).__name__}`, and the keyword arguments of "
+            "`from_pretrained` are a dictionary. Write `model_init_kwargs={'dtype': 'bfloat16'}`, for instance."
+        )
+
+
+def check_packing(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `prefix_sharing` is set without `padding_free`, or it or `parity_check` has an unknown value.
+    """
+    check = getattr(config, "parity_check", True)
+    if not isinstance(check, bool) and check != "forward":
+        raise ValueError(
+            f"`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got {check!r}."
+        )
+    value = getattr(config, "prefix_sharing", False)
+    check_prefix_sharing(value)
+    if value and not config.padding_free:
+        raise ValueError(
+            f"`prefix_sharing={value}` needs `padding_free=True`: prefixes are shared in the packed row, and without "
+            "it there is none. Set both, or neither."
+        )
+
+
+def check_token_budget(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length`, without
+            `padding_free`, and with `packing`.
+    """
+    budget = getattr(config, "max_tokens_per_batch", None)
+    if budget is None:
+        return
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
+    if not config.padding_free:
+        raise ValueError(
+            f"`max_tokens_per_batch={budget}` needs `padding_free=True`: it counts the tokens that are computed, and "
+            "a padded batch computes others."
+        )
+    if getattr(config, "packing", False):
+        raise ValueError(
+            "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
+            "of `packing` and `max_tokens_per_batch`."
+        )
+    longest = getattr(config, "max_completion_length", None)  # `StepOrder` compares the rows of a dataset
+    if longest is not None and longest > budget:
+        raise ValueError(
+            f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
+            f"no batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
+        )
+
+
+def check_grouping(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
+            and if `group_by_prefix_buffer` is no number of rows or set without `group_by_prefix`.
+    """
+    grouped, buffer = getattr(config, "group_by_prefix", False), getattr(config, "group_by_prefix_buffer", None)
+    if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1 or not grouped):
+        raise ValueError(
+            f"`group_by_prefix_buffer={buffer!r}` is the number of rows of a stream that `group_by_prefix` groups at "
+            "a time. Give a number with `group_by_prefix=True`, or leave it out."
+        )
+    if not grouped:
+        return
+    if not getattr(config, "prefix_sharing", False):
+        raise ValueError(
+            "`group_by_prefix=True` needs `prefix_sharing=True`: without it the prefixes of the rows that it brings "
+            "together are computed for each of them. Set both, or neither."
+        )
+    if getattr(config, "packing", False):
+        raise ValueError(
+            "`packing=True` puts rows behind one another before they are sampled, and packed rows share no prefix. "
+            "Set one of `packing` and `group_by_prefix`."
+        )
+    strategy = getattr(config, "train_sampling_strategy", "random")
+    strategy = "group_by_length" if getattr(config, "group_by_length", False) is True else strategy
+    if strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"`group_by_prefix=True` and `{strategy}` both say which rows meet in a step, by prefix and by length. "
+            "Set one of them: with `max_tokens_per_batch` lengths are balanced anyway."
+        )
+
+
+def check_generation_settings(config: Any) -> None:
+    """Check the fields for generation in evaluation, before a model is loaded."""
+    for name in ("generation_max_new_tokens", "eval_generation_samples"):
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
+        raise ValueError(
+            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
+        )
+    kwargs = config.generation_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
+    taken = {
+        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
+        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
+        "num_return_sequences": "every prompt has one prediction",
+        "return_dict_in_generate": "only the tokens are kept",
+        "inputs": "prompts come from the evaluation set",
+    }
+    for name in taken.keys() & kwargs.keys():
+        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
+    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
+    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
+    if unknown:
+        raise ValueError(
+            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
+            "spelling."
+        )
+    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})
