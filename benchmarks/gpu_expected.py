@@ -97,8 +97,8 @@ def on_simulated_device(
 
     With `shapes_only` tensors have no values, so models of any size fit in memory.
     """
-    from kit.simulated_cuda import simulated_cuda  # the tests' simulated GPU: `PYTHONPATH=tests`
-    from kit.simulated_steps import CUDA, on_simulated, place_models
+    from simulated_gpu.simulated_cuda import simulated_cuda  # the tests' simulated GPU: `PYTHONPATH=tests`
+    from simulated_gpu.simulated_steps import CUDA, on_simulated, place_models
 
     # The model is built on the CPU. Only the step runs on the simulated device.
     on_cpu = replace(settings, device="cpu", steps=1, warmup=0)

@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from kit.torchvision_stand_in import torchvision_loads
+from simulated_gpu.torchvision_stand_in import torchvision_loads
 
 
 # A console of rich keeps the width that these name when it is built, whatever a test sets later. The workers of
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if asked or not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined
     if asked and importlib.util.find_spec("triton"):
-        importlib.import_module("kit.interpreted").without_extensions()
+        importlib.import_module("simulated_gpu.interpreted").without_extensions()
     elif not torch.cuda.is_available():
         found = [name for name in ("fla", "flash_attn", "mamba_ssm") if importlib.util.find_spec(name)]
         sys.modules.update(dict.fromkeys(found))  # not to be found, nor is their version
@@ -140,7 +140,7 @@ def pytest_collection_finish() -> None:
 def gpu() -> Iterator[Any]:
     """A simulated GPU whose torch has variable-length attention; what it counted."""
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    from kit.simulated_cuda import simulated_cuda
+    from simulated_gpu.simulated_cuda import simulated_cuda
 
     import trl_padfix.core.attention.varlen as kernels
 

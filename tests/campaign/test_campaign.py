@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 
+import campaign
 import pytest
-from kit import campaign
-from kit.campaign import PARTS, Part
+from campaign import PARTS, Part
 from kit.cells import MATRIX
 
 
@@ -49,7 +49,7 @@ def test_the_campaign_holds(part: Part, seed, tmp_path, request, capsys):
 
 def test_a_draw_that_breaks_prints_how_to_repeat_it(tmp_path, monkeypatch):
     """The control: a layout that leaks breaks, and the script that is printed breaks on the same."""
-    from kit.campaign import layouts
+    from campaign import layouts
     from kit.trainer_runs import confusing_layout
 
     monkeypatch.setattr(layouts, "prefix_sharing_layout", confusing_layout)

@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 from hypothesis import given
-from kit import reference_flash_attn
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import batch, build, drawn_batches
+from simulated_gpu import reference_flash_attn
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from zoo.models import batch, build, drawn_batches
 
 import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack

@@ -4,9 +4,9 @@ from importlib import metadata
 
 import pytest
 import torch
-from kit.models import CONFIGS
 from packaging.requirements import Requirement
 from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Config, T5Config
+from zoo.models import CONFIGS
 
 from trl_padfix.core.attention import backends
 from trl_padfix.core.attention import varlen as kernels

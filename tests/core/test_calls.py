@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from kit.cells import MATRIX
-from kit.models import CONFIGS, batch, build
+from zoo.models import CONFIGS, batch, build
 
 from trl_padfix import remove_padding
 from trl_padfix.core.model import patching, views

@@ -9,9 +9,9 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
-from kit.conformance import CASES, conform, of_operator
-from kit.gpu_models import build, step
 from peft import LoraConfig, get_peft_model
+from simulated_gpu.conformance import CASES, conform, of_operator
+from zoo.gpu_models import build, step
 
 import trl_padfix.core.attention.compiled
 from trl_padfix import remove_padding

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kit import reference_flash_attn, varlen_reference
-from kit.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
+from simulated_gpu import reference_flash_attn, varlen_reference
+from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
 
 
 def torch_varlen(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.gpu_models import build, pairs
+from zoo.gpu_models import build, pairs
 
 import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.decoder as patches

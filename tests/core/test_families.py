@@ -23,9 +23,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.families import build, families
-from kit.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
-from kit.family_tables import escaped, general
+from zoo.families import build, families
+from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
+from zoo.family_tables import escaped, general
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.cells import every_second, once_each
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import EOS, PAD, ROWS, SUPPORTED, batch, build
-from kit.vision_prompts import build_image, build_processor, build_vision_model
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import (
     BartConfig,
@@ -19,6 +17,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from zoo.models import EOS, PAD, ROWS, SUPPORTED, batch, build
+from zoo.vision_prompts import build_image, build_processor, build_vision_model
 
 from trl_padfix import generate, left_align, remove_padding
 from trl_padfix.core.remove import attachment_of

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.gpu_runs import CONFIG, build, check_half_precision, log_probs_and_gradient, pairs
+from simulated_gpu.gpu_runs import CONFIG, build, check_half_precision, log_probs_and_gradient, pairs
 from transformers import Qwen2Config
 
 from trl_padfix import prefix_sharing_layout, remove_padding

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kit import gpu_runs
-from kit.gpu_runs import check_half_precision
-from kit.simulated_cuda import to_simulated
+from simulated_gpu import gpu_runs
+from simulated_gpu.gpu_runs import check_half_precision
+from simulated_gpu.simulated_cuda import to_simulated
 
 import trl_padfix.core.attention.attention as attention
 

@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 import transformers
-from kit.models import PAD, ROWS, batch, build
-from kit.stack_models import EOS
+from zoo.models import PAD, ROWS, batch, build
+from zoo.stack_models import EOS
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.heads import LMHeadPatch

@@ -117,11 +117,8 @@ def test_rooms_stand_on_floors(layer):
 
 
 def test_no_test_imports_a_test():
-    tests = [path for path in (ROOT / "tests").rglob("*.py") if "kit" not in path.parts]
-    kit = list((ROOT / "tests/kit").glob("*.py"))
-    found = {
-        path.name: {n for n in imported_by(path) if "test_" in n or n.startswith("tests")} for path in tests + kit
-    }
+    tests = list((ROOT / "tests").rglob("*.py"))
+    found = {path.name: {n for n in imported_by(path) if "test_" in n or n.startswith("tests")} for path in tests}
     assert {name: imports for name, imports in found.items() if imports} == {}
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from campaign.layouts import attended, check
 from hypothesis import given
-from kit.campaign.layouts import attended, check
-from kit.gpu_models import pairs
-from kit.models import drawn_batches
-from kit.simulated_cuda import to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
+from zoo.gpu_models import pairs
+from zoo.models import drawn_batches
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
 from trl_padfix.core.parallel.collectives import Group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.models import batch, build
+from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.call import layout_of as batches

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.families import build
-from kit.family_outcomes import (
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
+from zoo.families import build
+from zoo.family_outcomes import (
     TOLERANCE,
     alone,
     batched,
@@ -14,13 +21,6 @@ from kit.family_outcomes import (
     leaking_layouts,
     padded,
     weighted,
-)
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import (
-    create_bidirectional_mask,
-    create_causal_mask,
-    create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
 )
 
 from trl_padfix import PaddingRemovalError, remove_padding

@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit import family_outcomes
 from kit.cells import MATRIX, every_pair, every_second, once_each
-from kit.families import build
-from kit.family_outcomes import (
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from zoo import family_outcomes
+from zoo.families import build
+from zoo.family_outcomes import (
     LEAK,
     TOLERANCE,
     alone,
@@ -33,9 +36,6 @@ from kit.family_outcomes import (
     trees_without_parents,
     weighted,
 )
-from peft import LoraConfig, get_peft_model
-from torch import nn
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from trl_padfix import (
     PaddingRemovalError,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import every_pair, every_second
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
-from kit.models import SUPPORTED, batch, build, real_logps
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from zoo.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
+from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import PaddingRemovalError, check_parity, packed_layout, remove_padding
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kit import families
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.model_numbers import SHARING, merge_segments
-from kit.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
 from kit.processes import logged
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from zoo import families
+from zoo.model_numbers import SHARING, merge_segments
+from zoo.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.models import batch, build
 from torch import nn
+from zoo.models import batch, build
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.attention.segments

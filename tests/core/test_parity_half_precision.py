@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from kit.cells import every_second, once_each, slow_but
-from kit.gpu_models import build, pairs, second_row_sees_the_first
-from kit.simulated_cuda import to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
+from zoo.gpu_models import build, pairs, second_row_sees_the_first
 
 import trl_padfix.core.call.layout_of as batches
 import trl_padfix.core.parity.check as parity

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.families import build
-from kit.family_outcomes import TOLERANCE
-from kit.models import batch
-from kit.models import build as tiny
+from zoo.families import build
+from zoo.family_outcomes import TOLERANCE
+from zoo.models import batch
+from zoo.models import build as tiny
 
 from trl_padfix import check_parity, padding_free_layout, remove_padding
 from trl_padfix.core.model.find import find_decoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from kit.family_outcomes import gradient_difference, gradients_of, weighted
-from kit.vision_families import Row, build_vision, collate
-from kit.vision_outcomes import ROWS, alone, logps
+from zoo.family_outcomes import gradient_difference, gradients_of, weighted
+from zoo.vision_families import Row, build_vision, collate
+from zoo.vision_outcomes import ROWS, alone, logps
 
 import trl_padfix.core.decoder
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding

@@ -8,12 +8,12 @@ from types import MethodType
 
 import pytest
 import torch
-from kit.families import build
-from kit.family_outcomes import LEAK, TOLERANCE, alone, batched, gradient_difference, gradients_of, weighted
-from kit.hub_functions import as_modules
+from simulated_gpu.hub_functions import as_modules
 from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
+from zoo.families import build
+from zoo.family_outcomes import LEAK, TOLERANCE, alone, batched, gradient_difference, gradients_of, weighted
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.mixers import primitives

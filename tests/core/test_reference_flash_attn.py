@@ -11,12 +11,12 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import build
-from kit.reference_flash_attn import calls, flash_attn_varlen_func
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from simulated_gpu.reference_flash_attn import calls, flash_attn_varlen_func
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_flash_attention_utils
 from transformers.utils import import_utils
+from zoo.models import build
 
 
 def bounds(*values: int) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from accelerate.hooks import AlignDevicesHook
-from kit.gpu_models import build
-from kit.simulated_cuda import to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
+from zoo.gpu_models import build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import every_second
-from kit.families import build, build_type
 from torch import nn
 from transformers import (
     AutoModel,
@@ -26,6 +25,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from zoo.families import build, build_type
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core import refusals

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
+from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
 
 from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.call import arguments as calls

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.gpu_models import pairs
-from kit.simulated_cuda import to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
+from zoo.gpu_models import pairs
 
 import trl_padfix.core.attention.segments as segments
 from trl_padfix import prefix_sharing_layout

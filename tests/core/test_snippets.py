@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import MATRIX, once_each
-from kit.families import build
-from kit.models import ROWS, batch
+from zoo.families import build
+from zoo.models import ROWS, batch
 
 import trl_padfix.core.mixers.mixers
 from trl_padfix import check_parity

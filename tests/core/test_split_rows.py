@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import slow_but
-from kit.families import build as build_family
-from kit.models import build
 from kit.processes import ROOT, run_processes
 from kit.split_runs import ATTENTION, MODELS
-from kit.vision_families import build_vision
+from zoo.families import build as build_family
+from zoo.models import build
+from zoo.vision_families import build_vision
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment

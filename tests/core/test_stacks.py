@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers
 from kit.cells import every_pair, once_each
-from kit.families import families
-from kit.family_outcomes import MODES, family_outcomes, leaking_layouts
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
 from packaging.version import Version
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zoo.families import families
+from zoo.family_outcomes import MODES, family_outcomes, leaking_layouts
+from zoo.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.simulated_cuda import to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
 from torch import nn
 
 from trl_padfix import PaddingRemovalError, padding_free_layout

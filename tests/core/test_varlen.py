@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.gpu_models import build, pairs, step
-from kit.simulated_cuda import Counts, to_simulated
+from simulated_gpu.simulated_cuda import Counts, to_simulated
+from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.attention.varlen as kernels

@@ -14,15 +14,15 @@ import peft
 import pytest
 import torch
 from kit.cells import every_pair
-from kit.family_outcomes import gradients_of, weighted
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.trainer_runs import BROKEN
-from kit.vision_families import IMAGE, Row, VisionModel, build_vision, collate
-from kit.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import Gemma3ForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 from trl.trainer.utils import add_fused_lm_head
+from zoo.family_outcomes import gradients_of, weighted
+from zoo.vision_families import IMAGE, Row, VisionModel, build_vision, collate
+from zoo.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
 
 import trl_padfix.core.decoder
 from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding

@@ -21,10 +21,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kit.family_outcomes import LEAK, MODES, TOLERANCE
-from kit.family_tables import escaped, general
-from kit.vision_families import vision_families
-from kit.vision_outcomes import KINDS, vision_outcomes
+from zoo.family_outcomes import LEAK, MODES, TOLERANCE
+from zoo.family_tables import escaped, general
+from zoo.vision_families import vision_families
+from zoo.vision_outcomes import KINDS, vision_outcomes
 
 
 RECORD = Path(__file__).with_name("vision_families.json")

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 import trl
-from kit.family_outcomes import gradient_difference, stable_topk
 from kit.mixer_runs import STEP_ROWS, STEPS, save_initial, train_saved
 from kit.processes import logged
 from safetensors.torch import load_file
+from zoo.family_outcomes import gradient_difference, stable_topk
 
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from kit.model_numbers import assert_same_gradients, gradients, weighted_sum
-from kit.models import build
+from zoo.model_numbers import assert_same_gradients, gradients, weighted_sum
+from zoo.models import build
 
 from trl_padfix import padding_free_layout, remove_padding
 from trl_padfix.core.call import layout_of as batches

@@ -10,12 +10,12 @@ import pytest
 import torch
 import trl
 import yaml
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.methods import make_trainer
-from kit.models import build
 from kit.processes import ROOT, run_processes
 from kit.trainer_runs import MODES, build_model, build_pairs, lora
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import AutoModelForCausalLM
+from zoo.models import build
 
 import trl_padfix
 from trl_padfix import remove_padding

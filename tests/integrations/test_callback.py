@@ -24,10 +24,10 @@ from kit.trainer_runs import (
     trajectory,
     words,
 )
-from kit.vision_families import build_vision, collate
-from kit.vision_outcomes import ROWS
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
+from zoo.vision_families import build_vision, collate
+from zoo.vision_outcomes import ROWS
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding

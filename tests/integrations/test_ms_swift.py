@@ -16,8 +16,8 @@ from kit.foreign_stacks import (
     save_vision_model,
     write_lines,
 )
-from kit.torchvision_stand_in import torchvision_loads
 from PIL import Image
+from simulated_gpu.torchvision_stand_in import torchvision_loads
 
 
 pytestmark = of_stack("ms-swift")
@@ -35,7 +35,7 @@ LOAD_TORCHVISION = f"""
 import sys
 
 sys.path.append({str(Path(__file__).parents[1])!r})
-from kit.torchvision_stand_in import torchvision_loads
+from simulated_gpu.torchvision_stand_in import torchvision_loads
 
 torchvision_loads()
 sys.path.pop()

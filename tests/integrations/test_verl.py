@@ -29,7 +29,7 @@ KINDS = {"actor": "language_model", "critic": "value_model"}
 SHARING = pytest.mark.parametrize("sharing", ["0", "1"], ids=["padding-free", "prefix sharing"])
 
 if installed_version("verl"):
-    from kit.verl_on_cpu import PLATFORM, entered
+    from simulated_gpu.verl_on_cpu import PLATFORM, entered
 
 
 @pytest.fixture(scope="module")

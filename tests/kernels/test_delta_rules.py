@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 pytest.importorskip("fla")
 
 from fla.modules.causal_conv1d import causal_conv1d
-from kit.interpreted import counted_kernels, worst, worst_of_all
+from simulated_gpu.interpreted import counted_kernels, worst, worst_of_all
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 

@@ -16,10 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import family_outcomes
 from kit.cells import slow_but
-from kit.families import build, build_type
-from kit.family_outcomes import (
+from simulated_gpu.hub_functions import as_modules
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from zoo import family_outcomes
+from zoo.families import build, build_type
+from zoo.family_outcomes import (
     LEAK,
     batched,
     gradient_difference,
@@ -29,13 +31,11 @@ from kit.family_outcomes import (
     trees_without_parents,
     weighted,
 )
-from kit.hub_functions import as_modules
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 
 pytest.importorskip("triton")
 
-from kit.interpreted import counted_kernels
+from simulated_gpu.interpreted import counted_kernels
 
 from trl_padfix import remove_padding
 

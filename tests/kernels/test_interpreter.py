@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from kit.interpreted import counted_kernels
+from simulated_gpu.interpreted import counted_kernels
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 

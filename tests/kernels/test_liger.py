@@ -12,16 +12,16 @@ from unittest import mock
 
 import pytest
 import torch
-from kit import family_outcomes
 from kit.cells import slow_but
-from kit.families import build
-from kit.family_outcomes import LEAK, gradient_difference, gradients_of, leaking_layouts, padded, rows, weighted
+from zoo import family_outcomes
+from zoo.families import build
+from zoo.family_outcomes import LEAK, gradient_difference, gradients_of, leaking_layouts, padded, rows, weighted
 
 
 pytest.importorskip("triton")
 liger = pytest.importorskip("liger_kernel.transformers")
 
-from kit.interpreted import counted_kernels  # noqa: E402
+from simulated_gpu.interpreted import counted_kernels  # noqa: E402
 
 from trl_padfix import remove_padding  # noqa: E402
 

@@ -13,7 +13,7 @@ from kit.cells import slow_but
 pytest.importorskip("triton")
 pytest.importorskip("mamba_ssm")
 
-from kit.interpreted import counted_kernels, worst_of_all
+from simulated_gpu.interpreted import counted_kernels, worst_of_all
 from transformers.models.mamba2 import modeling_mamba2 as modeling
 
 from trl_padfix.core.mixers.primitives import kernel_parameters

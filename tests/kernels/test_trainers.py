@@ -25,7 +25,7 @@ import trl_padfix
 pytest.importorskip("triton")
 pytest.importorskip("trl.kernels", reason="this version of TRL has no kernels")
 
-from kit.interpreted import counted_kernels, trl_on_triton
+from simulated_gpu.interpreted import counted_kernels, trl_on_triton
 
 
 pytestmark = pytest.mark.kernels

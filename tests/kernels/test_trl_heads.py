@@ -10,7 +10,7 @@ from kit.cells import slow_but
 pytest.importorskip("triton")
 heads = pytest.importorskip("trl.kernels", reason="this version of TRL has no kernels")
 
-from kit.interpreted import counted_kernels, trl_on_triton, worst_of_all  # noqa: E402
+from simulated_gpu.interpreted import counted_kernels, trl_on_triton, worst_of_all  # noqa: E402
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction  # noqa: E402
 from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS  # noqa: E402
 

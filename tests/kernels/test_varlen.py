@@ -8,14 +8,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 from kit.cells import slow_but
-from kit.conformance import CASES, Case, conform, of_flash_attn
+from simulated_gpu.conformance import CASES, Case, conform, of_flash_attn
 
 
 pytest.importorskip("triton")
 if find_spec("flash_attn") is None:
     pytest.skip("flash-attn is not installed", allow_module_level=True)
 
-from kit.interpreted import counted_kernels, flash_attn
+from simulated_gpu.interpreted import counted_kernels, flash_attn
 
 
 pytestmark = pytest.mark.kernels

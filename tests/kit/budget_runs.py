@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from kit import models, trainer_runs
+from kit import trainer_runs
 from kit.methods import make_trainer
 from kit.processes import on_gpus
 from kit.rows import build_rows
@@ -22,6 +22,7 @@ from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, entered, wo
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+from zoo import models
 
 import trl_padfix
 from trl_padfix.core.layout import shared_prefixes

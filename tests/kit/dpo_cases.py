@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from kit import models, trainer_runs
+from kit import trainer_runs
 from kit.trainer_runs import SHORT, build_model, lora
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from zoo import models
 
 
 STEPS = 20

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from kit import trainer_runs
-from kit.families import build
-from kit.family_outcomes import leaking_layouts, stable_topk
 from kit.methods import make_trainer
 from kit.processes import on_gpus
 from kit.rows import build_rows
 from kit.trainer_runs import MODES, words
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from zoo.families import build
+from zoo.family_outcomes import leaking_layouts, stable_topk
 
 import trl_padfix
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from datasets import Dataset
-from kit.stack_models import EOS, PAD
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from zoo.stack_models import EOS, PAD
 
 
 WORDS = {"<bos>": 0, "<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, 39)}

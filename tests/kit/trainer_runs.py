@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import Dataset
-from kit import models
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -30,6 +29,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from zoo import models
 
 from trl_padfix import check_parity, padding_free_layout, prefix_sharing_layout
 

@@ -13,10 +13,10 @@ import numpy as np
 import transformers
 from datasets import Dataset, Features, Image, List
 from kit.methods import ONLINE, make_trainer
-from kit.vision_families import build_vision
 from PIL import Image as Pillow
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
+from zoo.vision_families import build_vision
 
 
 __all__ = ["NEEDS_TORCHVISION", "PROCESSORS", "build_captions", "build_pairs", "build_processor", "build_vlm"]

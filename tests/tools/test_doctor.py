@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 import trl
-from kit.models import CONFIGS
 from transformers import BloomConfig, Gemma3Config, Lfm2Config, Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
 from typer.testing import CliRunner
+from zoo.models import CONFIGS
 
 import trl_padfix
 from trl_padfix import remove_padding

@@ -15,7 +15,7 @@ from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.commands import build_pairs
-from kit.simulated_cuda import simulated_cuda, to_simulated
+from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout

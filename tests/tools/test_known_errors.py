@@ -12,9 +12,9 @@ import transformers
 import trl
 import yaml
 from datasets import Dataset
-from kit.models import CONFIGS, build
 from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from zoo.models import CONFIGS, build
 
 import trl_padfix
 from trl_padfix import ParityReport, remove_padding

@@ -14,11 +14,11 @@ import pytest
 import torch
 import trl
 from kit.cells import once_each
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.methods import make_trainer
 from kit.online_runs import save_policy
 from kit.trainer_runs import MODES, SETTINGS, assert_same, build_model, lora, run
 from peft import get_peft_model
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,

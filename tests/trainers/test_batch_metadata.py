@@ -16,10 +16,10 @@ from datasets import Dataset
 from kit.cells import every_second, once_each, slow_but
 from kit.methods import DEFAULTS, make_trainer
 from kit.rows import build_rows
-from kit.simulated_steps import on_simulated, place_models, step, waits_and_losses
 from kit.trainer_runs import run
 from kit.vision_runs import build_captions, make_vision_trainer
 from kit.vision_runs import build_pairs as build_image_pairs
+from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
 import trl_padfix
 import trl_padfix.core.call.layout_of

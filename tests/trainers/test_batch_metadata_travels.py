@@ -8,9 +8,9 @@ import pytest
 import torch
 import trl
 from kit.methods import make_trainer
-from kit.simulated_cuda import to_simulated
-from kit.simulated_steps import on_simulated, place_models, step
 from kit.trainer_runs import build_model, build_pairs
+from simulated_gpu.simulated_cuda import to_simulated
+from simulated_gpu.simulated_steps import on_simulated, place_models, step
 
 import trl_padfix
 from trl_padfix import PaddingRemovalError

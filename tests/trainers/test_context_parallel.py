@@ -11,8 +11,8 @@ import torch
 from accelerate import ParallelismConfig, PartialState
 from datasets import Dataset
 from kit.dpo_cases import build_pairs
-from kit.models import build
 from kit.trainer_runs import build_tokenizer
+from zoo.models import build
 
 from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
 from trl_padfix.core.parallel.collectives import Group

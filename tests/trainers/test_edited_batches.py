@@ -164,7 +164,9 @@ def test_so_do_edited_micro_batches_that_share_prefixes(kind, edit, tmp_path, tr
 def test_the_layout_of_the_collator_would_give_other_figures(tmp_path, trls, monkeypatch):
     """The negative control: a step that takes what came with the batch for whatever it holds."""
     monkeypatch.setattr("trl_padfix.core.call.batch_metadata.TensorVersion.matches", lambda self, other: True)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: torch.zeros(1) == 1)
+    monkeypatch.setattr(
+        "trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: torch.zeros(1) == 1
+    )
     config = {"padding_free": True, "prefix_sharing": True, "parity_check": False}
     ours = figures(trl_padfix, "DPO", tmp_path, "compute_loss", "with_new_tensors", **config)
     theirs = trls("DPO", "compute_loss", "with_new_tensors")

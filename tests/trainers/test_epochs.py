@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.campaign.kills import EPOCH, OTHERS, SET_UPS, STEPS, launch, outcome
+from campaign.kills import EPOCH, OTHERS, SET_UPS, STEPS, launch, outcome
 from kit.cells import slow_but
 
 

@@ -12,14 +12,14 @@ import trl
 from datasets import Dataset
 from kit import generation_run
 from kit.cells import every_pair, every_second, slow_but
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.generation_run import build_pairs
 from kit.methods import make_trainer
 from kit.processes import logged
 from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, lora
-from kit.vision_prompts import build_image, build_processor, build_vision_model
-from kit.vision_prompts import build_tokenizer as build_chat_tokenizer
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import HfArgumentParser, TrainerCallback, integrations
+from zoo.vision_prompts import build_image, build_processor, build_vision_model
+from zoo.vision_prompts import build_tokenizer as build_chat_tokenizer
 
 import trl_padfix
 from trl_padfix import DPOConfig
@@ -111,7 +111,7 @@ def test_adapters_generate_with_the_model(tmp_path):
 
 
 def test_positions_of_gpt2_are_those_of_each_prompt(tmp_path):
-    from kit.models import build
+    from zoo.models import build
 
     trainer = make("sft", tmp_path, model=build("gpt2", seed=3))
     trainer.evaluate()

@@ -10,11 +10,11 @@ from itertools import product
 import pytest
 import torch
 from kit.cells import MATRIX, every_second, once_each, slow_but
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, assert_trls
 from kit.rows import build_pairs
 from kit.sft_cases import NEWEST, OBJECTIVES
 from kit.trainer_runs import MODES, SPECIAL, Run, assert_mode_ran, assert_same, break_mode, build_model, our_warnings
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
 from trl_padfix import PaddingRemovalError, ParityError, prefix_sharing_layout
 

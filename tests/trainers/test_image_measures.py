@@ -27,9 +27,9 @@ from kit.budget_runs import (
 )
 from kit.cells import every_second, once_each, slow_but
 from kit.processes import logged
-from kit.torchvision_stand_in import torchvision_loads
 from kit.trainer_runs import entered, figures
 from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
+from simulated_gpu.torchvision_stand_in import torchvision_loads
 from transformers import LlavaForConditionalGeneration
 
 import trl_padfix

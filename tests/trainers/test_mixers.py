@@ -16,12 +16,12 @@ import pytest
 import torch
 import trl
 from kit.cells import every_second, once_each, slow_but
-from kit.families import build
-from kit.family_outcomes import leaking_layouts, stable_topk
 from kit.methods import make_trainer
 from kit.mixer_runs import build_pairs, initial
 from kit.rows import build_rows
 from kit.trainer_runs import MODES, SIDED_MODES, break_mode, trained
+from zoo.families import build
+from zoo.family_outcomes import leaking_layouts, stable_topk
 
 import trl_padfix
 from trl_padfix import PaddingRemovalError

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 from kit.cells import slow_but
-from kit.families import build as build_family
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import SUPPORTED, batch, build
 from peft import LoraConfig, get_peft_model
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from zoo.families import build as build_family
+from zoo.models import SUPPORTED, batch, build
 
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts

@@ -18,8 +18,6 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import MATRIX
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.torchvision_stand_in import torchvision_loads
 from kit.trainer_runs import assert_same, break_mode, build_model, entered, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
@@ -31,6 +29,8 @@ from kit.vision_runs import (
     make_vision_trainer,
 )
 from peft import LoraConfig
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from simulated_gpu.torchvision_stand_in import torchvision_loads
 
 import trl_padfix
 from trl_padfix import (

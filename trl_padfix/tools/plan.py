@@ -95,6 +95,15 @@ class ModelSizes:
             linear_weights=sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and m is not head),
         )
 
+    @property
+    def has_experts(self) -> bool:
+        return self.active < self.parameters
+
+    def describe(self) -> str:
+        """Name and parameters in words."""
+        active = f" ({self.active / 1e9:.2f}e9 for a token)" if self.has_experts else ""
+        return f"{self.name}: {self.parameters / 1e9:.2f}e9 parameters{active}"
+
     def step(self, settings: StepSettings) -> CountedStep:
         """[`count_step`], cached: a count takes seconds."""
         if settings not in self.steps:
@@ -192,8 +201,7 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     elif training.reference:
         items["reference"] = 4 * sizes.parameters // shards  # in float32, as the policy
     if training.sharded:
-        # FSDP2 gathers the next layer while one computes. Accelerate wraps layers only, so the LM head, which belongs
-        # to the root, stays gathered.
+        # FSDP2 gathers the next layer while one computes; under accelerate the LM head stays gathered in between.
         layer = frozen * max(sizes.layer_parameters) // sizes.parameters
         items["gathered layers, LM head"] = 2 * layer + size * sizes.head_parameters
     items["copies while it computes"] = step.fixed
@@ -306,7 +314,7 @@ class DataLengths:
     """Lengths of data, from the figures of `trl-padfix stats`."""
 
     longest: int  # tokens of the longest row
-    distinct_per_row: float | None  # mean, in the largest batches that were counted; `None` without batches
+    distinct_per_row: float | None  # mean over batches of the last size in the file; `None` without batches
     data: str  # name of the data
 
 
@@ -368,7 +376,8 @@ def splitting_flags(training: Training) -> str:
     """Flags of `accelerate launch` for context parallelism; empty without it."""
     if training.split == 1:
         return ""
-    sizes = f"--parallelism_config_cp_size {training.split} --parallelism_config_dp_shard_size {training.gpus // training.split}"
+    shards = training.gpus // training.split
+    sizes = f"--parallelism_config_cp_size {training.split} --parallelism_config_dp_shard_size {shards}"
     return f" --use_fsdp --fsdp_version 2 --use_parallelism_config {sizes}"
 
 

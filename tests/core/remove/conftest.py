@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kit.flash_stand_in import flash_attention_stand_in
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kit.model_numbers import (
+from zoo.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -18,7 +18,7 @@ from kit.model_numbers import (
     lora,
     weighted_sum,
 )
-from kit.models import COLUMNS, batch, build, padded_positions, real_logps
+from zoo.models import COLUMNS, batch, build, padded_positions, real_logps
 
 from trl_padfix import PaddingRemovalError, remove_padding
 

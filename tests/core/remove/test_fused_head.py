@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from kit.cells import every_pair
-from kit.model_numbers import (
+from trl.trainer.utils import add_fused_lm_head
+from zoo.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -22,8 +23,7 @@ from kit.model_numbers import (
     lora,
     weighted_sum,
 )
-from kit.models import batch, build
-from trl.trainer.utils import add_fused_lm_head
+from zoo.models import batch, build
 
 from trl_padfix import remove_padding
 

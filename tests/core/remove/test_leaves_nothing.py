@@ -15,8 +15,8 @@ import accelerate
 import pytest
 import torch
 import transformers
-from kit.model_numbers import DISTINCT, REAL, SHARING, assert_equal_where_real, attached_parts, logits_of
-from kit.models import batch, build
+from zoo.model_numbers import DISTINCT, REAL, SHARING, assert_equal_where_real, attached_parts, logits_of
+from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.call.calls import packed_call

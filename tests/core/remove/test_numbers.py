@@ -11,7 +11,8 @@ import hypothesis
 import pytest
 import torch
 from kit.cells import every_pair, once_each
-from kit.model_numbers import (
+from torch.utils._python_dispatch import TorchDispatchMode
+from zoo.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
@@ -30,8 +31,7 @@ from kit.model_numbers import (
     padded_numbers,
     weighted_sum,
 )
-from kit.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, padded_positions, real_logps
-from torch.utils._python_dispatch import TorchDispatchMode
+from zoo.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, padded_positions, real_logps
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding

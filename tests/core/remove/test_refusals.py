@@ -10,9 +10,9 @@ import peft
 import pytest
 import torch
 import transformers
-from kit.family_outcomes import leaking_layouts
-from kit.model_numbers import SHARING, TINY, attached_parts
-from kit.models import batch, build, real_logps
+from zoo.family_outcomes import leaking_layouts
+from zoo.model_numbers import SHARING, TINY, attached_parts
+from zoo.models import batch, build, real_logps
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 

@@ -22,9 +22,8 @@ if not (_installed("trl").startswith("0.17.") and _installed("transformers").sta
     pytest.skip("needs TRL 0.17 and transformers 4.52: `nox -s stories`", allow_module_level=True)
 
 import torch
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.stack_models import EOS, PAD, alone, build, logps
 from kit.story_data import examples, tokenizer
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,6 +33,7 @@ from transformers import (
 )
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from trl import DPOConfig, DPOTrainer
+from zoo.stack_models import EOS, PAD, alone, build, logps
 
 from trl_padfix import remove_padding
 

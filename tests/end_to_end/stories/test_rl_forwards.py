@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.stack_models import EOS, PAD, alone, backward, build, logps, relative_error
 from packaging.version import Version
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
+from zoo.stack_models import EOS, PAD, alone, backward, build, logps, relative_error
 
 from trl_padfix import remove_padding
 

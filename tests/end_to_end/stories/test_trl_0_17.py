@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
-from kit.stack_models import build
+from zoo.stack_models import build
 
 
 def _installed(package: str) -> str:
@@ -25,9 +25,9 @@ if not (_installed("trl").startswith("0.17.") and _installed("transformers").sta
     pytest.skip("needs TRL 0.17 and transformers 4.52: `nox -s stories`", allow_module_level=True)
 
 import torch
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.story_data import examples, tokenizer
 from peft import LoraConfig
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import PrinterCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 

@@ -14,9 +14,9 @@ import transformers
 import trl
 from datasets import Dataset
 from kit.dpo_cases import build_pairs
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.trainer_runs import SIDED_MODES, TWO_MODES, build_model, build_tokenizer, is_bare, our_warnings
 from peft import PrefixTuningConfig, PromptTuningConfig, TaskType
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
 from trl_padfix import DPOConfig, PaddingRemovalError
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import trl
 from kit.cells import once_each, slow_but
-from kit.flash_stand_in import flash_attention_stand_in
 from kit.rows import METRICS, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated, packing
 from kit.trainer_runs import MODES, SHORT, assert_same, believe_layouts, build_model, run, trained
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 

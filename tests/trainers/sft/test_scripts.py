@@ -7,15 +7,15 @@ import pytest
 import torch
 import trl
 from kit.cells import slow_but
-from kit.flash_stand_in import flash_attention_stand_in
-from kit.models import build
 from kit.rows import METRICS
 from kit.sft_cases import packing
 from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, is_bare, run, watch_inputs
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils import is_liger_kernel_available
+from zoo.models import build
 
 from trl_padfix import DPOTrainer, SFTTrainer
 

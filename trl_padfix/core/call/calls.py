@@ -137,7 +137,7 @@ class RowsCall:
 
 def model_call(decoder: nn.Module) -> ModelCall | None:
     """The running call of the model around `decoder`, if there is one."""
-    # A model may call another attached model inside of its own call, whose decoder is a different one.
+    # The running call may be that of another attached model.
     call = context().model
     return call if call is not None and call.decoder is decoder else None
 

@@ -106,12 +106,12 @@ class LayoutInputs:
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         cu_seqlens = arguments.get("cu_seq_lens_q")
         batch = ids if ids is not None else arguments.get("inputs_embeds")
-        # A mask beside `cu_seqlens`: the caller has packed the batch in another way, which this package leaves alone.
+        # A mask and `cu_seqlens` together are ambiguous: such a call runs unchanged.
         if batch is None or (mask is not None and (cu_seqlens is not None or not packs_padded)):
             return None
         positions = arguments.get("position_ids")
         is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
-        # Positions of several axes, `(P, B, L)`, do not restart with each sequence, so they cannot tell where one begins.
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no begin of a sequence.
         if is_packed and (positions is None or positions.dim() == 2):
             return cls(batch, None, positions, cu_seqlens, _can_share(arguments, prefix_sharing), is_packed=True)
         if mask is None and (not prefix_sharing or batch.shape[0] == 1):
@@ -163,14 +163,14 @@ class LayoutInputs:
         """
         ids, mask, positions, cu_seqlens = self.tensors
         real, source, shape = layout.real_index, layout.source, layout.batch_shape
-        # All real tokens of a packed batch: position 0 is the first token of a sequence.
+        # In a packed batch the first token of each sequence has position 0.
         position_R = layout.positions if source is None else layout.positions[source]
         if not self.is_packed:
             is_real = real.new_zeros(layout.padded_tokens).index_fill(0, real, 1)
             differs = is_real != (1 if mask is None else mask.flatten() != 0)
         elif cu_seqlens is not None:
             begins = real.new_zeros(layout.padded_tokens + 1).index_fill(0, cu_seqlens.long(), 1)[:-1]
-            # A tensor as index: a number would be copied to the device.
+            # Each row begins a sequence, as in `packed_layout`.
             differs = begins.view(shape).index_fill(1, real.new_zeros(1), 1).flatten() != (position_R == 0)
         else:
             assert positions is not None
@@ -181,7 +181,7 @@ class LayoutInputs:
             keys = [] if positions is None else [*positions.reshape(-1, *positions.shape[-2:])]
             assert ids is not None
             for values in (x.expand(shape).flatten() for x in (ids, *keys)):
-                # Boolean indexing would wait for the number of tokens; `index_put` does not.
+                # `real` is an index: a boolean mask in its place would make the host wait for the number of tokens.
                 differs = differs.index_put((real,), differs[real] | (values[real] != values[computed_by]))
         return differs.view(layout.batch_shape).any(1)
 

@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit import varlen_reference
+from simulated_gpu import varlen_reference
 from torch import nn
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.campaign import HELD, REFUSED
-from kit.model_numbers import gradients, weighted_sum
-from kit.models import CONFIGS, PAD, build, padded_positions, real_logps
+from campaign import HELD, REFUSED
+from zoo.model_numbers import gradients, weighted_sum
+from zoo.models import CONFIGS, PAD, build, padded_positions, real_logps
 
 from trl_padfix import PaddingRemovalError, remove_padding
 

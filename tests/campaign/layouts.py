@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.campaign import HELD
+from campaign import HELD
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
 

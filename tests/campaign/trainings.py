@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import trl
+from campaign import HELD, REFUSED
 from datasets import Dataset
-from kit.campaign import HELD, REFUSED
 from kit.methods import make_trainer
 from kit.rows import build_prompts
 from kit.trainer_runs import build_pairs, lora, trajectory

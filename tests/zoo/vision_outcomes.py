@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kit.families import NotBuiltError
-from kit.family_outcomes import (
+from transformers import PreTrainedModel
+from zoo.families import NotBuiltError
+from zoo.family_outcomes import (
     MODES,
     SIDES,
     TOLERANCE,
@@ -22,9 +23,8 @@ from kit.family_outcomes import (
     stable_topk,
     weighted,
 )
-from kit.models import real_logps
-from kit.vision_families import NOT_RUN, Batch, Row, VisionModel, build_vision, collate
-from transformers import PreTrainedModel
+from zoo.models import real_logps
+from zoo.vision_families import NOT_RUN, Batch, Row, VisionModel, build_vision, collate
 
 from trl_padfix import PaddingRemovalError, remove_padding
 

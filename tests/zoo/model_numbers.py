@@ -7,7 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
-from kit.models import ROWS, SHAPE, padded_positions, real_logps
+from zoo.models import ROWS, SHAPE, padded_positions, real_logps
 
 from trl_padfix import Layout
 

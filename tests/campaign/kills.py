@@ -15,8 +15,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from campaign import HELD
 from kit import processes
-from kit.campaign import HELD
 from safetensors.torch import load_file
 
 from trl_padfix.trainers.checkpoints.checkpoints import checkpoints_of, what_is_missing
@@ -87,7 +87,7 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
 
 def launch(set_up: str, run: Path, resume: str = "none", **config: Any) -> subprocess.Popen:
     count, own = (SET_UPS | OTHERS)[set_up]
-    target = ["kit.campaign.killed_run", str(run), resume, json.dumps(own | config)]
+    target = ["campaign.killed_run", str(run), resume, json.dumps(own | config)]
     command = [sys.executable, processes.__file__, *target]
     if count > 1:
         name = "fsdp2" if set_up == "fsdp2" else "multi_gpu"

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from kit import models
-from kit.models import EOS, PAD
-from kit.models import real_logps as logps
 from transformers import AutoModelForCausalLM
+from zoo import models
+from zoo.models import EOS, PAD
+from zoo.models import real_logps as logps
 
 
 __all__ = ["CASES", "EOS", "PAD", "ROWS", "alone", "backward", "build", "logps", "pad", "relative_error"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 
+from campaign.kills import EPOCH, STEPS
 from datasets import Dataset
 from kit.budget_runs import build_branching, build_data
-from kit.campaign.kills import EPOCH, STEPS
 from kit.methods import make_trainer
 from kit.processes import on_gpus
 from kit.trainer_runs import build_model

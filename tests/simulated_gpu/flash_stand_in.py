@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import kit.reference_flash_attn as reference
+import simulated_gpu.reference_flash_attn as reference
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, modeling_flash_attention_utils

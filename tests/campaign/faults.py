@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.campaign import HELD
+from campaign import HELD
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model, build_pairs
 from transformers import TrainerCallback

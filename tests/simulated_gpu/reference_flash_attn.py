@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from kit import varlen_reference
+from simulated_gpu import varlen_reference
 from torch import Tensor
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from campaign import HELD, REFUSED
 from kit.bad_inputs import build_bad_models
-from kit.campaign import HELD, REFUSED
 from kit.commands import trl_padfix_command
 
 

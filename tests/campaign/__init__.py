@@ -23,7 +23,7 @@ __all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part", "write_row"]
 
 HELD, REFUSED = "held", "refused"
 
-TABLE = Path(__file__).parents[3] / "docs" / "reliability.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run_part(
         limit (`float`, *optional*):
             Seconds after which no draw is begun.
     """
-    module = import_module(f"kit.campaign.{part.module}")
+    module = import_module(f"campaign.{part.module}")
     outcome, begin = Outcome(), time.perf_counter()
     for number in range(seed, seed + count):
         if limit is not None and time.perf_counter() - begin > limit:
@@ -106,7 +106,7 @@ def reproduction(part: Part, seed: int, case: dict[str, Any], error: Exception) 
 import random, tempfile
 from pathlib import Path
 import conftest
-from kit.campaign import {part.module}
+from campaign import {part.module}
 
 case = {part.module}.draw(random.Random({seed}))
 # {case}

@@ -17,7 +17,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 PLATFORM = {
-    "VERL_USE_EXTERNAL_MODULES": "kit.verl_on_cpu",
+    "VERL_USE_EXTERNAL_MODULES": "simulated_gpu.verl_on_cpu",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # for which verl keeps its engines
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),

@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.families import NotBuiltError, build
-from kit.models import real_logps
 from torch import nn
 from transformers import PreTrainedModel
+from zoo.families import NotBuiltError, build
+from zoo.models import real_logps
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding

@@ -14,11 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from kit import families
-from kit.families import NotBuiltError, tiny_config
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from zoo import families
+from zoo.families import NotBuiltError, tiny_config
 
 
 __all__ = ["IMAGE", "Batch", "Row", "VisionModel", "build_vision", "vision_families"]

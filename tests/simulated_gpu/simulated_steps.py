@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kit.simulated_cuda import CUDA, Counts, to_simulated
+from simulated_gpu.simulated_cuda import CUDA, Counts, to_simulated
 
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT

@@ -1,0 +1,1 @@
+"""Devices and kernels that are not here: a simulated GPU, Triton's interpreter, references of flash attention."""

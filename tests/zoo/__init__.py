@@ -1,0 +1,1 @@
+"""Tiny random models of every kind, and how each is computed."""
