@@ -102,7 +102,7 @@ def test_restore_padding_gives_the_callbacks_back(tmp_path):
 
 def test_an_error_while_the_trainer_is_made_gives_the_callbacks_back(tmp_path, monkeypatch):
     handlers = []
-    ready = RemovePadding.ready
+    ready = RemovePadding.on_init_end
 
     def fail_after(part):
         ready(part)
@@ -110,7 +110,7 @@ def test_an_error_while_the_trainer_is_made_gives_the_callbacks_back(tmp_path, m
         assert "call_event" in vars(handlers[0])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RemovePadding, "ready", fail_after)
+    monkeypatch.setattr(RemovePadding, "on_init_end", fail_after)
     with pytest.raises(KeyboardInterrupt):
         make_trainer(trl_padfix, "SFT", tmp_path)
     assert "call_event" not in vars(handlers[0])

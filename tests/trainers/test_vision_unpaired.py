@@ -102,7 +102,7 @@ def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_budget_is_refused(kind, tmp_path):
-    with pytest.raises(ValueError, match="which of the images in a batch belong to which row is not known there"):
+    with pytest.raises(ValueError, match="it is unknown there which of the images in a batch belong to which row"):
         build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99)
 
 
