@@ -228,7 +228,7 @@ class MicroBatchRunner:
     def set_inputs(self, ids: torch.Tensor, mask: torch.Tensor) -> None:
         """
         Replace ids and mask of the running micro-batch by tensors of the same shape, which the loss has concatenated
-        anew from prompts and completions.
+        again from prompts and completions.
         """
         if self.plan is not None and tuple(ids.shape) == self.plan.layouts[self.index].batch_shape:
             self.batches[self.index] = BatchVersion.of(ids, mask)
@@ -328,7 +328,7 @@ def can_share_across_micro_batches(handles: Sequence[PaddingRemoval], args: Any,
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
-        logger.info(f"Each micro-batch of a step computes the prefixes that it shares with others anew: {reason}.")
+        logger.info(f"Each micro-batch of a step computes the prefixes that it shares with others again: {reason}.")
     return reason is None
 
 

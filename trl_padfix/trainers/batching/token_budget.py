@@ -107,7 +107,7 @@ class SubBatchBudget(Part):
         A block whose forwards are run in sub-batches, if there is a budget and rows have no images.
 
         Within a micro-batch forwards are not split again. `concatenated`: ids and mask of its forward, where the loss
-        concatenates them anew.
+        concatenates them into new tensors.
         """
         if self.running is not None:
             if concatenated:
@@ -166,7 +166,7 @@ class SubBatchBudget(Part):
         if runner.modified:
             logger.warning_once(
                 "A micro-batch was modified after its step was planned: from there on each micro-batch of such a step "
-                "computes the prefixes that it shares with others anew."
+                "computes the prefixes that it shares with others again."
             )
         if runner.plan is not None and self.trainer.state.global_step == 0:
             logger.info(runner.plan.summary)
