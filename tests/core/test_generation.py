@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from kit.cells import every_second, once_each
+from kit.observe import each_row_alone
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import (
@@ -36,10 +37,11 @@ def flash():
 
 def alone(model, ids, mask):
     """What follows each prompt when it is the whole batch, padded as in a batch of them."""
-    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-    found = [model.generate(row[None], attention_mask=torch.ones_like(row)[None], **SETTINGS)[0] for row in rows]
-    new = [tokens[len(row) :] for tokens, row in zip(found, rows, strict=True)]
-    return torch.stack([nn.functional.pad(tokens, (0, 6 - len(tokens)), value=PAD) for tokens in new])
+
+    def compute(row, ones):
+        return new_tokens(model.generate(row, attention_mask=ones, **SETTINGS), row.shape[1])
+
+    return each_row_alone(compute, ids, mask)
 
 
 def new_tokens(sequences, columns):

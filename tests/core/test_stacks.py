@@ -7,19 +7,20 @@ Compact on purpose. The decoder in every mode against each row computed alone, m
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 import transformers
 from kit.cells import every_pair, once_each
+from kit.observe import each_row_alone, entered_tokens
 from packaging.version import Version
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo.families import families
 from zoo.family_outcomes import MODES, family_outcomes, leaking_layouts
-from zoo.stack_models import CASES, ROWS, alone, backward, build, logps, pad, relative_error
+from zoo.stack_models import CASES, ROWS, backward, build, logps, pad, relative_error
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 
@@ -40,15 +41,6 @@ def scores_of(model):
     return lambda ids, mask: logps(model(ids, attention_mask=mask).logits, ids, mask)
 
 
-@contextmanager
-def entering(model):
-    """The columns of each batch that enters the decoder."""
-    columns = []
-    hook = model.get_input_embeddings().register_forward_hook(lambda *call: columns.append(call[2].shape[1]))
-    yield columns
-    hook.remove()
-
-
 @pytest.mark.parametrize(
     ("name", "implementation", "checkpointing", "sharing"), every_pair(CASES, [False, True], [False, True])
 )
@@ -58,9 +50,9 @@ def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, shari
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for side in ("left", "right"):
         ids, mask = pad(ROWS, side)
-        expected = alone(scores_of(model), ids, mask)
+        expected = each_row_alone(scores_of(model), ids, mask)
         expected_gradient = backward(model, expected)
-        with remove_padding(model, prefix_sharing=sharing), entering(model) as entered:
+        with remove_padding(model, prefix_sharing=sharing), entered_tokens(model) as entered:
             found = scores_of(model)(ids, mask)
             gradient = backward(model, found)
         assert entered == [DISTINCT if sharing else REAL]
@@ -87,7 +79,7 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     ids, mask = pad(ROWS, "right")
-    expected = alone(scores_of(model), ids, mask)
+    expected = each_row_alone(scores_of(model), ids, mask)
     expected_gradient = backward(model, expected)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -102,7 +94,7 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused
 def test_negative_control_rows_that_see_each_other_fail(name, implementation):
     model = build(name, implementation)
     ids, mask = pad(ROWS, "right")
-    expected = alone(scores_of(model), ids, mask)
+    expected = each_row_alone(scores_of(model), ids, mask)
     with leaking_layouts(), remove_padding(model), torch.no_grad():
         assert (scores_of(model)(ids, mask) - expected).abs().max() > 0.1
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
@@ -171,11 +163,11 @@ def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation,
     ids, mask = pad(ROWS, "right")
     with remove_padding(model, prefix_sharing=sharing):
         found = scores_of(model)(ids, mask)
-    expected = alone(scores_of(model), ids, mask)
+    expected = each_row_alone(scores_of(model), ids, mask)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     everywhere = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=0)
     everywhere.load_state_dict(model.state_dict())
-    in_all_layers = (alone(scores_of(everywhere), ids, mask) - expected).abs().max() < 1e-5
+    in_all_layers = (each_row_alone(scores_of(everywhere), ids, mask) - expected).abs().max() < 1e-5
     assert in_all_layers == (hasattr(model.model, "_update_causal_mask") and implementation != "flash_attention_2")
 
 

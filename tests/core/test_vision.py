@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from kit.cells import every_pair
+from kit.observe import EnteredTokens
 from kit.trainer_runs import BROKEN
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
@@ -202,11 +203,9 @@ def test_tokens_whose_embeddings_are_equal_by_chance_stay_apart():
 def counted_patches(vision: VisionModel) -> Iterator[list[int]]:
     """Patches that entered the layers of the tower, call by call."""
     tower = next(m for name, m in vision.model.model.named_children() if "vis" in name)
-    layer = next(m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)[0]
-    counts: list[int] = []
-    hook = layer.register_forward_pre_hook(lambda m, args: counts.append(args[0].shape[:-1].numel()))
-    yield counts
-    hook.remove()
+    layers = next(m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+    with EnteredTokens(layers[0]) as counts:
+        yield counts
 
 
 @pytest.mark.parametrize("family", EXACT)

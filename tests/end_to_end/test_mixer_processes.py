@@ -60,12 +60,12 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(models, tmp_path_factory):
+def one_process(models, tmp_path_factory):
     """TRL's trainer in this process."""
 
     @cache
     def run(family: str, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        output = tmp_path_factory.mktemp("alone")
+        output = tmp_path_factory.mktemp("one_process")
         with stable_topk():
             logs = train_saved(kind, trl, models / family, output, per_device_train_batch_size=STEP_ROWS)
         return curve(logs), load_file(output / "model.safetensors")
@@ -113,18 +113,18 @@ def assert_same(ours: Path, logs: Any, theirs: tuple[torch.Tensor, dict[str, tor
         pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED]),
     ],
 )
-def test_two_processes_give_the_trajectory_of_one(strategy, models, alone, tmp_path):
+def test_two_processes_give_the_trajectory_of_one(strategy, models, one_process, tmp_path):
     found = launch(strategy, CASES, models, tmp_path)
     for case in CASES:
         family, kind, mode = case.split(",")
-        assert_same(tmp_path / case, found[case], alone(family, kind), models / family)
+        assert_same(tmp_path / case, found[case], one_process(family, kind), models / family)
         steps = [log for log in found[case] if "loss" in log]
         assert max(log["padfix/pad_fraction"] for log in steps) > 0.05, case
         assert (max(log["padfix/shared_fraction"] for log in steps) > 0.05) == (mode == "prefix sharing"), case
 
 
-def test_rows_that_see_each_other_do_not(models, alone, tmp_path):
+def test_rows_that_see_each_other_do_not(models, one_process, tmp_path):
     case = "qwen3_5_text,dpo,padding-free"
     found = launch("multi_gpu", [case], models, tmp_path, BROKEN_LAYOUT="1")
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(tmp_path / case, found[case], alone("qwen3_5_text", "dpo"), models / "qwen3_5_text")
+        assert_same(tmp_path / case, found[case], one_process("qwen3_5_text", "dpo"), models / "qwen3_5_text")

@@ -115,13 +115,13 @@ def flags(material: Path, method: str, output: Path, rows: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def alone(material, tmp_path_factory):
+def one_process(material, tmp_path_factory):
     """TRL's own script in this process."""
 
     @cache
     def run(method: str, *more: str) -> Run:
         script = importlib.import_module(f"trl.scripts.{method}")
-        output = tmp_path_factory.mktemp("alone")
+        output = tmp_path_factory.mktemp("one_process")
         args = [*flags(material, method, output, rows=4), "--use_cpu", "true", *more]
         if method == "sft":  # one batch: TRL's evaluation is a mean over batches, ours here over tokens
             args += ["--per_device_eval_batch_size", "16"]
@@ -165,29 +165,29 @@ def assert_packed(run: Run) -> None:
     assert any(log["padfix/shared_fraction"] > 0.1 for log in logs)
 
 
-def test_two_processes_give_the_trajectory_of_one(together, alone):
-    ours, theirs = together("dpo", "multi_gpu", *PACKED), alone("dpo")
+def test_two_processes_give_the_trajectory_of_one(together, one_process):
+    ours, theirs = together("dpo", "multi_gpu", *PACKED), one_process("dpo")
     assert_same(ours, theirs, *METRICS["dpo"])
     assert_packed(ours)
 
 
-def test_rows_that_see_each_other_do_not(together, alone):
+def test_rows_that_see_each_other_do_not(together, one_process):
     env = {"BROKEN_LAYOUT": "1"}
     ours = together("dpo", "multi_gpu", *PACKED, "--parity_check", "false", env=env)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(ours, alone("dpo"), *METRICS["dpo"])
+        assert_same(ours, one_process("dpo"), *METRICS["dpo"])
 
 
 @pytest.mark.parametrize(
     ("strategy", "method"), strategies([("fsdp2", "dpo"), ("zero3", "sft")], product(STRATEGIES, METRICS))
 )
-def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, alone, tmp_path):
+def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, one_process, tmp_path):
     ours = together(method, strategy, *PACKED)
-    assert_same(ours, alone(method), *METRICS[method])
+    assert_same(ours, one_process(method), *METRICS[method])
     assert_packed(ours)
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
     resumed = together(method, strategy, *PACKED, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2"))
-    assert_same(resumed, alone(method), *METRICS[method])
+    assert_same(resumed, one_process(method), *METRICS[method])
 
 
 BUDGETED = [("multi_gpu", True), ("fsdp2", True), ("zero2", True), ("zero3", False)]
@@ -195,12 +195,12 @@ BUDGETED = [("multi_gpu", True), ("fsdp2", True), ("zero2", True), ("zero3", Fal
 
 @pytest.mark.parametrize(("strategy", "once"), strategies(BUDGETED[:2], BUDGETED))
 def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_of_one(
-    strategy, once, together, alone, tmp_path
+    strategy, once, together, one_process, tmp_path
 ):
     """Under ZeRO-3 processes have to run equally many forwards, and compute prefixes anew."""
     budget = ("--max_tokens_per_batch", "128", "--max_length", "128")
     ours = together("dpo", strategy, *PACKED, *budget, env={"TRUNKS": str(tmp_path)})
-    assert_same(ours, alone("dpo"), *METRICS["dpo"])
+    assert_same(ours, one_process("dpo"), *METRICS["dpo"])
     counts = [json.loads((tmp_path / f"trunks-{rank}.json").read_text()) for rank in range(2)]
     assert all((count["prefixes"] > 0) == once for count in counts)
 
@@ -268,11 +268,11 @@ def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
     assert_same(run(4, count=2), run(8, count=1), *METRICS["dpo"])
 
 
-def test_tensor_parallel_processes_give_the_trajectory_of_one(together, alone):
+def test_tensor_parallel_processes_give_the_trajectory_of_one(together, one_process):
     # Each process has half the heads of every layer, and all rows.
     sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")
     ours = together("dpo", "tensor_parallel", *PACKED, *sharded, "--per_device_train_batch_size", "4")
-    assert_same(ours, alone("dpo"), *METRICS["dpo"])
+    assert_same(ours, one_process("dpo"), *METRICS["dpo"])
     assert_packed(ours)
 
 
@@ -280,10 +280,10 @@ DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
 
 
 @pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
-def test_distillation_in_two_processes_is_that_in_one(strategy, together, alone, material):
+def test_distillation_in_two_processes_is_that_in_one(strategy, together, one_process, material):
     teacher = ("--teacher_model_name_or_path", str(material / "teacher"), "--max_completion_length", "12")
     greedy = (*teacher, "--top_k", "1")  # processes draw from generators of their own
-    ours, theirs = together("distillation", strategy, *PACKED[:4], *greedy), alone("distillation", *greedy)
+    ours, theirs = together("distillation", strategy, *PACKED[:4], *greedy), one_process("distillation", *greedy)
     assert_same(ours, theirs, *DISTILLED)
     assert_packed(ours)
     if strategy == "multi_gpu":  # rows that see each other
@@ -301,10 +301,12 @@ SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins",
     ("method", "attention"),
     slow_but([("dpo", "keys")], [("dpo", "keys"), ("sft", "heads"), ("reward", "heads"), ("kto", "keys")]),
 )
-def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, attention, together, alone, tmp_path):
+def test_processes_that_share_packed_rows_give_the_trajectory_of_one(
+    method, attention, together, one_process, tmp_path
+):
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
-    args, theirs = (*SPLIT, *rows, "--cp_attention", attention), alone(method, *rows)
+    args, theirs = (*SPLIT, *rows, "--cp_attention", attention), one_process(method, *rows)
     ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
     assert_same(ours, theirs, *SHARED[method])
     assert_packed(ours)
@@ -314,11 +316,11 @@ def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, att
     assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, flags=CONTEXT), theirs)
 
 
-def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, alone, tmp_path):
+def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, one_process, tmp_path):
     groups = (*CONTEXT, "--parallelism_config_dp_shard_size", "2")
     rows, env = ("--per_device_eval_batch_size", "3"), {"TOKENS": str(tmp_path)}
     ours = together("dpo", "fsdp2", *SPLIT[:4], *rows, flags=groups, num_processes=4, env=env)
-    assert_same(ours, alone("dpo", *rows), *METRICS["dpo"])
+    assert_same(ours, one_process("dpo", *rows), *METRICS["dpo"])
     assert_packed(ours)
     counts = [json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(4)]
     assert_split(counts[:2])
@@ -338,8 +340,8 @@ def test_one_process_that_differs_stops_the_run(together):
 
 
 @pytest.mark.matrix
-def test_tokens_are_averaged_over_processes_unless_that_is_switched_off(together, alone):
+def test_tokens_are_averaged_over_processes_unless_that_is_switched_off(together, one_process):
     ours = together("sft", "multi_gpu", *PACKED, "--average_tokens_across_devices", "false")
-    theirs = alone("sft")
+    theirs = one_process("sft")
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours, theirs, *METRICS["sft"])

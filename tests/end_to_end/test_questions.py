@@ -11,6 +11,7 @@ import torch
 import trl
 import yaml
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.processes import ROOT, run_processes
 from kit.trainer_runs import MODES, build_model, build_pairs, lora
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
@@ -64,15 +65,14 @@ def test_merged_adapters_are_trls_and_go_on_without_padding(tmp_path):
 def test_flash_attention_alone_computes_the_padding_in_every_other_layer():
     ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 39, 39, 39]])
     mask = (ids != 39).long()
-    seen = []
     with flash_attention_stand_in() as calls, torch.no_grad():
         model = build("qwen2", "flash_attention_2")
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+        entered = entered_tokens(model)
         model(ids, attention_mask=mask, use_cache=False)
         assert (calls[0].total_q, calls[0].segments) == (7, 2)  # in attention: the real tokens
         with remove_padding(model):
             model(ids, attention_mask=mask)
-    assert seen == [10, 7]
+    assert entered == [10, 7]
 
 
 @pytest.mark.slow

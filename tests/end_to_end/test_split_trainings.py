@@ -44,9 +44,9 @@ def together(tmp_path_factory, request):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def one_process(tmp_path_factory):
     """TRL's trainer; ours where it takes other batches, or other means."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("one_process")
     save_material(folder)
 
     def run(name: str) -> Any:
@@ -66,12 +66,12 @@ EVERY_PUSH += ["Distillation, accumulation", "GRPO, budget", "RLOO"]
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY_PUSH, TRAININGS))
-def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, alone):
+def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_process):
     """Losses, gradient norms, metrics, an evaluation and the weights."""
     case = TRAININGS[name][1]
     ours, method = together(name), method_of(name)
     assert [found.get("error") for found in ours] == [None, None]
-    theirs = alone(name)
+    theirs = one_process(name)
     logged = {metric for log in theirs.logs for metric in log}
     # Means over micro-batches, which hold other rows where prompts are brought together, or a budget cuts.
     left_out = method.means if case != method.plain else set()

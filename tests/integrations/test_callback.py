@@ -10,13 +10,13 @@ import transformers
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.processes import logged
 from kit.trainer_runs import (
     assert_same,
     break_mode,
     build_model,
     build_tokenizer,
-    entered,
     lora,
     make_plain_trainer,
     pass_on_without_hooks,
@@ -79,7 +79,7 @@ def build_trainer(folder, trainer_class=Margins, callbacks=(), **given):
 def train(folder, trainer_class=Margins, callbacks=(), **given):
     """The trainer after its training, with an evaluation in the middle, and the tokens that entered the policy."""
     trainer = build_trainer(folder, trainer_class, callbacks, eval_strategy="steps", eval_steps=3, **given)
-    computed = entered(trainer.model)
+    computed = entered_tokens(trainer.model)
     trainer.train()
     return trainer, sum(computed)
 

@@ -63,7 +63,7 @@ def train(
     if head is not None:
         head.register_forward_hook(lambda m, i, out: logits.append(out.shape[:-1].numel() if m.training else 0))
     with trl_on_triton() if kernels else nullcontext(), counted_kernels() as launches:
-        return run(trainer, lambda *_: None).trajectory(), launches, sum(logits)
+        return run(trainer).trajectory(), launches, sum(logits)
 
 
 @pytest.mark.parametrize("kind", slow_but(["DPO", "SFT"], KINDS))

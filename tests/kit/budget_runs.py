@@ -16,9 +16,10 @@ import trl
 from datasets import Dataset
 from kit import trainer_runs
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.processes import on_gpus
 from kit.rows import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, entered, words
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
@@ -223,7 +224,7 @@ def train_experts(folder: Path) -> dict[str, Any]:
     for name in ("sft", "dpo"):
         for budget in (10**6, BUDGET[name]):
             trainer = make_experts(name, "mixtral", folder, ours=True, max_tokens_per_batch=budget, **config)
-            forwards = entered(trainer.model)
+            forwards = entered_tokens(trainer.model)
             trainer.train()
             logged.setdefault(name, []).append({"history": trainer.state.log_history, "forwards": forwards})
     return logged

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers as tf
+from kit.observe import entered_tokens
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from trl.trainer.utils import add_fused_lm_head
@@ -122,10 +123,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     add_fused_lm_head(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    seen: list[int] = []
-    next(
-        m for n, m in model.named_modules() if n.endswith("mlp") or n.endswith("feed_forward")
-    ).register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:-1].numel()))
+    entered = entered_tokens(model)
     packed, report = 0, None
     if sharing is not None:
         split_rows(handle := remove_padding(model, prefix_sharing=sharing), attention=attention)
@@ -138,7 +136,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
         for grad in grads.values():
             dist.all_reduce(grad)
             grad /= dist.get_world_size()
-    return loss.detach(), values.detach(), grads, (seen[0], packed), report
+    return loss.detach(), values.detach(), grads, (entered[0], packed), report
 
 
 def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:

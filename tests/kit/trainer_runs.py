@@ -156,12 +156,12 @@ def _shared(rows: list[tuple[int, ...]]) -> int:
     return len(seen) if saved * 64 >= gathered or gathered == len(seen) else len(seen) + saved
 
 
-def run(trainer: Any, watch: Callable[[Any, list], None], **how: Any) -> Run:
+def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: Any) -> Run:
     """
     Train, and evaluate where there is something to evaluate on.
 
     Args:
-        watch (`Callable`):
+        watch (`Callable`, *optional*):
             Called with the trainer and a list; lets the trainer append ids and mask of each of its forwards.
         how:
             Given to `train`.
@@ -180,7 +180,8 @@ def run(trainer: Any, watch: Callable[[Any, list], None], **how: Any) -> Run:
 
     layer = next(m for m in trainer.model.modules() if isinstance(m, nn.ModuleList))[0]
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
-    watch(trainer, batches)
+    if watch is not None:
+        watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
     with patch("trl_padfix.trainers.parity.check_parity", uncounted):
         trainer.train(**how)
@@ -188,14 +189,6 @@ def run(trainer: Any, watch: Callable[[Any, list], None], **how: Any) -> Run:
             trainer.evaluate()
     hook.remove()
     return Run(trainer, trainer.state.log_history, sum(entered), batches)
-
-
-def entered(model: PreTrainedModel) -> list[int]:
-    """Tokens that enter the first layer of a decoder, forward by forward."""
-    found: list[int] = []
-    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0]
-    layer.register_forward_pre_hook(lambda module, args: found.append(args[0].shape[:2].numel()))
-    return found
 
 
 def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) -> Trainer:

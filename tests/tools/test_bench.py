@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ import torch._dynamo
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.commands import build_pairs, trl_padfix_command, write_rollouts
+from kit.observe import entered_tokens
 from kit.trainer_runs import confusing_layout, leaking_layout
 from typer.testing import CliRunner
 
 from trl_padfix.cli.app import app
-from trl_padfix.core.model.find import find_decoder, find_pretrained
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import BenchSettings, VariantResult, peak
 from trl_padfix.tools.bench.peak import Peak
@@ -156,16 +157,15 @@ def test_grpos_passes_for_log_probabilities_are_counted_in(lora):
         assert [r.grad_norm for r in results] == pytest.approx([results[0].grad_norm] * 3, rel=1e-4)
     if not lora:  # new adapters change nothing: the policy is its own reference
         assert abs(scored[0].loss - alone[0].loss) > 1e-4
-    step, entered = bench.prepare(None, settings), []
-    for model in step.models:
-        layer = find_decoder(find_pretrained(model)).layers[0]
-        layer.register_forward_pre_hook(lambda _, args: entered.append(args[0].shape[:2].numel()))
+    step = bench.prepare(None, settings)
+    entered = [entered_tokens(model) for model in step.models]
     for result in scored:
-        entered.clear()
+        for tokens in entered:
+            tokens.clear()
         variant = bench.VARIANTS[result.name]
         with bench.attached(step, variant):
             step.run(step.batch([0]), variant)
-        assert entered == [result.tokens] * 3
+        assert [*chain(*entered)] == [result.tokens] * 3
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
     build_model,
     build_tokenizer,
-    entered,
     lora,
     make_plain_trainer,
     pass_on_without_hooks,
@@ -77,7 +77,7 @@ def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
         given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}
         given["remove_unused_columns"] = False
     trainer = make_plain_trainer(folder, trainer_class, **given | config)
-    computed = entered(trainer.model)
+    computed = entered_tokens(trainer.model)
     trained(trainer)
     return trainer, sum(computed)
 

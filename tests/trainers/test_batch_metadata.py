@@ -194,7 +194,7 @@ def test_images_repeat_only_if_their_grids_do():
 
 
 def curve(trainer: Any) -> torch.Tensor:
-    return run(trainer, lambda *_: None).trajectory()
+    return run(trainer).trajectory()
 
 
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["DPO", "KTO", "SFT"]))

@@ -12,10 +12,11 @@ import trl.trainer.utils as trl_utils
 from kit.budget_runs import BUDGET, COEFFICIENT, EXPERTS, assert_same, build_experts, make_experts
 from kit.cells import slow_but
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.online_runs import ENDS
 from kit.processes import logged
 from kit.rows import build_prompts
-from kit.trainer_runs import entered, figures, trajectory
+from kit.trainer_runs import figures, trajectory
 from transformers import PreTrainedModel
 
 import trl_padfix
@@ -53,7 +54,7 @@ FAST += [("kto", "mixtral", "padding-free")]
 @pytest.mark.parametrize(("name", "kind", "mode"), slow_but(FAST, CELLS))
 def test_a_split_step_has_trls_loss_of_experts(name, kind, mode, tmp_path):
     trainer = make_experts(name, kind, tmp_path, ours=True, parity_check=False, **MODES[mode])
-    forwards = entered(trainer.model)
+    forwards = entered_tokens(trainer.model)
     assert_same(trained(trainer), trls(name, kind))
     assert max(forwards) <= BUDGET[name]
     assert len(forwards) > 4 * 3
@@ -71,7 +72,7 @@ def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_
         model = build_experts(kind)
         model.generation_config.eos_token_id = ENDS
         trainer = make_trainer(library, name, tmp_path, model=model, **given)
-        forwards = entered(trainer.model)
+        forwards = entered_tokens(trainer.model)
         trainer.train()
         runs.append(trajectory(trainer, "reward", "aux_loss"))
         taken = [count for count in forwards if count > 8]  # others are of generation

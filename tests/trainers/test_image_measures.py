@@ -26,8 +26,9 @@ from kit.budget_runs import (
     watched,
 )
 from kit.cells import every_second, once_each, slow_but
+from kit.observe import entered_tokens
 from kit.processes import logged
-from kit.trainer_runs import entered, figures
+from kit.trainer_runs import figures
 from kit.vision_runs import NEEDS_TORCHVISION, PROCESSORS, build_captions, build_pairs, build_processor, build_vlm
 from simulated_gpu.torchvision_stand_in import torchvision_loads
 from transformers import LlavaForConditionalGeneration
@@ -88,7 +89,7 @@ def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(fam
     budget = int(longest(kind, family) * config.pop("budget", 1))
     given = {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False, **config}
     trainer = make_on_images(trl_padfix, kind, family, tmp_path, **given)
-    computed = entered(trainer.model.get_decoder())
+    computed = entered_tokens(trainer.model.get_decoder())
     steps = watched(trainer)
     seen = len(computed)
     trainer.evaluate()

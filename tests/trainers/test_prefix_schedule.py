@@ -5,9 +5,11 @@ import contextlib
 import pytest
 import torch
 from kit.cells import slow_but
+from kit.observe import entered_tokens
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo.families import build as build_family
+from zoo.model_numbers import assert_same_gradients, gradients
 from zoo.models import SUPPORTED, batch, build
 
 from trl_padfix import DPOConfig, remove_padding
@@ -17,7 +19,6 @@ from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.core.model.find import find_decoder
 from trl_padfix.core.model.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, sharing_obstacle
 from trl_padfix.trainers.batching.sub_batches import SubBatches
@@ -53,45 +54,33 @@ def score(model, ids, mask, with_experts=False):
     return (logps * (mask[:, :-1] * mask[:, 1:])).sum(1).div(5).sin() + (0 if balancing is None else balancing)
 
 
-def gradients(model):
-    found = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.grad is not None}
+def take_gradients(model):
+    found = gradients(model)
     model.zero_grad()
     return found
-
-
-@contextlib.contextmanager
-def counted(model):
-    """The tokens of each forward of the decoder."""
-    entered = []
-    layer = next(m for m in find_decoder(model).children() if isinstance(m, torch.nn.ModuleList))[0]
-    hook = layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-    yield entered
-    hook.remove()
 
 
 def whole(model, ids, mask):
     with remove_padding(model, prefix_sharing=True):
         score(model, ids, mask).sum().backward()
-    return gradients(model)
+    return take_gradients(model)
 
 
 def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), counted(model) as entered:
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
         once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
         with within(runner=once):
             for i, (own_ids, own_mask) in enumerate(batches):
                 once.start(i)
                 score(model, own_ids, own_mask).sum().backward()
             once.check()
-    return gradients(model), entered, sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute)
-
-
-def assert_same(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance * value.abs().max().item())
+    return (
+        take_gradients(model),
+        entered,
+        sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute),
+    )
 
 
 FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2"), ("qwen3_next", None)]
@@ -108,7 +97,7 @@ def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, bu
         distinct, twice = prefix_sharing_layout(ids, mask).packed_tokens, []
         for parts in PARTS.values():
             found, entered, again = in_micro_batches(model, ids, mask, parts, budget)
-            assert_same(found, expected)
+            assert_same_gradients(found, expected)
             assert sum(entered) == distinct + again
             twice.append(again)
         assert any(twice) == (budget < ENOUGH)
@@ -133,7 +122,7 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
             [(ids[part], mask[part]) for part in parts], ENOUGH, gather
         ).prefixes.values()
         found, entered, again = in_micro_batches(model, ids, mask, parts, ENOUGH, gather)
-        assert_same(found, expected)
+        assert_same_gradients(found, expected)
         alike = [prefix for prefix in prefixes if prefix.first_user < prefix.last_user]
         assert len(entered) == len(parts) + sum(len(prefix.layouts) for prefix in alike)
         assert sum(entered) == distinct + again + sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
@@ -143,11 +132,11 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
 
 def in_one_forward(model, ids, mask, budget, once=True):
     """A loss that compares rows, whose forward is computed in pieces."""
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), counted(model) as entered:
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
         with within(runner=SubBatches(budget, True, share_across_sub_batches=once)):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
-    return of_row.detach(), gradients(model), sum(entered)
+    return of_row.detach(), take_gradients(model), sum(entered)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +153,7 @@ def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name
         for budget in (14, 20):
             found, grads, tokens = in_one_forward(model, ids, mask, budget)
             torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
-            assert_same(grads, expected)
+            assert_same_gradients(grads, expected)
             assert distinct < tokens < 2 * distinct  # all but the last piece twice
 
 
@@ -188,7 +177,7 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
     monkeypatch.setattr(PrefixSchedule, "_pending_backward", but_one_kind)
     found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(found, expected)
+        assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize("budget", slow_but([12], [ENOUGH, 12]))
@@ -201,8 +190,8 @@ def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budge
         expected = whole(inner, ids, mask)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         for parts in PARTS.values():
-            assert_same(in_micro_batches(inner, ids, mask, parts, budget)[0], expected)
-        assert_same(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
+            assert_same_gradients(in_micro_batches(inner, ids, mask, parts, budget)[0], expected)
+        assert_same_gradients(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
 
 
 def test_sums_over_many_micro_batches_are_in_float32():
@@ -283,14 +272,14 @@ def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budg
                     assert any(
                         prefix.first_user < at <= prefix.last_user for prefix in once.plan.prefixes.values()
                     ) == (at > 0)
-        return gradients(model)
+        return take_gradients(model)
 
     expected = step(planned=False)
-    assert_same(step(planned=True), expected)
+    assert_same_gradients(step(planned=True), expected)
     monkeypatch.setattr(PrefixSchedule, "finish_early", lambda schedule, run: setattr(schedule, "finished", True))
     if at > 0:
         with pytest.raises(AssertionError, match="not close"):
-            assert_same(step(planned=True), expected)
+            assert_same_gradients(step(planned=True), expected)
 
 
 @pytest.mark.parametrize("which", ["ids", "mask"])

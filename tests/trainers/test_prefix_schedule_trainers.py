@@ -7,7 +7,8 @@ import pytest
 import torch
 from kit.budget_runs import assert_same, build_branching, make
 from kit.cells import slow_but
-from kit.trainer_runs import entered, figures
+from kit.observe import entered_tokens
+from kit.trainer_runs import figures
 from torch.nn.functional import pad
 
 from trl_padfix import KTOTrainer
@@ -33,7 +34,7 @@ def watched(trainer):
 
     Those of prefixes that are computed again by intention are not counted.
     """
-    computed, steps, training_step, again = entered(trainer.model), [], trainer.training_step, []
+    computed, steps, training_step, again = entered_tokens(trainer.model), [], trainer.training_step, []
     check = MicroBatchRunner.check
 
     def checked(once):

@@ -5,6 +5,7 @@ import torch
 import trl
 from kit.cells import slow_but
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.online_runs import admitted, load_policy, save_policy
 from kit.rows import build_prompts
 from kit.trainer_runs import assert_same, build_model, run
@@ -42,15 +43,11 @@ def gradients(model, budget, sharing=True):
     """Logits, gradients of a loss that compares all rows, and the tokens of each forward."""
     ids, mask = batch()
     model.zero_grad()
-    entered = []
-    layer = model.model.layers[0]
-    hook = layer.register_forward_pre_hook(lambda m, args: entered.append(args[0].shape[:2].numel()))
-    with remove_padding(model, prefix_sharing=sharing), attach_runner_patch(model):
+    with remove_padding(model, prefix_sharing=sharing), attach_runner_patch(model), entered_tokens(model) as entered:
         with within(runner=budget and SubBatches(budget, sharing)):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logps = (logits.log_softmax(-1)[..., 3] * mask).sum(1)
         (logps.sort().values * torch.arange(6.0)).sum().backward()
-    hook.remove()
     return logits.detach(), [p.grad.clone() for p in model.parameters()], entered
 
 
@@ -105,8 +102,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     model = build_model()
     forward = vars(model).get("forward")
     ids, mask = batch()
-    entered = []
-    model.model.layers[0].register_forward_pre_hook(lambda m, args: entered.append(len(args[0])))
+    entered = entered_tokens(model)
     first = attach_runner_patch(model)
     second = attach_runner_patch(model)  # takes the place of the first
     model(input_ids=ids, attention_mask=mask)
@@ -114,8 +110,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         second.remove()
         model(input_ids=ids, attention_mask=mask)
-    assert entered[0] == entered[-1] == 6
-    assert sum(entered[1:-1]) == 6
+    assert entered[0] == entered[-1] == sum(entered[1:-1]) == ids.numel()
     assert len(entered) > 3
     assert vars(model).get("forward") is forward
     assert not first.enabled

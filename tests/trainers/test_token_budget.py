@@ -27,8 +27,9 @@ from kit.budget_runs import (
     watched,
 )
 from kit.cells import every_pair, slow_but
+from kit.observe import entered_tokens
 from kit.processes import logged
-from kit.trainer_runs import build_model, build_tokenizer, entered, figures, trained, trajectory
+from kit.trainer_runs import build_model, build_tokenizer, figures, trained, trajectory
 
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
@@ -127,7 +128,7 @@ def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path)
     name, config = COMPARING[case]
     loss = {key: value for key, value in config.items() if key == "loss_type"}
     trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
-    computed = entered(trainer.model)
+    computed = entered_tokens(trainer.model)
     steps = watched(trainer)
     assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
     assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
@@ -178,7 +179,7 @@ def test_a_loss_of_a_subclass_sees_all_rows(name, adds, tmp_path, monkeypatch):
         trainer_class = f"{TRAINERS[name]}Trainer"
         monkeypatch.setattr(library, trainer_class, with_loss(getattr(library, trainer_class), adds))
         trainer = make(name, tmp_path, ours=ours, max_steps=4, **({"parity_check": False} | SHARING if ours else {}))
-        computed[ours] = entered(trainer.model)
+        computed[ours] = entered_tokens(trainer.model)
         runs[ours] = trained(trainer)
     assert_same(runs[True], runs[False])
     assert max(computed[True]) <= BUDGET[name] < max(computed[False])
@@ -216,7 +217,7 @@ def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
     for ours in (True, False):
         given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
         trainer = make(name, tmp_path, ours=ours, **given)
-        computed = entered(trainer.model)
+        computed = entered_tokens(trainer.model)
         trained = trainer._prepare_dataset
         arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
         logs[ours] = trainer.evaluate(trained(data, *arguments))

@@ -18,7 +18,8 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import MATRIX
-from kit.trainer_runs import assert_same, break_mode, build_model, entered, trained
+from kit.observe import entered_tokens
+from kit.trainer_runs import assert_same, break_mode, build_model, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -81,7 +82,7 @@ CELLS = [  # each family in one of the fast cells, by turns
 @pytest.mark.parametrize(("family", "kind", "mode"), CELLS)
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])
-    computed = entered(trainer.model.get_decoder())
+    computed = entered_tokens(trainer.model.get_decoder())
     assert_same(trained(trainer), trls(kind, family), atol=1e-5)
 
     batches = list(trainer.get_eval_dataloader())
@@ -144,13 +145,13 @@ def test_lora_with_gradient_checkpointing(kind, mode, tmp_path):
 
 def test_the_tower_runs_once_for_a_pair(tmp_path):
     trainer = build_trainer(trl_padfix, "DPO", "llava", tmp_path, padding_free=True, max_steps=2)
-    images: list[int] = []
-    layer = next(m for m in trainer.model.model.vision_tower.modules() if isinstance(m, torch.nn.ModuleList))[0]
     trainer.train()  # the first batch that repeats itself is tried both ways
-    layer.register_forward_pre_hook(lambda m, args: images.append(len(args[0])))
+    tower = trainer.model.model.vision_tower
+    patches = entered_tokens(tower)
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.compute_loss(trainer.model, batch)
-    assert images == [len(batch["pixel_values"]) // 2]
+    tower(batch["pixel_values"].chunk(2)[0])
+    assert patches == [patches[-1]] * 2
 
 
 @needs_torchvision

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from kit.observe import each_row_alone
 from torch import nn
 from transformers import PreTrainedModel
 from zoo.families import NotBuiltError, build
@@ -114,11 +115,9 @@ def stable_topk() -> Iterator[None]:
 
 def alone(model: PreTrainedModel) -> Reference:
     """Log-probabilities of every row computed by itself, and the gradient of their weighted sum."""
-    logps = []
-    for row in rows():
-        logits = model(row[None], use_cache=False).logits[0].float()
-        logps.append(logits[:-1].log_softmax(-1).gather(1, row[1:, None]).squeeze(1))
-    logps = torch.cat(logps)
+    logps = each_row_alone(
+        lambda row, ones: real_logps(model(row, use_cache=False).logits, row, ones), *padded("right")
+    )
     return logps.detach(), gradients_of(model, weighted(logps))
 
 

@@ -5,7 +5,6 @@ all of them: each row computed alone, without padding, by the model as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from zoo.models import EOS, PAD
 from zoo.models import real_logps as logps
 
 
-__all__ = ["CASES", "EOS", "PAD", "ROWS", "alone", "backward", "build", "logps", "pad", "relative_error"]
+__all__ = ["CASES", "EOS", "PAD", "ROWS", "backward", "build", "logps", "pad", "relative_error"]
 
 _SHAPE = {"num_hidden_layers": 2, "max_position_embeddings": 64}
 _SHAPES = dict.fromkeys(("qwen2", "llama", "mistral"), _SHAPE) | {
@@ -53,12 +52,6 @@ def pad(rows: list[list[int]], side: str, pad_id: int = PAD) -> tuple[torch.Tens
         ids[i, begin : begin + len(row)] = torch.tensor(row)
         mask[i, begin : begin + len(row)] = 1
     return ids, mask
-
-
-def alone(compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ids: torch.Tensor, mask: torch.Tensor):
-    """What `compute(ids, mask)` gives for the real tokens of each row by themselves, row after row."""
-    rows = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
-    return torch.cat([compute(row, torch.ones_like(row)) for row in rows])
 
 
 def backward(model: torch.nn.Module, scores: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from kit.observe import entered_tokens
 from zoo.model_numbers import DISTINCT, REAL, SHARING, assert_equal_where_real, attached_parts, logits_of
 from zoo.models import batch, build
 
@@ -203,8 +204,7 @@ def test_a_deep_copy_is_attached_on_its_own():
     handle = remove_padding(model)
     twin = copy.deepcopy(model)
     expected = logits_of(model, ids, mask)
-    entered = []
-    twin.model.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0].shape[1]))
+    entered = entered_tokens(twin)
 
     assert torch.equal(logits_of(twin, ids, mask), expected)
     assert handle.stats.packed_tokens == REAL  # of one forward

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 from kit.cells import every_pair, once_each
+from kit.observe import EnteredTokens, entered_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.model_numbers import (
     DISTINCT,
@@ -51,16 +52,16 @@ def test_packed_and_padded_give_the_same_numbers(name, implementation, side, che
     expected = padded_numbers(name, model, ids, mask)
     if checkpointing:
         checkpointed(model, reentrant=checkpointing == "reentrant")
-    computed = []
+    # Its layers themselves are wrapped by checkpointing.
     norm = next(m for n, m in model.named_modules() if n.endswith(("layers.0.input_layernorm", "h.0.ln_1")))
-    norm.register_forward_hook(lambda module, args, output: computed.append(output.shape[:2]))
+    entered = EnteredTokens(norm)
 
     with remove_padding(model, prefix_sharing=sharing) as handle:
-        computed.clear()  # what was asked of the model when it was attached
+        entered.clear()  # what was asked of the model when it was attached
         assert_same_numbers(numbers(model, ids, mask), expected)
 
     times = 2 if checkpointing else 1
-    assert computed == [(1, handle.stats.packed_tokens)] * times  # that mode, and that checkpointing, did run
+    assert entered == [handle.stats.packed_tokens] * times  # that mode, and that checkpointing, did run
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
@@ -187,15 +188,14 @@ def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentr
 def test_no_pad_enters_the_decoder(side, sharing):
     ids, mask = batch(side)
     model = build("qwen2")
-    embedded, entered = [], []
+    embedded, entered = [], entered_tokens(model)
     model.model.embed_tokens.register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
-    model.model.layers[0].register_forward_pre_hook(lambda module, args: entered.append(args[0].shape))
 
     with remove_padding(model, prefix_sharing=sharing) as handle:
         model(input_ids=ids, attention_mask=mask)
 
     tokens = DISTINCT if sharing else REAL
-    assert entered == [(1, tokens, 32)]
+    assert entered == [tokens]
     assert embedded[0].shape == (1, tokens)
     assert PAD not in embedded[0]
     assert handle.stats.packed_tokens == tokens

@@ -22,6 +22,7 @@ if not (_installed("trl").startswith("0.17.") and _installed("transformers").sta
     pytest.skip("needs TRL 0.17 and transformers 4.52: `nox -s stories`", allow_module_level=True)
 
 import torch
+from kit.observe import each_row_alone
 from kit.story_data import examples, tokenizer
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import (
@@ -33,7 +34,7 @@ from transformers import (
 )
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from trl import DPOConfig, DPOTrainer
-from zoo.stack_models import EOS, PAD, alone, build, logps
+from zoo.stack_models import EOS, PAD, build, logps
 
 from trl_padfix import remove_padding
 
@@ -143,7 +144,9 @@ def test_story(story, names):
     exec(after, names)
     model, sequences, mask = names["model"], names["sequences"], names["attention_mask"]
     for logits in (*names.get("overridden", {}).values(), *([names["logits"]] if "logits" in names else [])):
-        expected = alone(lambda row, ones: logps(model(row, attention_mask=ones).logits, row, ones), sequences, mask)
+        expected = each_row_alone(
+            lambda row, ones: logps(model(row, attention_mask=ones).logits, row, ones), sequences, mask
+        )
         torch.testing.assert_close(logps(logits, sequences, mask), expected, atol=1e-5, rtol=1e-5)
     if "answers" in names:
         for i, prompt in enumerate(PROMPTS):

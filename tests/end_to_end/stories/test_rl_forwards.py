@@ -10,11 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from kit.observe import each_row_alone
 from packaging.version import Version
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
-from zoo.stack_models import EOS, PAD, alone, backward, build, logps, relative_error
+from zoo.stack_models import EOS, PAD, backward, build, logps, relative_error
 
 from trl_padfix import remove_padding
 
@@ -88,7 +89,7 @@ def check(model: nn.Module, compute, batch, sharing: bool) -> None:
     sequences, mask = batch()
     with raises:
         compute(sequences, mask)
-    expected = alone(compute, sequences, mask)
+    expected = each_row_alone(compute, sequences, mask)
     gradient = backward(model, expected)
     with remove_padding(model, prefix_sharing=sharing) as handle:
         found = compute(sequences, mask)
@@ -134,7 +135,7 @@ def test_reward_model_scores_the_first_eos_where_pad_is_eos(sharing):
     def score_of_the_last_token(row, ones):
         return model.score(model.model(row, attention_mask=ones)[0])[:, -1]
 
-    expected = alone(score_of_the_last_token, sequences, mask)
+    expected = each_row_alone(score_of_the_last_token, sequences, mask)
     with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
         found = model(sequences, attention_mask=mask).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

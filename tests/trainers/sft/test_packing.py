@@ -123,7 +123,7 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
 
 
 def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
-    ours = run(make(config=SHORT | {"eval_packing": True}, eval_dataset=build_rows(8, 1)), lambda *_: None)
+    ours = run(make(config=SHORT | {"eval_packing": True}, eval_dataset=build_rows(8, 1)))
     steps = ours.trajectory()[:-1]
     assert_same(steps, trl_run("short").trajectory()[:-1])
     before = trl_run("short")

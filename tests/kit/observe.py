@@ -1,0 +1,39 @@
+"""Observations of a model: the tokens that entered its decoder, and each row computed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+class EnteredTokens(list[int]):
+    """Tokens of each forward of a layer; as a context manager it stops counting at the end of the block."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.hook = layer.register_forward_pre_hook(lambda _, args: self.append(args[0].shape[:-1].numel()))
+
+    def __enter__(self) -> EnteredTokens:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.hook.remove()
+
+
+def entered_tokens(model: nn.Module) -> EnteredTokens:
+    """
+    Count the tokens that enter the first layer of a decoder, forward by forward: they show which mode ran.
+
+    Of a model with images, this is called with its decoder or its tower.
+    """
+    layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+    return EnteredTokens(layers[0])
+
+
+def each_row_alone(
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ids: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Results of `compute(ids, mask)` for the real tokens of each row in a batch of its own, concatenated."""
+    rows = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
+    return torch.cat([compute(row, torch.ones_like(row)) for row in rows])
