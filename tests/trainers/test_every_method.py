@@ -125,7 +125,7 @@ def test_accumulation_does_not_scatter_a_group(name, case, make):
     assert ours.entered < make.theirs(case).counts()["prefix sharing"]
 
 
-# Without `padding_free` it is that of any mode, by `test_import_alone.py` to the bit.
+# Without `padding_free` it is that of any mode, by `test_base_import_alone.py` to the bit.
 @pytest.mark.parametrize("name", slow_but(cells("SFT", "DPO"), METHODS))
 def test_a_configuration_of_trls_is_taken_as_it_is(name, make, tmp_path):
     padding_free = {"padding_free": True} if name in ("SFT", "DPO") else {}

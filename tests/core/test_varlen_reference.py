@@ -1,7 +1,7 @@
 """
 The reference of flash-attn refuses what the kernels misread, and its stand-in leaves transformers as it found it.
 
-`test_conformance.py` compares the reference with attention written out.
+`test_backends_conformance.py` compares the reference with attention written out.
 """
 
 import sys
