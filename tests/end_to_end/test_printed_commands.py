@@ -1,19 +1,29 @@
-"""What pages, messages and tools tell a user to type, works."""
+"""Commands that pages, messages and tools print: each runs, or each of its words is known to what would run it."""
 
 import os
 import re
 import shlex
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import typer
 from datasets import load_dataset
 from kit.cells import slow_but
-from kit.command_words import check
 from kit.commands import build_pairs, trl_padfix_command
 from kit.printed import ROOT, everywhere, of_text
+from packaging.requirements import Requirement
 
+from trl_padfix.cli.app import app
+from trl_padfix.cli.launch import parse
 from trl_padfix.cli.methods import METHODS
 from trl_padfix.cli.recipe_run import build_tiny
+
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
 
 
 FOUND = everywhere()
@@ -119,12 +129,131 @@ def test_a_command_is_found_however_it_is_written(text, command):
 
 
 def test_there_are_commands_and_none_is_left_out_in_vain():
-    assert len(COMMANDS) > 100
-    assert len(set(RUN.values())) > 20
+    assert RUN
     for pattern in NOT_RUN:
         assert any(re.match(pattern, command) for command in COMMANDS), pattern
     for pattern in TINY:
         assert any(re.search(pattern, filled(command, STAND_FOR)) for command in RUN), pattern
+
+
+# -- every word of a command
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PIP = {"-q", "--quiet", "-U", "--upgrade", "--pre", "--no-deps", "--no-build-isolation", "--no-cache-dir"}
+PIP |= {"--force-reinstall"}
+
+
+def check(command: str) -> None:
+    """Raise unless all words of a command are known to what would run it. Nothing is run."""
+    name, *words = shlex.split(re.sub(r"^([A-Z_]+=\S* )*", "", command))
+    if name == "trl-padfix":
+        check_ours(words)
+    elif name in ("accelerate", "torchrun"):
+        check_launched(name, words)
+    elif name.startswith("python"):
+        check_script(words)
+    else:
+        {"pip": check_pip, "pytest": check_pytest, "nox": check_nox}[name](words)
+
+
+def check_ours(words: list[str]) -> None:
+    """A command, or the name of a command with at most an option."""
+    words = [word for word in words if word != "--debug"]
+    if words and words[0] in METHODS:
+        if len(words) > 2:
+            parse(words[0], [*words[1:], "--use_cpu", "true", "--bf16", "false"])
+        return
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    if words[1:] or (words and not words[0].startswith("-")):
+        command.make_context("trl-padfix", words)
+    elif words:
+        assert any(words[0] in option.opts for option in command.params), words[0]
+
+
+def check_launched(name: str, words: list[str]) -> None:
+    if name == "torchrun":
+        from torch.distributed.run import get_args_parser as make_parser
+    else:
+        from accelerate.commands.launch import launch_command_parser as make_parser
+
+        words = words[1:]
+    given = make_parser().parse_args(words)
+    config = getattr(given, "config_file", None) or "accelerate.yaml"
+    assert config == "accelerate.yaml" or (ROOT / config).exists(), config
+    check_script(["-m"] * bool(given.module) + [given.training_script, *given.training_script_args])
+
+
+def check_script(words: list[str]) -> None:
+    """A script, or a module with `-m`, and its options: those that its source names."""
+    if words[:2] == ["-m", "trl_padfix"]:
+        return check_ours(words[2:])
+    path, rest = ROOT / words[0], words[1:]
+    if words[0] == "-m":
+        path, rest = Path(str(find_spec(words[1]).origin)), words[2:]
+    assert path.exists(), path
+    if path.stem in METHODS:
+        return check_ours([path.stem, *rest])
+    source = path.read_text()
+    for option in (word.split("=")[0][2:] for word in rest if word.startswith("--")):
+        field = rf"^    {option.replace('-', '_')}: "  # of a dataclass
+        known = f'"--{option}"' in source or ('f"--{name}"' in source and f'"{option}":' in source)
+        known = known or re.search(field, source, re.MULTILINE) or is_field(source, option)
+        assert known, f"{path.name} has no --{option}"
+
+
+def is_field(source: str, name: str) -> bool:
+    """Whether an option of a training script is a field of the arguments of all trainings."""
+    from trl import ModelConfig, ScriptArguments
+
+    from trl_padfix import DPOConfig
+
+    kinds = (DPOConfig, ModelConfig, ScriptArguments)
+    return "TrlParser" in source and (name == "config" or any(name in kind.__dataclass_fields__ for kind in kinds))
+
+
+def check_pip(words: list[str]) -> None:
+    extras, words = PROJECT["project"]["optional-dependencies"].keys(), iter(words[1:])
+    for word in words:
+        if word == "--group":
+            assert next(words) in PROJECT["dependency-groups"]
+        elif word in ("-e", "-r"):
+            target = re.fullmatch(r"([^\[]+)(?:\[([\w,]+)\])?", next(words))
+            assert (ROOT / target[1]).exists(), target[1]
+            assert {*(target[2] or "").split(",")} - {""} <= extras, target[2]
+        elif word == "--index-url":
+            next(words)
+        elif word.startswith("-"):
+            assert word in PIP, word
+        elif not word.startswith("git+https://"):
+            needed = Requirement(word)
+            assert needed.name not in ("trl-padfix", "trl_padfix") or needed.extras <= extras, needed.extras
+
+
+def check_pytest(words: list[str]) -> None:
+    options, words = (ROOT / "tests/conftest.py").read_text(), iter(words)
+    marks = {mark.split(":")[0] for mark in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    for word in words:
+        if word == "-m":
+            assert {*re.findall(r"\w+", next(words))} - {"and", "or", "not"} <= marks
+        elif word in ("-k", "-n", "--dist"):
+            next(words)
+        elif word.startswith("--"):
+            assert f'"{word.split("=")[0]}"' in options, word
+        elif not word.startswith("-") and not re.fullmatch(r"[\d.]+", word):
+            assert (ROOT / word.split("::")[0]).exists(), word
+
+
+def check_nox(words: list[str]) -> None:
+    source, option = (ROOT / "noxfile.py").read_text(), "-s"
+    for word in words[: words.index("--") if "--" in words else None]:
+        if word in ("-s", "--tags"):
+            option = word
+        else:
+            name = re.match(r"\w+", word)[0]
+            assert (f"def {name}(" if option == "-s" else f'"{name}"') in source, word
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -68,7 +68,7 @@ def assert_same_gradients(got: dict[str, torch.Tensor], expected: dict[str, torc
     assert got.keys() == expected.keys()
     for name in expected:
         error, size = (got[name] - expected[name]).norm(), expected[name].norm()
-        assert error <= TOLERANCE * size + 1e-7, f"{name}: {error} of {size}"
+        assert error <= TOLERANCE * size + 1e-7, f"the gradient of {name} is off by {error}, and its norm is {size}"
 
 
 def logits_of(model, ids, mask, **kwargs) -> torch.Tensor:
