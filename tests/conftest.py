@@ -1,4 +1,4 @@
-"""What every test runs under: no chatter, one thread, and no test that this machine or this run is not for."""
+"""Settings of every test: no chatter, one thread, and no test that this machine or this run cannot do."""
 
 import functools
 import gc
@@ -118,7 +118,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist says how many tests it left out; the summary is not told otherwise."""
+    """A worker of pytest-xdist says how many tests it left out; the summary has no other source."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
 

@@ -1,4 +1,4 @@
-"""Stacks outside the bounds are told so; the bounds, the tested pairs and `pyproject.toml` say the same."""
+"""Stacks outside the bounds are refused; the bounds, the tested pairs and `pyproject.toml` say the same."""
 
 from __future__ import annotations
 

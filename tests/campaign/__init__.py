@@ -48,7 +48,7 @@ PARTS = [
 
 @dataclass
 class Outcome:
-    """What came of the draws of a part."""
+    """Results of the draws of a part."""
 
     counts: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
@@ -69,13 +69,13 @@ def run_part(
         part (`Part`):
             Which.
         count (`int`):
-            How many draws.
+            Number of draws.
         seed (`int`):
-            Of the first draw; the next one has the next number.
+            Seed of the first draw; each draw adds one.
         folder (`Path`):
             Each draw has a folder in it.
         say (`Callable`):
-            Is told the reproduction of each draw that breaks.
+            Receives the reproduction of each draw that breaks.
         limit (`float`, *optional*):
             Seconds after which no draw is begun.
     """

@@ -97,11 +97,11 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
                 raise AssertionError(f"another error than the fault: {error!r}") from error
             happened = True
         undo()
-        # A backward of the parity check that cannot be computed is told in its report.
+        # A backward of the parity check that cannot be computed is named in its report.
         reports = (report for found in trainer.padding.parity.values() for report in found)
-        told = any("a fault of the campaign" in report.not_compared for report in reports)
-        assert happened or told or fault.left > 0, "the fault was swallowed"
-        # What is attached goes on, and gives what it gave.
+        named = any("a fault of the campaign" in report.not_compared for report in reports)
+        assert happened or named or fault.left > 0, "the fault was swallowed"
+        # The attached model still works, with the same results.
         trainer.model.train()
         batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
         with torch.no_grad():
@@ -150,7 +150,7 @@ def put(fault: Fault, case: dict[str, Any], trainer: Any) -> Any:
 
 
 def traces_of(model: Any, but: Any = ()) -> list[str]:
-    """What is ours on a model, `but` for some: hooks, forwards, attributes. TRL and accelerate leave theirs."""
+    """Hooks, forwards and attributes of this package on a model, `but` for some. TRL and accelerate leave theirs."""
     found = []
     for name, module in model.named_modules():
         placed = [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *vars(module).values()]

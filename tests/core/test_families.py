@@ -2,7 +2,7 @@
 Every causal-LM type of transformers, packed: exact, or refused with the reason, and never wrong.
 
 `tests/core/families.json` is the record, `docs/families.md` the table made from it.
-`python tests/core/test_families.py --write` computes both anew; without it they are compared. `pytest -m families`
+`python tests/core/test_families.py --write` computes both again; without it they are compared. `pytest -m families`
 computes every family again.
 """
 

@@ -257,7 +257,7 @@ def test_a_state_that_does_not_fork_would_be_seen(family):
 @FAMILIES
 def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
     if family in ("bloom", "rwkv", "megatron-bert"):
-        pytest.skip("its decoder is not given positions, by which packed rows are told")
+        pytest.skip("its decoder is not given positions, from which packed rows are recognised")
     model, sequences = build(family), rows()
     positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
     with remove_padding(model, prefix_sharing=sharing) as handle:

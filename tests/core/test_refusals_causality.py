@@ -62,7 +62,7 @@ def switches() -> list[tuple[str, str, Any]]:
         for name in SWITCHES:
             if name not in fields or model_type in NOT_TRIED or auto_class(model_type) is None:
                 continue
-            is_gemma4 = model_type.startswith("gemma4")  # which is told of images too
+            is_gemma4 = model_type.startswith("gemma4")  # whose masks depend on images too
             values = ("all", None) if is_gemma4 else VALUES.get(name, (False, True))
             if name != "attn_type" or fields[name].default in values:  # MPT's says which heads there are
                 found += [(model_type, name, value) for value in values]

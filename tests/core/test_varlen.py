@@ -108,7 +108,7 @@ def test_a_layer_takes_as_many_kernels_as_a_padded_one(gpu, rows, everyone):
     padded, _ = launches_of_a_layer(gpu, 8, 4, packed=False)
 
     assert forward.total() < padded.total()
-    weights = 2 * 10  # under autocast: seven matrices and three biases of each model are cast anew
+    weights = 2 * 10  # under autocast: seven matrices and three biases of each model are cast again
     assert forward.total() - weights <= 90
     assert backward.total() <= 100
     assert backward["_embedding_bag_forward_only"] == 2  # the gradients of shared keys, and those of shared values

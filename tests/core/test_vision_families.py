@@ -2,7 +2,7 @@
 Every image-text-to-text type of transformers, packed: exact, or refused with the reason, and never wrong.
 
 `tests/core/vision_families.json` is the record, `docs/vision_families.md` the table made from it.
-`python tests/core/test_vision_families.py --write` computes both anew; without it they are compared.
+`python tests/core/test_vision_families.py --write` computes both again; without it they are compared.
 `pytest -m families` computes every type again.
 """
 

@@ -27,7 +27,7 @@ TERMS = {
     "LLaMA-Factory": "other_stacks.html",
     "negative control": "numbers.html",
 }
-"""What somebody types, and the page that answers."""
+"""What a reader types, and the page that answers."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -122,7 +122,7 @@ def test_search_finds(site, browser, term):
     page.locator("button.md-search__button").click()
     page.keyboard.type(term)
     found = []
-    for _ in range(100):  # results are drawn anew while one types
+    for _ in range(100):  # results are drawn again while one types
         page.wait_for_timeout(100)
         links = page.locator("a[role=option]").evaluate_all("all => all.map(a => a.getAttribute('href'))")
         found = list(dict.fromkeys(link.split("/")[-1].split("#")[0] for link in links))[:3]

@@ -108,7 +108,7 @@ def test_python_on_pages_names_what_there_is():
 
 def test_the_api_page_has_every_public_name_with_its_text():
     listed = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-    # `Padding` is met as `trainer.padding`, and made by nobody else.
+    # `Padding` is only met as `trainer.padding`.
     assert {name for _, name in listed} == set(trl_padfix.__all__) - {"__version__"} | {"Padding"}
     for module, name in listed:
         text = inspect.getdoc(getattr(importlib.import_module(module), name))

@@ -81,7 +81,7 @@ def curve(logs: list[dict[str, float]]) -> torch.Tensor:
 
 
 def launch(strategy: str, cases: list[str], models: Path, folder: Path, **env: str) -> dict[str, Any]:
-    """Train the cases in two processes; ZeRO-3 gathers all parameters anew."""
+    """Train the cases in two processes; ZeRO-3 gathers all parameters again."""
     for family in {case.split(",")[0] for case in cases}:
         (folder / family).symlink_to(models / family)
     settings: dict[str, Any] = {}

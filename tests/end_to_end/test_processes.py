@@ -197,11 +197,11 @@ BUDGETED = [("multi_gpu", True), ("fsdp2", True), ("zero2", True), ("zero3", Fal
 def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_of_one(
     strategy, once, together, one_process, tmp_path
 ):
-    """Under ZeRO-3 processes have to run equally many forwards, and compute prefixes anew."""
+    """Under ZeRO-3 processes have to run equally many forwards, and compute prefixes again."""
     budget = ("--max_tokens_per_batch", "128", "--max_length", "128")
-    ours = together("dpo", strategy, *PACKED, *budget, env={"TRUNKS": str(tmp_path)})
+    ours = together("dpo", strategy, *PACKED, *budget, env={"PREFIXES": str(tmp_path)})
     assert_same(ours, one_process("dpo"), *METRICS["dpo"])
-    counts = [json.loads((tmp_path / f"trunks-{rank}.json").read_text()) for rank in range(2)]
+    counts = [json.loads((tmp_path / f"prefixes-{rank}.json").read_text()) for rank in range(2)]
     assert all((count["prefixes"] > 0) == once for count in counts)
 
 

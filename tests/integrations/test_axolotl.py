@@ -45,7 +45,7 @@ def config(folder, method: str, **more) -> str:
         "max_steps": STEPS,
         "learning_rate": 1e-4,
         "optimizer": "adamw_torch",
-        "seed": 42,  # axolotl shuffles anew in each run without one
+        "seed": 42,  # axolotl shuffles differently in each run without one
         "lr_scheduler": "constant",
         "bf16": False,
         "tf32": False,

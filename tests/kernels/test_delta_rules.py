@@ -64,8 +64,8 @@ def differences(rule: str, lengths: list[int], dtype: torch.dtype, with_states: 
     parts = zip(*(x.split(lengths, 1) for x in exact[:5]), strict=True)
     states = exact[5].split(1) if with_states else [None] * len(lengths)
     own = inspect.unwrap(RULES[rule])
-    pieces = [run(own, [*part, state], with_states) for part, state in zip(parts, states, strict=True)]
-    wanted = torch.cat([piece[0] for piece in pieces], 1), torch.cat([piece[1] for piece in pieces])
+    segments = [run(own, [*part, state], with_states) for part, state in zip(parts, states, strict=True)]
+    wanted = torch.cat([segment[0] for segment in segments], 1), torch.cat([segment[1] for segment in segments])
     with counted_kernels() as launches:
         got = run(RULES[rule], given, with_states, **{"cu_seqlens": bounds(lengths), **wrong})
         error = worst_of_all(got, wanted, given[: 5 + with_states], exact[: 5 + with_states])

@@ -31,7 +31,7 @@ CHUNK = 8
 def differences(dtype: torch.dtype, way: str, tokens: int, off: int = 0) -> float:
     """
     The worst of output, final state and gradients: rows alone, rows from states to states, or segments of one row,
-    told by `seq_idx` (`off` moves their border).
+    given by `seq_idx` (`off` moves their border).
     """
     torch.manual_seed(0)
     rows = 1 if way == "segments" else 2
@@ -51,8 +51,8 @@ def differences(dtype: torch.dtype, way: str, tokens: int, off: int = 0) -> floa
         return out if state else (out,)
 
     parts = zip(*(exact[i].split(lengths, 1) for i in range(4)), strict=True)
-    pieces = [run(inspect.unwrap(modeling.mamba2_chunk_scan), [*part, *exact[4:]]) for part in parts]
-    wanted = torch.cat([piece[0] for piece in pieces], 1), *pieces[-1][1:]
+    segments = [run(inspect.unwrap(modeling.mamba2_chunk_scan), [*part, *exact[4:]]) for part in parts]
+    wanted = torch.cat([segment[0] for segment in segments], 1), *segments[-1][1:]
     places = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].roll(off, 1)
     with counted_kernels() as launches:
         got = run(modeling.mamba2_chunk_scan, given, **({"seq_idx": places.int()} if way == "segments" else {}))

@@ -1,1 +1,1 @@
-"""What the tests share."""
+"""Code that tests share: trainings, processes, commands."""

@@ -38,7 +38,7 @@ BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 """Tokens for about two rows of the batch, and more than the longest one alone."""
 
 LOSSES = {"kto": {"loss_type": "apo_zero_unpaired"}}
-"""What several processes are compared with one by: TRL pairs completions for the KL term by the batch of a device."""
+"""Metrics that are equal in one process and in several: TRL pairs completions for the KL term within a device's batch."""
 
 LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
 """Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""
@@ -244,16 +244,16 @@ def train_on_images(folder: Path) -> dict[str, Any]:
     for kind, budget in IMAGE_BUDGETS.items():
         given = {"train_dataset": pictured(kind), **config, **budget}
         trainer = make_on_images(trl_padfix, kind, "llava", folder / kind, **given)
-        pieces, step = [], trainer.training_step
+        counts, step = [], trainer.training_step
 
-        def counted(model: Any, inputs: Any, *args: Any, step: Any = step, pieces: Any = pieces) -> Any:
-            pieces.append(len(inputs["micro_batches"]))
+        def counted(model: Any, inputs: Any, *args: Any, step: Any = step, counts: Any = counts) -> Any:
+            counts.append(len(inputs["micro_batches"]))
             return step(model, inputs, *args)
 
         trainer.training_step = counted
         trainer.train()
-        counts = trainer.accelerator.gather(torch.tensor(pieces)).view(-1, len(pieces)).tolist()
-        logged[kind] = {"history": trainer.state.log_history, "micro_batches": counts}
+        gathered = trainer.accelerator.gather(torch.tensor(counts)).view(-1, len(counts)).tolist()
+        logged[kind] = {"history": trainer.state.log_history, "micro_batches": gathered}
     return logged
 
 

@@ -55,7 +55,7 @@ def every_pair(*axes: Iterable[Any]) -> list[Any]:
             Values of each axis; one that is a tuple stands for several parameters.
     """
     cells = list(product(*(enumerate(axis) for axis in axes)))
-    # Values are told apart by their places, so they need not be hashable.
+    # Values are distinguished by their positions, so they need not be hashable.
     met = [{((a, i), (b, j)) for (a, (i, _)), (b, (j, _)) in combinations(enumerate(cell), 2)} for cell in cells]
     wanted, fast = set().union(*met), set()
     while wanted:

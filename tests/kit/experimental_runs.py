@@ -20,7 +20,7 @@ from trl_padfix.tools.tiny import train_tokenizer
 
 
 BEGIN = "w3 w5 w7 w9 "
-"""What all prompts begin with."""
+"""The beginning of every prompt."""
 
 TEMPLATE = (
     "{% for m in messages %}{{ 'w3 ' if m['role'] == 'user' else 'w4 ' }}{{ m['content'] }}"
@@ -114,7 +114,7 @@ MODULES = {"OnlineDPO": "online_dpo", "IWOPD": "iw_opd"}
 
 
 def module(name: str, library: str) -> Any:
-    """Where `trl` or `trl_padfix` has an experiment."""
+    """The module of `trl` or `trl_padfix` that holds an experiment."""
     return import_module(f"{library}.experimental.{MODULES.get(name, name.lower())}")
 
 

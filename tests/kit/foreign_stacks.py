@@ -1,4 +1,4 @@
-"""What the tests of other stacks' own entry points share: a tiny model and data on disk, and what a run has logged."""
+"""Tiny models, data on disk and logs, for tests that start other stacks by their own entry points."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def run(*command: str, folder: Path, **environment: str) -> str:
 
 
 def logged(output_dir: Path) -> list[dict[str, float]]:
-    """What a trainer has logged, of its last checkpoint."""
+    """The logs of a trainer, read from its last checkpoint."""
     found = sorted(output_dir.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime)
     return json.loads(found[-1].read_text())["log_history"]
 

@@ -2,9 +2,9 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `PLAIN_TRL=1` runs TRL's own script instead. A folder that `GRAPHS`, `TRUNKS` or
-`TOKENS` names is told what each process has compiled, how many prefixes of any length it has computed once in a step,
-or what it computes of packed rows.
+that share batches different ones. `PLAIN_TRL=1` runs TRL's own script instead. `GRAPHS`, `PREFIXES` or `TOKENS`
+names a folder, into which each process writes what it has compiled, how many shared prefixes of any length its steps
+had, or how many tokens of packed rows it has computed.
 """
 
 import importlib
@@ -39,21 +39,21 @@ def graphs() -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def prefixes() -> Iterator[dict[str, int]]:
-    """How many prefixes were computed once, summed over steps of micro-batches."""
+    """Shared prefixes of steps of micro-batches, summed over the steps."""
     from trl_padfix.core.layout import shared_prefixes
     from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
     shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, MicroBatchRunner.check
 
-    def checked(once):
-        found["prefixes"] += len(once.plan.prefixes) if once.plan else 0
-        check(once)
+    def checked(runner):
+        found["prefixes"] += len(runner.plan.prefixes) if runner.plan else 0
+        check(runner)
 
     MicroBatchRunner.check = checked
     yield found
 
 
-WATCHED = {"GRAPHS": graphs, "TRUNKS": prefixes, "TOKENS": counted}
+WATCHED = {"GRAPHS": graphs, "PREFIXES": prefixes, "TOKENS": counted}
 
 
 def count_from_another_id() -> None:

@@ -1,7 +1,7 @@
 """
 Every method of TRL's, each with the set-ups that must give TRL's trajectory: their trainers, TRL's and ours.
 
-A case of a method is a configuration, and what else its trainer is given, made anew for each.
+A case of a method is a configuration, and further arguments of its trainer, made again for each trainer.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ DEFAULTS: dict[str, dict[str, Callable[[], Any]]] = {
         **MODEL,
     },
 }
-"""What a trainer is given where a test says nothing."""
+"""Arguments of a trainer for which a test sets none."""
 
 
 def make_trainer(library: Any, kind: str, folder: Any, trainer_class: type | None = None, **given: Any) -> Any:
@@ -373,4 +373,4 @@ METHODS = {
     )
     if trl.__version__ in versions.NEWER.get(f"{method.name}Trainer", versions.BOUNDS["trl"])
 }
-"""Those that the installed TRL admits."""
+"""Methods that the installed TRL has."""

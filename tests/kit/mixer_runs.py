@@ -44,7 +44,7 @@ def build_uneven(kind: str, count: int = 16) -> Dataset:
     """
     Rows of which every other two are of one length.
 
-    Dealt out in their order by twos, one process has nothing to remove in a step, and the other one ragged rows.
+    Distributed in their order, two at a time: one process has nothing to remove in a step, the other one ragged rows.
     """
     draw = random.Random(2)
     rows = (build_pairs(count, 0) if kind == "dpo" else build_rows(count)).to_list()

@@ -24,7 +24,7 @@ SAME = (
     "assert_allclose(curves[1], curves[0], rtol=1e-3)\n"
     "assert all(losses[-1] < losses[0] and sorted(seconds) == seconds for seconds, losses in runs.values())\n"
 )
-"""Of a race: the same losses both ways, and they fall."""
+"""Checks of a race: the losses are equal in both modes, and they fall."""
 
 CLAIMS: dict[str, dict[int, str]] = {
     "1": {

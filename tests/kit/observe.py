@@ -25,7 +25,7 @@ def entered_tokens(model: nn.Module) -> EnteredTokens:
     """
     Count the tokens that enter the first layer of a decoder, forward by forward: they show which mode ran.
 
-    Of a model with images, this is called with its decoder or its tower.
+    For a model with images, pass its decoder or its tower.
     """
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     return EnteredTokens(layers[0])

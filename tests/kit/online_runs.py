@@ -1,4 +1,4 @@
-"""What the tests of GRPO and RLOO have in common: data, rewards, and what to watch of their trainers."""
+"""Data and rewards for the tests of GRPO and RLOO, and records of their forwards."""
 
 from __future__ import annotations
 

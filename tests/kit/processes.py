@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_processes(command: list[str], environment: dict[str, str], timeout: float) -> subprocess.CompletedProcess:
-    """What the processes of a launcher said; those that wait for each other are ended, with return code -9."""
+    """The output of a launcher's processes; processes that wait for each other are ended, with return code -9."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -79,7 +79,7 @@ def trained(*args: Any, **kwargs: Any) -> str:
 
 
 def logged(strategy: str, folder: Path, module: str, *arguments: Any, **given: Any) -> dict[str, Any]:
-    """What `main(folder, *arguments)` of a module of the kit returns in several processes."""
+    """Results of `main(folder, *arguments)` of a module of the kit, run in several processes."""
     trained(strategy, folder, module, folder, *arguments, **given)
     found = json.loads((folder / "logged.json").read_text())
     assert found.pop("distributed") == {"multi_gpu": "MULTI_CPU", "fsdp2": "FSDP"}.get(strategy, "DEEPSPEED")
@@ -87,7 +87,7 @@ def logged(strategy: str, folder: Path, module: str, *arguments: Any, **given: A
 
 
 def on_gpus() -> bool:
-    """Whether this process passes for one on a GPU."""
+    """Whether this process pretends to run on a GPU."""
     return os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
 
 

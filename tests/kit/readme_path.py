@@ -1,5 +1,5 @@
 """
-The README's path as somebody takes it: its commands as they are written and in their order, then each command that
+The README's path as a user takes it: its commands as they are written and in their order, then each command that
 these print. In an environment that is empty but for torch, in a clone:
 
     PYTHONPATH=tests python -m kit.readme_path
@@ -27,7 +27,7 @@ LEFT_OUT = {
 
 
 def commands() -> list[str]:
-    """Those of the README, in its order."""
+    """The commands of the README, in its order."""
     text = (ROOT / "README.md").read_text()
     return sorted(dict.fromkeys(of_text(text)), key=text.index)
 

@@ -11,7 +11,7 @@ from kit.trainer_runs import words
 
 
 METRICS = ("entropy", "mean_token_accuracy", "num_tokens")
-"""What TRL logs of SFT."""
+"""Metrics that TRL logs in SFT."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + ' <eos> ' }}{% endgeneration %}"

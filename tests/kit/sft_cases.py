@@ -64,7 +64,7 @@ def packing(strategy: str = "bfd") -> dict:
 
 
 def evaluated(trainer) -> dict[str, float]:
-    """What an evaluation logs; older TRL does not return all of it."""
+    """The logs of an evaluation; older TRL does not return all of them."""
     trainer.evaluate()
     return trainer.state.log_history[-1]
 

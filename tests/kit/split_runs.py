@@ -171,33 +171,33 @@ def break_it(how: str) -> None:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """What this process computes within packed forwards: tokens of its own and of the rows, calls, and exchanges."""
-    counts: dict[str, int] = dict.fromkeys(("own", "packed", "calls", "exchanges"), 0)
-    exchanging = collectives._all_to_all
+    """Count within packed forwards: local tokens, tokens of the packed rows, calls of an MLP, and all-to-alls."""
+    counts: dict[str, int] = dict.fromkeys(("local", "packed", "calls", "all_to_alls"), 0)
+    all_to_all = collectives._all_to_all
 
     def count(module: Any, args: Any) -> None:
         call = context().packed
         if call is not None and type(module).__name__ == "Qwen2MLP":
-            counts["own"] += args[0].shape[:-1].numel()
+            counts["local"] += args[0].shape[:-1].numel()
             counts["packed"] += call.layout.packed_tokens
             counts["calls"] += 1
 
-    def exchanged(*args: Any) -> Any:
-        counts["exchanges"] += 1
-        return exchanging(*args)
+    def counted_all_to_all(*args: Any) -> Any:
+        counts["all_to_alls"] += 1
+        return all_to_all(*args)
 
     hook = register_module_forward_pre_hook(count)  # of all modules
-    with mock.patch.object(collectives, "_all_to_all", exchanged):
+    with mock.patch.object(collectives, "_all_to_all", counted_all_to_all):
         yield counts
     hook.remove()
 
 
 def assert_split(counts: list[dict[str, int]]) -> None:
-    """Each process has computed its half of the tokens of every layer, and told the other one."""
-    assert counts[0]["packed"] == counts[1]["packed"] == sum(count["own"] for count in counts)
+    """Each process has computed half of the tokens of every layer, with an all-to-all for each."""
+    assert counts[0]["packed"] == counts[1]["packed"] == sum(count["local"] for count in counts)
     for count in counts:
-        assert count["exchanges"] > count["calls"] > 0
-        assert abs(2 * count["own"] - count["packed"]) <= count["calls"]
+        assert count["all_to_alls"] > count["calls"] > 0
+        assert abs(2 * count["local"] - count["packed"]) <= count["calls"]
 
 
 def main(*models: str) -> None:

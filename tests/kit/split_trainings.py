@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
 
 
 def save_material(folder: Path) -> None:
-    """What all processes read: of several, TRL lets one save a model, and one compute the reference for all."""
+    """Files that all processes read: TRL lets one process save a model, and one compute the reference for all."""
     save_policy(folder / "policy")
     for method in (METHODS["DPO"], METHODS["KTO"]):
         for name in ("train_dataset", "eval_dataset"):

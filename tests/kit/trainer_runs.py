@@ -1,5 +1,5 @@
 """
-Tiny trainings, TRL's and ours, and what is compared of them.
+Tiny trainings, TRL's and ours, and their comparison.
 
 A trajectory is what a trainer logs at every step and in the evaluation after the last. The weights of the models are
 large, so that attention is sharp: a token that sees one token too many bends every curve.
@@ -120,7 +120,7 @@ class Run:
     batches: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Ids and mask of every forward that scored them."""
     completions: list[list[int]] = field(default_factory=list)
-    """All that was generated."""
+    """All generated completions, as ids."""
 
     def trajectory(self, *names: str) -> torch.Tensor:
         """Loss, gradient norm (0 in evaluation) and the metrics `names`, of each step and of the evaluation."""
@@ -134,7 +134,7 @@ class Run:
         return torch.cat([p.detach().flatten() for p in self.trainer.model.parameters() if p.requires_grad])
 
     def counts(self) -> dict[str, int]:
-        """What each mode puts through the decoder, counted row by row and without the package."""
+        """Tokens that enter the decoder in each mode, counted row by row and without the package."""
         counts = dict.fromkeys(MODES, 0)
         for ids, mask in self.batches:
             rows = [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, mask, strict=True)]
@@ -204,7 +204,7 @@ def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) 
 
 
 def trajectory(trainer: Any, *names: str) -> torch.Tensor:
-    """Of a trainer that has trained, as of [`Run`]."""
+    """The trajectory of a trainer that has trained, as [`Run.trajectory`] gives it."""
     return Run(trainer, trainer.state.log_history, 0).trajectory(*names)
 
 

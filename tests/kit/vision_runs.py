@@ -28,7 +28,7 @@ MARKS = [
     *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
     *("<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
 ]
-"""What the processors put around images and in their place."""
+"""Tokens that the processors put around images and in their place."""
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
@@ -88,7 +88,7 @@ PROCESSORS: dict[str, tuple] = {
     "qwen3_vl": ("Qwen3VL", ("Qwen2VL", _QWEN), ("Qwen3VL", {"patch_size": 4}), _QWEN_TOKENS, _QWEN_IMAGE, {}),
 }  # fmt: skip
 """
-Of each family the names of the processors of text, of images and of videos, these with their settings, the tokens of
+For each family: the names of the processors of text, of images and of videos, their settings, the tokens of
 images that its tokenizer knows, what a template writes for an image, and more settings.
 """
 NEEDS_TORCHVISION = {"smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}

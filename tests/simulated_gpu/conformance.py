@@ -1,4 +1,4 @@
-"""What packed forwards ask of variable-length attention, and whether a kernel answers it exactly."""
+"""Cases of variable-length attention that packed forwards need, and the comparison of a kernel with exact results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What the tests that need a GPU compute: models in half precision beside one in float32, packed and padded.
+Computations of the tests that need a GPU: models in half precision beside one in float32, packed and padded.
 
 They run on the simulated device, too, so that what they notice is known without a GPU.
 """

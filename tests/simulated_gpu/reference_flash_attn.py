@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """What one call of `flash_attn_varlen_func` was asked to do."""
+    """Arguments of one call of `flash_attn_varlen_func`."""
 
     total_q: int
     total_k: int

@@ -52,7 +52,7 @@ _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 @dataclass
 class Counts:
     """
-    What the simulated device did since [`Counts.reset`].
+    Operations of the simulated device since [`Counts.reset`].
 
     Attributes:
         kernels (`Counter`): Operations on tensors of the device, by name.
@@ -75,7 +75,7 @@ class Counts:
         return Counter({key: n for key, n in self.synchronisations.items() if "trl_padfix/" in key[1]})
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Set all counts to zero."""
         self.kernels, self.synchronisations, self.varlen = Counter(), Counter(), []
 
     def wait(self, operation: str) -> None:
@@ -158,7 +158,7 @@ class SimulatedTensor(torch.Tensor):
 
 
 def _numbers(held: torch.Tensor) -> torch.Tensor:
-    """What is read of a tensor: of one without numbers ones if it is of booleans, else zeros."""
+    """Values of a tensor for the host; a tensor without numbers reads as ones (booleans) or zeros."""
     if not held.is_meta:
         return held
     return torch.full(held.shape, held.dtype == torch.bool, dtype=held.dtype, device="cpu")
@@ -208,7 +208,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """What a function makes of a value, or of those in tuples, lists and dictionaries."""
+    """Apply a function to a value, or to each value in tuples, lists and dictionaries."""
     if type(value) in (tuple, list):
         return type(value)([_mapped(function, v) for v in value])
     return {k: _mapped(function, v) for k, v in value.items()} if type(value) is dict else function(value)

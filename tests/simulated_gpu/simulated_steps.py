@@ -18,7 +18,7 @@ __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
 
 
 def on_simulated(value: Any) -> Any:
-    """What accelerate does with a batch, or with a part of one."""
+    """Place a batch, or a part of one, as accelerate does."""
     if isinstance(value, Mapping):
         placed = {k: on_simulated(v) for k, v in value.items()}
         batch_metadata = value.get(BATCH_LAYOUT)
@@ -55,7 +55,7 @@ def step(trainer: Any, batch: dict[str, Any], training: bool = True) -> torch.Te
 def waits_and_losses(
     gpu: Counts, trainer: Any, *batches: dict[str, Any], training: bool = True
 ) -> tuple[list[dict], list[torch.Tensor]]:
-    """Of a step on each of `batches` the waits that a line of the package caused, and the loss."""
+    """Run a step on each of `batches`: the host waits that lines of the package caused, and the loss."""
     waits, losses = [], []
     for batch in batches:
         gpu.reset()

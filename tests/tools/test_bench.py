@@ -394,7 +394,7 @@ def test_compiled_variants_are_measured_and_compiled_once(tmp_path):
     names = [variant["name"] for variant in json.loads(path.read_text())["variants"]]
     packed = ["padding_free", "prefix_sharing"]
     assert names == ["trl", *packed, *(f"{name}_compiled" for name in packed)]
-    # Policy and reference, with keys of their own and with shared ones: no step compiles anew.
+    # Policy and reference, with keys of their own and with shared ones: no step compiles again.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
     torch._dynamo.reset()
 

@@ -29,8 +29,8 @@ FILES = [(error, FILE.fullmatch(part)) for error, part in PARTS if FILE.fullmatc
 def literals(pattern: str) -> set[str]:
     """Parts of a regular expression that stand in the text as they are: any four words in a row, or a long word."""
     found = set()
-    for piece in re.findall(r"(?:\\[^\w\s]|[\w ',/:=<>-])+", re.sub(r"\\[dwWbs]|.[?*]", "|", pattern)):
-        words = re.sub(r"\\(.)", r"\1", piece).split()
+    for literal in re.findall(r"(?:\\[^\w\s]|[\w ',/:=<>-])+", re.sub(r"\\[dwWbs]|.[?*]", "|", pattern)):
+        words = re.sub(r"\\(.)", r"\1", literal).split()
         found |= {" ".join(words[i : i + 4]) for i in range(max(1, len(words) - 3))}
     return {literal for literal in found if len(literal) >= 10}
 

@@ -1,4 +1,4 @@
-"""`padding_free_trainer`: a trainer class that nobody here has heard of, without padding."""
+"""`padding_free_trainer`: any trainer class, without padding."""
 
 import random
 from types import SimpleNamespace

@@ -258,9 +258,9 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     assert len(batch[MICRO_BATCHES]) > 1
     for micro_batch in batch[MICRO_BATCHES]:
         assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
-    pieces = [(b, 1.0) for b in batch[MICRO_BATCHES]]
-    cut = [b for b, _ in to_equal_count(pieces, len(pieces) + 1, 1)]
-    assert sum(BATCH_LAYOUT in b for b in cut) == len(pieces) - 1
+    batches = [(b, 1.0) for b in batch[MICRO_BATCHES]]
+    cut = [b for b, _ in to_equal_count(batches, len(batches) + 1, 1)]
+    assert sum(BATCH_LAYOUT in b for b in cut) == len(batches) - 1
     assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=2)
 
 

@@ -1,4 +1,4 @@
-"""A batch that somebody edits between its collator and the loss: TRL's figures for what it holds then, or a stop."""
+"""A batch that is edited between its collator and the loss: TRL's figures for what it holds then, or a stop."""
 
 from __future__ import annotations
 

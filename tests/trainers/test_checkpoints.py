@@ -1,4 +1,4 @@
-"""Whole checkpoints are told from half-written ones, and the newest whole one is resumed from."""
+"""Whole checkpoints are distinguished from half-written ones, and a run resumes from the newest whole one."""
 
 import json
 import logging

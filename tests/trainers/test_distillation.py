@@ -18,14 +18,14 @@ def make(makers):
 
 
 @pytest.mark.parametrize("mode", slow_but(["prefix sharing"], ["padding-free", "prefix sharing"]))
-def test_a_step_in_pieces_is_trls(mode, make):
+def test_a_step_in_parts_is_trls(mode, make):
     ours, theirs = make.train("accumulation", **MODES[mode], max_tokens_per_batch=48), make.theirs("accumulation")
     # The mean entropy is over the tokens of a forward, and micro-batches hold other rows where prompts are grouped.
     metrics = make.method.metrics[1:]
     assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics))
     assert_same(ours.weights(), theirs.weights(), atol=1e-5)
     assert ours.trainer.args.gradient_accumulation_steps == 1
-    assert ours.entered > make.train("accumulation", **MODES[mode]).entered  # some pieces are computed twice
+    assert ours.entered > make.train("accumulation", **MODES[mode]).entered  # some sub-batches are computed twice
 
 
 def test_the_teacher_is_packed_and_compared_as_the_student_is(make):

@@ -225,7 +225,7 @@ def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
     to_equal_count = micro_batches.to_equal_count
     monkeypatch.setattr(
-        token_budget, "to_equal_count", lambda pieces, count, rows: to_equal_count(pieces, count + 2, rows)
+        token_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     data = build_pairs(IMAGE_ROWS, (2, 1, 1))
     runs = []
@@ -243,8 +243,8 @@ def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_witho
 def test_a_text_is_cut_before_images_are_repeated():
     text = {"input_ids": torch.arange(4).view(4, 1)}
     image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
-    pieces = micro_batches.to_equal_count([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
-    assert [(len(batch["input_ids"]), weight) for batch, weight in pieces] == [
+    batches = micro_batches.to_equal_count([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
+    assert [(len(batch["input_ids"]), weight) for batch, weight in batches] == [
         (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
     ]  # fmt: skip
 

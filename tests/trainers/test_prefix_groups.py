@@ -59,7 +59,7 @@ def test_groups_are_in_one_step_and_their_steps_in_the_order_of_the_epoch():
     assert firsts == sorted(firsts)
     other = group_rows(draw.permutation(160), costs, 8).reshape(20, 8) // 4
     pairs, others = ({tuple(sorted(set(step))) for step in found.tolist()} for found in (steps, other))
-    assert len(pairs & others) < 5  # which groups meet is drawn anew
+    assert len(pairs & others) < 5  # which groups meet is drawn again
 
 
 def test_a_group_larger_than_a_step_fills_steps_of_its_own():

@@ -1,4 +1,4 @@
-"""Each distinct token of a step once, whatever its pieces: gradients, token counts, and what is kept for how long."""
+"""Each distinct token of a step is computed once: gradients, token counts, and how long states are kept."""
 
 import contextlib
 
@@ -70,16 +70,16 @@ def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
-        with within(runner=once):
+        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
+        with within(runner=runner):
             for i, (own_ids, own_mask) in enumerate(batches):
-                once.start(i)
+                runner.start(i)
                 score(model, own_ids, own_mask).sum().backward()
-            once.check()
+            runner.check()
     return (
         take_gradients(model),
         entered,
-        sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute),
+        sum(prefix.tokens for prefix in runner.plan.prefixes.values() if prefix.recompute),
     )
 
 
@@ -130,10 +130,10 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
     assert len(alike) < len(prefixes)  # the row that is there twice computes nothing of its own
 
 
-def in_one_forward(model, ids, mask, budget, once=True):
-    """A loss that compares rows, whose forward is computed in pieces."""
+def in_one_forward(model, ids, mask, budget, across=True):
+    """A loss that compares rows, whose forward is computed in sub-batches."""
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=SubBatches(budget, True, share_across_sub_batches=once)):
+        with within(runner=SubBatches(budget, True, share_across_sub_batches=across)):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), take_gradients(model), sum(entered)
@@ -143,7 +143,7 @@ def in_one_forward(model, ids, mask, budget, once=True):
     ("name", "implementation"),
     slow_but([("mistral", "sdpa"), ("qwen3_moe", "sdpa"), ("lfm2", None)], SUPPORTED + STATES),
 )
-def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
+def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
     ids, mask = batch("both")
     flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
     with flash:
@@ -154,7 +154,7 @@ def test_pieces_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name
             found, grads, tokens = in_one_forward(model, ids, mask, budget)
             torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
             assert_same_gradients(grads, expected)
-            assert distinct < tokens < 2 * distinct  # all but the last piece twice
+            assert distinct < tokens < 2 * distinct  # all but the last sub-batch twice
 
 
 KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": int}
@@ -214,13 +214,13 @@ def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_neede
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
         expected = score(model, ids, mask)
         batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, 8), batches)
-        with within(runner=once):
+        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, 8), batches)
+        with within(runner=runner):
             for i, part in enumerate(PARTS["depth first"]):
-                once.start(i)
+                runner.start(i)
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
-                (schedule,) = once.schedules.values()
-                alive = {n for n, t in once.plan.prefixes.items() if t.first_user <= i <= t.last_user}
+                (schedule,) = runner.schedules.values()
+                alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
                 assert schedule.detached_states.keys() == alive
                 assert not any(
                     x.requires_grad for n in alive for xs in schedule.detached_states[n].values() for x in xs
@@ -232,45 +232,45 @@ def test_a_micro_batch_without_its_forward_is_an_error():
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
-        with within(runner=once):
-            once.start(0)
+        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
+        with within(runner=runner):
+            runner.start(0)
             score(model, *batches[0]).sum().backward()
-            once.start(2)
+            runner.start(2)
             with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
                 score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
-            once.check()
+            runner.check()
 
 
 WRITTEN_AT = [(which, at, budget) for which in ("ids", "mask") for at in (0, 1, 2) for budget in (ENOUGH, 12)]
 
 
 @pytest.mark.parametrize(("which", "at", "budget"), slow_but([("ids", 2, ENOUGH), ("mask", 1, 12)], WRITTEN_AT))
-def test_a_micro_batch_that_is_written_to_in_place_ends_the_walk(which, at, budget, monkeypatch):
-    """Prefixes that were read before have their gradient, and later micro-batches compute theirs anew."""
+def test_a_micro_batch_that_is_written_to_in_place_ends_the_schedule(which, at, budget, monkeypatch):
+    """Prefixes that were read before have their gradient, and later micro-batches compute their prefixes again."""
     ids, mask = batch("right")
     model, parts = build("qwen2").train(), PARTS["nested"]
 
     def step(planned):
         batches = [(ids[part], mask[part]) for part in parts]
         with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-            once = (
+            runner = (
                 MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget), batches)
                 if planned
                 else None
             )
-            with within(runner=once):
+            with within(runner=runner):
                 for i, given in enumerate(batches):
-                    if once is not None:
-                        once.start(i)
+                    if runner is not None:
+                        runner.start(i)
                     if i == at:
                         given[which == "mask"][:, 1] = 0 if which == "mask" else 30
                     score(model, *given).sum().backward()
-                if once is not None:
-                    once.check()
+                if runner is not None:
+                    runner.check()
                     assert any(
-                        prefix.first_user < at <= prefix.last_user for prefix in once.plan.prefixes.values()
+                        prefix.first_user < at <= prefix.last_user for prefix in runner.plan.prefixes.values()
                     ) == (at > 0)
         return take_gradients(model)
 
@@ -288,13 +288,13 @@ def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
     model = build("qwen2")
     batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-        once = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
+        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
         # Alike in all rows of this micro-batch.
         batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
         deferred_checks = []
-        with within(runner=once), share_layouts(deferred_checks=deferred_checks):
+        with within(runner=runner), share_layouts(deferred_checks=deferred_checks):
             for i in range(2):
-                once.start(i)
+                runner.start(i)
                 score(model, *batches[i]).sum().backward()
         with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
             run_deferred_checks(deferred_checks)
@@ -302,7 +302,7 @@ def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
-    """Every token of a piece is one of its own or of a trunk that it sees, and the pieces own each token once."""
+    """Each token of a micro-batch is its own or one of a shared prefix that it reads; each token has one owner."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 2, (9, 6), generator=draw)
     mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
@@ -316,7 +316,7 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     for part, layout in zip(parts, found.layouts.values(), strict=True):
         outer = sum(found.prefixes[n].tokens for n in layout.prefixes)
         assert layout.packed_tokens == outer + layout.computed_tokens
-        # Each real token of the piece is computed where its packed token has its id and its position.
+        # Each real token of the micro-batch is computed where its packed token has its id and its position.
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
         place = torch.arange(6).expand(len(part), 6)[mask[part].bool()]
         assert torch.equal(layout.positions[layout.source], place)

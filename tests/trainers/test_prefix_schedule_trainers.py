@@ -30,7 +30,7 @@ BUDGET = {"sft": 44, "dpo": 60, "reward": 60, "kto": 44}
 
 def watched(trainer):
     """
-    Train, and list for each step its pieces, the tokens that entered the policy, and the distinct ones of the step.
+    Train, and list for each step its micro-batches, the tokens that entered the policy, and the distinct ones.
 
     Those of prefixes that are computed again by intention are not counted.
     """
@@ -91,7 +91,7 @@ def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path)
     name, config = CASES[case]
     ours, steps, theirs = train_both(name, tmp_path, **config)
     assert_same_trajectory(ours, theirs)
-    assert all(pieces > 1 for pieces, *_ in steps)
+    assert all(count > 1 for count, *_ in steps)
     if not config.get("gradient_checkpointing"):
         assert [computed for _, computed, _ in steps] == [distinct for *_, distinct in steps]
 
@@ -102,7 +102,7 @@ def test_micro_batches_compute_the_distinct_tokens_of_their_step(case, tmp_path)
 def test_kto_computes_the_distinct_tokens_of_both_its_forwards(config, tmp_path):
     ours, steps, theirs = train_both("kto", tmp_path, **config)
     assert_same_trajectory(ours, theirs)
-    assert all(pieces == 1 and computed == distinct for pieces, computed, distinct in steps)
+    assert all(count == 1 and computed == distinct for count, computed, distinct in steps)
 
 
 def test_a_kl_term_of_each_piece_is_another_loss(tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_kl_term_of_each_piece_is_another_loss(tmp_path, monkeypatch):
 def test_a_loss_that_compares_rows_computes_distinct_tokens_twice_at_most(tmp_path):
     ours, steps, theirs = train_both("dpo", tmp_path, loss_type=["sigmoid", "sft"])
     assert_same_trajectory(ours, theirs)
-    assert all(pieces == 1 and distinct < computed <= 2 * distinct for pieces, computed, distinct in steps)
+    assert all(count == 1 and distinct < computed <= 2 * distinct for count, computed, distinct in steps)
 
 
 @pytest.mark.slow
@@ -134,12 +134,12 @@ def test_a_run_that_is_resumed_with_another_budget_keeps_its_trajectory(name, tm
 
 
 @pytest.mark.parametrize("name", slow_but(["sft"], ["sft", "dpo"]))
-def test_more_pieces_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
+def test_more_sub_batches_and_empty_ones_change_nothing(name, tmp_path, monkeypatch):
     """As where another process has more of them: the largest is cut, and one comes again without a weight."""
     to_equal_count = micro_batches.to_equal_count
 
-    def more(pieces, count, rows):
-        return [*to_equal_count(pieces, count + 2, rows), (pieces[0][0], 0.0)]
+    def more(batches, count, rows):
+        return [*to_equal_count(batches, count + 2, rows), (batches[0][0], 0.0)]
 
     monkeypatch.setattr(token_budget, "to_equal_count", more)
     ours, _, theirs = train_both(name, tmp_path)

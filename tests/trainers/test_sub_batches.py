@@ -1,4 +1,4 @@
-"""A forward in pieces: its outputs, its gradients and the trajectories of losses that compare rows."""
+"""A forward in sub-batches: its outputs, its gradients and the trajectories of losses that compare rows."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from trl_padfix.trainers.batching.token_budget import SubBatchBudget
 
 @pytest.fixture(autouse=True)
 def every_shared_prefix_pays(monkeypatch):
-    """So that trainers compute prefixes of a few tokens once for all pieces."""
+    """So that trainers compute prefixes of a few tokens once for all sub-batches."""
     monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)
 
 
@@ -52,7 +52,7 @@ def gradients(model, budget, sharing=True):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_pieces_have_the_outputs_and_gradients_of_the_whole_forward(checkpointing):
+def test_sub_batches_have_the_outputs_and_gradients_of_the_whole_forward(checkpointing):
     model = build_model().train()
     whole = gradients(model, None)
     if checkpointing:
@@ -65,18 +65,18 @@ def test_pieces_have_the_outputs_and_gradients_of_the_whole_forward(checkpointin
         assert len(entered) > 2
         assert max(entered) <= budget
     assert len(whole[2]) == 1
-    # Rows of a prompt are in one piece: 14 + 9 + 8 tokens and what their companions have of their own.
+    # Rows of a prompt are in one sub-batch: 14 + 9 + 8 tokens and what their companions have of their own.
     assert sum(gradients(model, 24)[2][:3]) == whole[2][0]
 
 
-@pytest.mark.parametrize("once", [False, True])
-def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
+@pytest.mark.parametrize("across", [False, True])
+def test_a_batch_that_is_written_to_between_two_forwards_is_split_again(across):
     (ids, mask), model = batch(), build_model()
     deferred_checks = []
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
         with (
             share_layouts(deferred_checks=deferred_checks),
-            within(runner=SubBatches(24, True, share_across_sub_batches=once)),
+            within(runner=SubBatches(24, True, share_across_sub_batches=across)),
         ):
             model(input_ids=ids, attention_mask=mask, use_cache=False)
             ids[:, 5] = 3
@@ -90,7 +90,7 @@ def test_a_batch_that_is_written_to_between_two_forwards_is_split_anew(once):
         run_deferred_checks(deferred_checks)
 
 
-def test_pieces_in_a_wrong_order_are_another_gradient(monkeypatch):
+def test_sub_batches_in_a_wrong_order_are_another_gradient(monkeypatch):
     model = build_model().train()
     whole = gradients(model, None)
     monkeypatch.setattr(torch.Tensor, "argsort", lambda x: torch.arange(len(x)))
@@ -104,7 +104,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     ids, mask = batch()
     entered = entered_tokens(model)
     first = attach_runner_patch(model)
-    second = attach_runner_patch(model)  # takes the place of the first
+    second = attach_runner_patch(model)  # replaces the first
     model(input_ids=ids, attention_mask=mask)
     with within(runner=SubBatches(20, False)):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -116,11 +116,11 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     assert not first.enabled
 
 
-def test_all_processes_have_the_pieces_of_the_one_with_most():
+def test_all_processes_have_as_many_sub_batches_as_the_one_with_most():
     ids, mask = batch()
-    pieces = SubBatches(10**6, True, sync_count=lambda count: count + 3).split(ids, mask).rows
-    assert len(pieces) == 4
-    assert sorted(torch.cat(pieces).tolist()) == list(range(6))
+    sub_batches = SubBatches(10**6, True, sync_count=lambda count: count + 3).split(ids, mask).rows
+    assert len(sub_batches) == 4
+    assert sorted(torch.cat(sub_batches).tolist()) == list(range(6))
 
 
 # GRPO and RLOO
@@ -189,7 +189,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", slow_but(["grpo", "grpo, clipped", "rloo"], CASES))
-def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory(case, policy, tmp_path, monkeypatch):
+def test_online_trainers_split_whole_steps_and_keep_their_trajectory(case, policy, tmp_path, monkeypatch):
     name, config = CASES[case]
     steps, forwards, whole = watch_losses(monkeypatch), [], []
     ours = train(name, policy, tmp_path, forwards, ours=True, parity_check=False, **config)
@@ -200,7 +200,7 @@ def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory
     if "epsilon" in config and "sapo" not in case:
         assert any(log.get(n) for log in ours.trainer.state.log_history for n in logged if "ratio" in n)
     assert ours.trainer.args.gradient_accumulation_steps == 1
-    # Each step is one batch of two groups, computed in pieces, and each of its tokens once.
+    # Each step is one batch of two groups, computed in sub-batches, and each of its tokens once.
     assert {len(ids) for ids, _ in steps} == {8}
     assert sum(ours.trainer.with_graph) == sum(prefix_sharing_layout(*step).packed_tokens for step in steps)
     # Generation is not split (8 or 16 prompts of up to 18 tokens).
@@ -209,9 +209,9 @@ def test_online_trainers_compute_whole_steps_in_pieces_and_keep_their_trajectory
     assert sum(8 * 18 >= count > 48 for count in forwards) < len(forwards) / 8
 
 
-def test_other_weights_of_pieces_are_another_trajectory(policy, tmp_path, monkeypatch):
+def test_other_weights_of_sub_batches_are_another_trajectory(policy, tmp_path, monkeypatch):
     right = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
-    monkeypatch.setattr(RLOOTrainer.task_class, "sub_batch_weight", lambda task, piece, whole: 0.5)
+    monkeypatch.setattr(RLOOTrainer.task_class, "sub_batch_weight", lambda task, sub_batch, batch: 0.5)
     wrong = train("RLOO", policy, tmp_path, [], ours=True, parity_check=False, **WHOLE)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(wrong.trajectory(*METRICS), right.trajectory(*METRICS))
@@ -241,7 +241,7 @@ class OwnScores:
 
 @pytest.mark.parametrize("own", [OwnLoss, OwnScores])
 def test_a_loss_of_the_users_own_takes_two_passes(own, policy, tmp_path, monkeypatch):
-    """Nobody knows whether it is a sum over rows, nor whether what it calls is."""
+    """It may not be a sum over rows, and neither may what it calls."""
     steps = watch_losses(monkeypatch)
     classes = (type("Own", (own, package.GRPOTrainer), {}) for package in (trl_padfix, trl))
     ours, theirs = (

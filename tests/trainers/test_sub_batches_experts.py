@@ -94,7 +94,7 @@ def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_the_mean_of_the_pieces_losses_is_another_one(name, tmp_path, monkeypatch):
+def test_the_mean_of_the_losses_of_parts_is_another_one(name, tmp_path, monkeypatch):
     of_all = sub_batches.balancing_loss
 
     def mean(model: Any, routed: Any, masks: Any) -> Any:
@@ -130,7 +130,7 @@ def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tupl
 
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_pieces_have_the_router_logits_and_gradients_of_the_whole_forward(kind, sharing):
+def test_sub_batches_have_the_router_logits_and_gradients_of_the_whole_forward(kind, sharing):
     model = build_experts(kind).train()
     whole = gradients(model, None, sharing)
     for budget in (14, 24, 40):

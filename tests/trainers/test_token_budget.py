@@ -41,7 +41,7 @@ SHARING = {"prefix_sharing": True}
 
 
 def lists(config):
-    """A configuration whose lists were given as tuples, which can be told apart by a cache."""
+    """A configuration whose lists were given as tuples, which a cache can hash."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
 
 
@@ -137,7 +137,7 @@ def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
-def test_means_over_pieces_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
+def test_means_over_sub_batches_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
     name, config = COMPARING[case]
     trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
     task = trainer.padding.task
@@ -383,7 +383,7 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed,
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
     to_equal_count = micro_batches.to_equal_count
     monkeypatch.setattr(
-        token_budget, "to_equal_count", lambda pieces, count, rows: to_equal_count(pieces, count + 2, rows)
+        token_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
@@ -395,11 +395,11 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
 
 def test_a_process_with_too_few_rows_computes_one_without_a_weight():
     batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
-    pieces = micro_batches.to_equal_count([(batch, 0.75)], 4, rows_per_item=2)
-    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in pieces] == [
+    batches = micro_batches.to_equal_count([(batch, 0.75)], 4, rows_per_item=2)
+    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in batches] == [
         ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
     ]  # fmt: skip
-    assert [weight for _, weight in pieces] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+    assert [weight for _, weight in batches] == pytest.approx([0.25, 0.25, 0.25, 0.0])
 
 
 # Input

@@ -116,11 +116,11 @@ def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
 def test_processes_have_even_work(processes):
     lengths = np.random.default_rng(0).lognormal(5, 0.8, 8 * processes).astype(int).clip(1, 1024)
     costs = text_costs(lengths)
-    dealt = [costs.total(part) for part in partition_equal_rows(costs, processes)]
+    partitioned = [costs.total(part) for part in partition_equal_rows(costs, processes)]
     in_order = [costs.total(part) for part in np.arange(len(costs)).reshape(processes, 8)]
-    waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (dealt, in_order))
+    waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (partitioned, in_order))
     assert waiting < 0.5 * waiting_in_order
-    assert max(dealt) <= max(1.02 * np.mean(dealt), max(lengths) + 7 * np.median(lengths))
+    assert max(partitioned) <= max(1.02 * np.mean(partitioned), max(lengths) + 7 * np.median(lengths))
 
 
 def test_rows_of_one_prompt_go_to_one_process():
@@ -165,12 +165,12 @@ def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
 def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulation_steps, processes, draw):
     order = draw.sample(range(len(costs)), len(costs))
     plan = StepPlan(len(costs), micro_batch, accumulation_steps, processes)
-    dealt = list(plan.order_by_micro_batch(order, costs))
-    assert dealt == list(plan.order_by_micro_batch(order, costs))
+    partitioned = list(plan.order_by_micro_batch(order, costs))
+    assert partitioned == list(plan.order_by_micro_batch(order, costs))
     size = plan.per_process * processes
     for begin in range(0, len(order), size):
-        assert sorted(dealt[begin : begin + size]) == sorted(order[begin : begin + size])
-    assert len(dealt) == len(order)
+        assert sorted(partitioned[begin : begin + size]) == sorted(order[begin : begin + size])
+    assert len(partitioned) == len(order)
 
 
 def steps_of_trl(plan, order):
@@ -203,22 +203,22 @@ def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulation_steps, proc
     costs = text_costs([draw.randint(1, 9) for _ in order])
     expected = steps_of_trl(plan, order)
     for equal in (False, True):
-        dealt = list(plan.rows_per_process(order, costs, equal=equal))
-        assert len(dealt) == len(plan) == len(expected) * processes
-        check_steps(plan, [dealt[i : i + processes] for i in range(0, len(dealt), processes)], expected, equal)
+        rows = list(plan.rows_per_process(order, costs, equal=equal))
+        assert len(rows) == len(plan) == len(expected) * processes
+        check_steps(plan, [rows[i : i + processes] for i in range(0, len(rows), processes)], expected, equal)
 
 
 def check_steps(plan, steps, expected, equal):
     processes, micro_batch = plan.processes, plan.micro_batch
-    for dealt, step in zip(steps, expected, strict=True):
-        shares = [share for _, share in dealt]
-        assert {of_step for of_step, _ in dealt} == {sum(map(len, shares))}
+    for partitioned, step in zip(steps, expected, strict=True):
+        shares = [share for _, share in partitioned]
+        assert {of_step for of_step, _ in partitioned} == {sum(map(len, shares))}
         assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
         assert all(shares)
         if equal:
             assert len({len(share) for share in shares}) == 1
         # The mean over micro-batches of means over rows, which all processes with several have alike.
-        weights = [plan.weights(len(share), dealt[0][0]) for share in shares]
+        weights = [plan.weights(len(share), partitioned[0][0]) for share in shares]
         assert sum(w.sum() for w in weights) == pytest.approx(processes)
         assert len({round(w, 9) for each in weights for w in each}) == 1 or processes == 1
         if processes == 1:

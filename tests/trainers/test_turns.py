@@ -140,7 +140,7 @@ def test_settings_that_train_on_other_tokens_are_refused(other, tmp_path):
 
 
 def test_what_is_left_out_is_said_without_a_trainer_too(monkeypatch, caplog):
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process in which nobody has made one
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process in which none was made
     expand_turns(
         Dataset.from_list([{"messages": [say("assistant", "w3"), say("user", "w4"), say("assistant", "w5")]}])
     )

@@ -111,7 +111,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_headdim": 8, "hybrid_layer_ids": [1, 2], **_SHARED,
     },
 }  # fmt: skip
-"""What the recipe cannot know, by model type: fields of the config, set before anything is derived from them."""
+"""Fields of configs that the recipe cannot derive, by model type; set before anything is derived from them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4_text, attn_temperature_tuning=False": ("llama4_text", {"attn_temperature_tuning": False}),

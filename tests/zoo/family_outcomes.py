@@ -1,5 +1,5 @@
 """
-How a family is computed: exactly, or refused with the reason. Or wrongly, if the package has a mistake.
+Outcomes of a family: exact, refused with the reason, or wrong, if the package has a mistake.
 
 The reference is each row computed alone, without padding and without a mask: that is what a padded batch is meant to
 give. How far the model's own padded computation is from it (learned positions under left padding) is recorded beside
@@ -34,7 +34,7 @@ __all__ = ["LEAK", "MODES", "TOLERANCE", "family_outcomes", "leaking_layouts", "
 MODES = {"padding_free": False, "prefix_sharing": True}
 SIDES = ("left", "right")
 TOLERANCE = 1e-4
-"""Of log-probabilities absolute, of gradients relative to the largest of their parameter, in float32."""
+"""For log-probabilities absolute, for gradients relative to the largest value of their parameter, in float32."""
 LEAK = 1e-2
 """A layout that lets one row see another moves some log-probability by at least this."""
 
@@ -49,7 +49,7 @@ def rows() -> list[torch.Tensor]:
 
 
 TOKENS = {False: 14 + 9 + 11 + 7 + 3, True: 14 + 3 + 8 + 3}
-"""Of the rows, and those of them that are distinct prefixes."""
+"""Tokens of the rows, and tokens with a distinct prefix."""
 
 
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +128,7 @@ def batched(model: PreTrainedModel, side: str) -> torch.Tensor:
 
 
 def own_padding(model: PreTrainedModel, reference: Reference) -> dict[str, Any]:
-    """How far the model's own padded computation is from the rows computed alone, on each side."""
+    """Difference between the model's own padded computation and rows computed alone, for each side."""
     differences = {}
     for side in SIDES:
         try:

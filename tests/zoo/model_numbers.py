@@ -13,7 +13,7 @@ from trl_padfix import Layout
 
 
 TOLERANCE = 1e-5
-"""Of log-probabilities in nats, and of each parameter's gradient relative to its norm, in fp32."""
+"""For log-probabilities in nats, and for each gradient relative to its norm, in fp32."""
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 SIDES = ("left", "right", "holes")
 REAL = sum(map(len, ROWS))
@@ -55,7 +55,7 @@ def numbers(model, ids, mask, **kwargs) -> tuple[torch.Tensor, dict[str, torch.T
 
 def padded_numbers(name: str, model, ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The same as the model computes them by itself."""
-    # Rotary positions are relative; absolute ones must be told where a row begins.
+    # Rotary positions are relative; absolute ones need the first column of each row.
     return numbers(model, ids, mask, **{"position_ids": padded_positions(mask)} if name == "gpt2" else {})
 
 
@@ -84,7 +84,7 @@ def assert_equal_where_real(got: torch.Tensor, expected: torch.Tensor, mask: tor
 
 
 def attached_parts(model: torch.nn.Module) -> list[str]:
-    """What of an attachment a model still carries."""
+    """Names of the modules that are still patched."""
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 

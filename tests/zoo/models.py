@@ -112,7 +112,7 @@ def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
         mask[i, begin : begin + len(row)] = 1
     if side == "holes":
         # In the first two rows behind what they share, in the next two in one place that they share, in the last
-        # two in places of their own. The ids stay: no token that is masked may be told by its id.
+        # two in places of their own. The ids stay: no masked token may be recognised by its id.
         for i, column in ((0, 7), (1, 5 + 7), (2, 4), (3, 4), (5, 5 + 2), (6, 1)):
             mask[i, column] = 0
     return ids, mask
@@ -129,7 +129,7 @@ def drawn_batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def padded_positions(mask: torch.Tensor) -> torch.Tensor:
-    """Columns since the first real token of each row: what absolute positions must be told in a padded batch."""
+    """Columns since the first real token of each row: what a model with absolute positions needs."""
     return (torch.arange(mask.shape[1]) - mask.argmax(1, keepdim=True)).clamp(min=0)
 
 

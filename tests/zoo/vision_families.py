@@ -94,7 +94,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: {"text_config": _ROPE} for name in ("paddleocr_vl", "hunyuan_vl")},
     "glm4v_moe": {"text_config": _HALF_ROPE},
 }
-"""What the recipe cannot know: fields of a config, merged into those of its parts."""
+"""Fields of configs that the recipe cannot derive, merged into the fields of their parts."""
 
 
 _TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
@@ -115,7 +115,7 @@ NOT_RUN: dict[str, str] = {
     "fuyu": "Its patches have a size of their own, which the recipe for tiny models does not reach.",
     "git": "Its decoder itself puts the features of an image before every row.",
     **dict.fromkeys(("idefics", "mllama"), "Its layers look at the image by cross-attention."),
-    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "It is told by a mask where the features of an image go."),
+    **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "A mask gives the positions of the features of an image."),
     "mistral4": "It takes text only.",
     "granite_docling": "It takes the crops of an image, and a plan of them, from its processor.",
     "instructblipvideo": "It takes videos.",
@@ -162,7 +162,7 @@ class Batch:
     mask: torch.Tensor
     inputs: dict[str, torch.Tensor]
     distinct: int
-    """Prefixes of the rows that are distinct, an image being told by its content."""
+    """Prefixes of the rows that are distinct, an image being identified by its content."""
 
     def call(self) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids, "attention_mask": self.mask, **self.inputs}
@@ -205,7 +205,7 @@ def image_inputs(vision: VisionModel, images: list[list[int]]) -> dict[str, torc
     each = [vision.image(i) for row in images for i in row]
     if not each:
         return {}
-    # Patches of all images side by side, where their sizes are told.
+    # Patches of all images side by side, where their sizes are given.
     along = {"pixel_values": -1} if "target_sizes" in each[0] else {}
     joined = {name: torch.cat([inputs[name] for inputs in each], dim=along.get(name, 0)) for name in each[0]}
     pixels = joined["pixel_values"]

@@ -1,5 +1,5 @@
 """
-How a vision-language type is computed: exactly, or refused with the reason. Or wrongly.
+Outcomes of a vision-language type: exact, refused with the reason, or wrong.
 
 As in `family_outcomes.py` the reference is each row computed alone, with its own images: without padding, and without
 another row's image in the tower. Chosen and rejected rows repeat their images, some rows have two images and some
@@ -112,7 +112,7 @@ def _outcome(vision: VisionModel, rows: list[Row], reference: Any, sharing: bool
 
 
 def _leak(vision: VisionModel, rows: list[Row], reference: Any) -> float | None:
-    """What a layout that lets one row see another does to the scores; `None` where it cannot be computed with."""
+    """The change of the scores under a layout whose rows see each other; `None` if such a layout cannot be computed."""
     with leaking_layouts(), torch.no_grad(), remove_padding(vision.model):
         try:
             return (logps(vision.model, collate(vision, rows)) - reference[0]).abs().max().item()

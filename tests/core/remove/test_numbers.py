@@ -121,7 +121,7 @@ def test_any_batch_gives_the_same_numbers(name, sharing, given):
 
 
 def keep_counting_positions(layout):
-    """Positions do not start anew with each row."""
+    """Positions do not start at 0 in each row."""
     return dataclasses.replace(layout, positions=torch.arange(layout.packed_tokens))
 
 

@@ -49,7 +49,7 @@ def test_every_set_up_is_trls(set_up, mode, make):
         assert handle.prefix_sharing == (handle.stats.packed_tokens < handle.stats.real_tokens)
 
 
-# A model of absolute positions gives other numbers where it is not told where the rows begin.
+# A model of absolute positions gives other numbers without the first column of each row.
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_that_is_not_removed_gives_trls_numbers_with_absolute_positions(side, make):
     assert_trls(make, "absolute positions", f"padded, {side}")
