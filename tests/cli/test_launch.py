@@ -1,7 +1,6 @@
 """`trl-padfix dpo` and the others: TRL's command line, with our trainers."""
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -13,13 +12,12 @@ import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
-from kit.commands import trl_padfix_command
+from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_command
 from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.launch import main, make_parser, parse
 from trl_padfix.cli.methods import METHODS
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume
 
 
@@ -30,11 +28,7 @@ ROOT = Path(__file__).parents[2]
 def recipe(tmp_path_factory) -> Path:
     """A YAML as one writes it for `trl dpo`, and the model and the pairs that it names."""
     directory = tmp_path_factory.mktemp("recipe")
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"] + row["chosen"]), vocab_size=512)
-    tokenizer.save_pretrained(directory / "model")
-    shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer), "initializer_range": 0.2}
-    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    pairs = save_tiny_model(directory / "model", initializer_range=0.2)
     pairs.to_json(directory / "data" / "train.jsonl")
     settings = {
         "model_name_or_path": str(directory / "model"),
@@ -70,13 +64,8 @@ def trl_script(method: str):
     return importlib.import_module(f"trl.scripts.{method}")
 
 
-def history(output: Path) -> list[dict[str, float]]:
-    (state,) = output.glob("checkpoint-*/trainer_state.json")
-    return json.loads(state.read_text())["log_history"]
-
-
 def losses(output: Path) -> list[float]:
-    found = [log[name] for log in history(output) for name in ("loss", "eval_loss", "grad_norm") if name in log]
+    found = [log[name] for log in logs_of(output) for name in ("loss", "eval_loss", "grad_norm") if name in log]
     assert len(found) == 2 * 3 + 1
     return found
 
@@ -104,16 +93,10 @@ def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
 def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls, tmp_path):
     flags = ["--padding_free", "true", "--prefix_sharing", "--output_dir", str(tmp_path)]
     flags += ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]
-    result = subprocess.run(
-        [sys.executable, "-m", "trl_padfix", "dpo", "--config", str(recipe), *flags],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = run_script("-m", "trl_padfix", "dpo", "--config", str(recipe), *flags)
     assert "Training completed" in result.stdout
     assert losses(tmp_path) == pytest.approx(trls, rel=1e-4)
-    logs = [log for log in history(tmp_path) if "loss" in log]
+    logs = [log for log in logs_of(tmp_path) if "loss" in log]
     assert all(log["padfix/pad_fraction"] > 0 and log["padfix/shared_fraction"] > 0 for log in logs)
 
 
@@ -147,8 +130,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(asked, recipe, unbroken,
     )
     expected, found = final_weights(unbroken), final_weights(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
-    assert [log["step"] for log in state["log_history"] if "loss" in log] == [1, 2, 3, 4]
+    assert [log["step"] for log in logs_of(tmp_path) if "loss" in log] == [1, 2, 3, 4]
 
 
 def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
@@ -174,8 +156,7 @@ def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
     size = (unbroken / "checkpoint-2" / "model.safetensors").stat().st_size
     flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
-    command = [sys.executable, "-c", LIMITED, str(size // 2), *RESUMED, *flags]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    result = run_script("-c", LIMITED, str(size // 2), *RESUMED, *flags, fails=True)
     assert result.returncode == 2, result.stderr[-3000:]
     message = result.stderr[result.stderr.index("trl-padfix dpo: ") :]
     assert "Traceback" not in result.stderr
@@ -189,11 +170,7 @@ def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
 @pytest.mark.slow
 def test_a_mistake_that_only_the_training_can_see_is_a_message_too(recipe, tmp_path):
     flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(tmp_path / "no_model")]
-    result = subprocess.run(
-        [sys.executable, "-m", "trl_padfix", "dpo", "--config", str(recipe), *flags],
-        capture_output=True,
-        text=True,
-    )
+    result = run_script("-m", "trl_padfix", "dpo", "--config", str(recipe), *flags, fails=True)
     assert result.returncode == 2, result.stderr[-3000:]
     assert "no_model" in result.stderr
     assert "Traceback" not in result.stderr
@@ -222,7 +199,7 @@ def test_a_method_without_a_recipe_trains(method, recipe, tmp_path):
         settings |= {"num_generations": 2, "max_completion_length": 8, "reward_funcs": ["think_format_reward"]}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
     main(method, ["--config", str(tmp_path / "recipe.yaml")])
-    assert all(log["padfix/pad_fraction"] > 0 for log in history(tmp_path / "run") if "loss" in log)
+    assert all(log["padfix/pad_fraction"] > 0 for log in logs_of(tmp_path / "run") if "loss" in log)
 
 
 def test_trl_has_its_own_classes_again_afterwards(recipe, tmp_path):

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import MATRIX, slow_but
+from kit.commands import as_flags, logs_of
 from kit.processes import launched, trained
 from kit.split_runs import assert_split
 from kit.trainer_runs import WORDS, words
@@ -111,7 +112,7 @@ def flags(material: Path, method: str, output: Path, rows: int) -> list[str]:
         "report_to": "none",
         "disable_tqdm": "true",
     }
-    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    return as_flags(settings)
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +133,7 @@ def one_process(material, tmp_path_factory):
 
 
 def outcome(output: Path, weights: str = "model.safetensors") -> Run:
-    state = json.loads((output / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return Run(state["log_history"], load_file(output / weights))
+    return Run(logs_of(output), load_file(output / weights))
 
 
 @pytest.fixture
@@ -260,8 +260,7 @@ def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
         settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
         settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
         settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output, "config": "recipes/dpo_tiny.yaml"}
-        given = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-        said = trained("multi_gpu", tmp_path, "recipes/dpo.py", *given, num_processes=count)
+        said = trained("multi_gpu", tmp_path, "recipes/dpo.py", *as_flags(settings), num_processes=count)
         assert said.count("padding not computed") == 1
         return outcome(output)
 

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -17,11 +15,12 @@ import trl
 import yaml
 from datasets import Dataset, load_dataset
 from kit.cells import slow_but
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from kit.commands import as_flags, launch_recipe, logs_of, run_script, save_tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+import trl_padfix
 from trl_padfix.cli.launch import main, parse
 from trl_padfix.cli.recipe_run import to_dialogues
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 
 ROOT = Path(__file__).parents[2]
@@ -36,20 +35,13 @@ QUICK = ["sft_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
 TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
 
 
-def launch(recipe: str, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", f"recipes/{recipe}.py", *arguments]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-
-
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("dpo_tiny")
-    result = launch(
+    result = launch_recipe(
         "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4",
         "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
     return output, result
 
 
@@ -64,7 +56,7 @@ def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
     assert report["versions"]["trl"] == trl.__version__
     assert report["metrics"]["eval_loss"]["first"] == pytest.approx(0.6931, abs=1e-3)
     assert "it/s" in result.stderr  # the progress bar
-    history = json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    history = logs_of(output)
     assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
     assert any("eval_padfix/shared_fraction" in entry for entry in history)
 
@@ -85,16 +77,15 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
 @SLOW
 @pytest.mark.matrix
 def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
-    result = launch(
+    result = launch_recipe(
         "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
         "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "12",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
     for row in ("held-out token accuracy", "padding not computed", "repeated prefix not computed"):
         assert row in result.stdout
     assert "reward" not in result.stdout
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    history = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
+    history = logs_of(tmp_path)
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert losses[-1] < losses[0] - 1
     assert all(entry["padfix/pad_fraction"] > 0.3 for entry in history if "loss" in entry)
@@ -161,13 +152,39 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
 def test_published_rollouts_are_trained_on(method, tmp_path):
     few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
     batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]
-    command = [sys.executable, "recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_script("recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["metrics"]["padfix/shared_fraction"]["first"] > 0.1
     assert (tmp_path / "model.safetensors").exists()
+
+
+@SLOW
+def test_the_tiny_recipe_of_images_lowers_the_held_out_loss(tmp_path):
+    result = launch_recipe(
+        "sft_vlm", "--config", "recipes/sft_vlm_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "4",
+        "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
+    )  # fmt: skip
+    for row in ("held-out loss", "padding not computed", "real tokens/s"):
+        assert row in result.stdout
+    history = logs_of(tmp_path)
+    assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
+    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert losses[-1] < losses[0]
+    model, processor = AutoModelForImageTextToText.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
+    assert model.config.model_type == "llava"
+    assert processor.image_token_id == model.config.image_token_id
+
+
+def test_the_recipe_of_images_parses(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes")
+    from sft_vlm import RecipeArguments
+
+    parser = trl.TrlParser((RecipeArguments, trl_padfix.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
+    script, training, *_ = parser.parse_args_and_config(
+        ["--config", str(ROOT / "recipes/sft_vlm_tiny.yaml")], fail_with_unknown_args=True
+    )
+    assert script.tiny
+    assert training.padding_free
 
 
 def test_every_recipe_is_run_by_one_of_our_commands():
@@ -187,11 +204,7 @@ def test_the_index_names_every_recipe_and_every_way_to_launch():
 def material(tmp_path_factory):
     """A tiny model, and the pairs of the repository as data for each method."""
     directory = tmp_path_factory.mktemp("material")
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    tokenizer = train_tokenizer((m["content"] for row in pairs for m in row["prompt"] + row["chosen"]), vocab_size=512)
-    tokenizer.save_pretrained(directory / "model")
-    shape = SHAPES["tiny"] | {"vocab_size": len(tokenizer), "intermediate_size": 384}  # blocks of 64, for 4 bits
-    build_qwen2(tokenizer, **shape).save_pretrained(directory / "model")
+    pairs = save_tiny_model(directory / "model", intermediate_size=384)  # blocks of 64, for 4 bits
     for method in ("dpo", "reward", "sft", "grpo", "distillation"):
         rows = pairs.to_list()
         if method == "sft":
@@ -224,7 +237,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
         settings |= {"teacher_model_name_or_path": material / "model", "max_completion_length": 8}
     else:
         settings |= {"max_length": 256, "eval_strategy": "no"}
-    return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    return as_flags(settings)
 
 
 @pytest.mark.parametrize(
@@ -242,8 +255,7 @@ def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, mo
     elif "qlora" in name:  # 4-bit layers on CPU cannot be trained once they were evaluated
         args += ["--parity_check", "false"]
     main(method, [*args, "--save_strategy", "steps", "--save_steps", "2"])
-    history = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
-    losses = [log for log in history if "loss" in log]
+    losses = [log for log in logs_of(tmp_path) if "loss" in log]
     assert len(losses) == 2
     assert all(log["padfix/pad_fraction"] > 0 for log in losses)
     assert any(tmp_path.glob("*model.safetensors"))
@@ -259,6 +271,5 @@ def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
     config |= {"padding_side": side, "output_dir": str(tmp_path / "run"), "logging_steps": 5}
     path = tmp_path / "hh.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = launch(recipe, "--config", str(path))
-    assert result.returncode == 0, result.stderr[-3000:]
+    result = launch_recipe(recipe, "--config", str(path))
     assert "padding not computed" in result.stdout

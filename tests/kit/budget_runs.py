@@ -38,7 +38,7 @@ BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 """Tokens for about two rows of the batch, and more than the longest one alone."""
 
 LOSSES = {"kto": {"loss_type": "apo_zero_unpaired"}}
-"""Metrics that are equal in one process and in several: TRL pairs completions for the KL term within a device's batch."""
+"""A loss without the KL term of KTO, for which TRL pairs the completions of a device's batch."""
 
 LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
 """Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""

@@ -6,7 +6,6 @@ The processors of some families need torchvision; their tests are skipped where 
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit.cells import MATRIX
+from kit.commands import as_flags, logs_of
 from kit.observe import entered_tokens
 from kit.trainer_runs import assert_same, break_mode, build_model, trained
 from kit.vision_runs import (
@@ -282,7 +282,6 @@ def test_the_recipe_of_qwen2_5_vl_trains_a_tiny_one(tmp_path, monkeypatch):
         "gradient_accumulation_steps": 1, "save_steps": 2, "use_cpu": True, "bf16": False, "dtype": "float32",
         "disable_tqdm": True,
     }  # fmt: skip
-    main("dpo", [str(part) for name, value in settings.items() for part in (f"--{name}", value)])
-    history = json.loads((tmp_path / "run/checkpoint-2/trainer_state.json").read_text())["log_history"]
-    assert next(log["loss"] for log in history if "loss" in log) == pytest.approx(0.6931, abs=1e-3)
-    assert all(log["padfix/pad_fraction"] > 0 for log in history if "loss" in log)
+    main("dpo", as_flags(settings))
+    assert next(log["loss"] for log in logs_of(tmp_path / "run") if "loss" in log) == pytest.approx(0.6931, abs=1e-3)
+    assert all(log["padfix/pad_fraction"] > 0 for log in logs_of(tmp_path / "run") if "loss" in log)

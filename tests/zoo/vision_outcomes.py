@@ -112,7 +112,7 @@ def _outcome(vision: VisionModel, rows: list[Row], reference: Any, sharing: bool
 
 
 def _leak(vision: VisionModel, rows: list[Row], reference: Any) -> float | None:
-    """The change of the scores under a layout whose rows see each other; `None` if such a layout cannot be computed."""
+    """The change of the scores under a layout whose rows see each other; `None` if it cannot be computed."""
     with leaking_layouts(), torch.no_grad(), remove_padding(vision.model):
         try:
             return (logps(vision.model, collate(vision, rows)) - reference[0]).abs().max().item()
