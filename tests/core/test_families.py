@@ -9,7 +9,6 @@ computes every family again.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.families import build, families
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
-from zoo.family_tables import escaped, general
+from zoo.family_tables import escaped, general, write
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 
@@ -188,21 +187,5 @@ def test_models_of_the_families_are_the_same_each_time():
         assert torch.equal(parameter, second.state_dict()[name])
 
 
-def write(only: list[str]) -> None:
-    """Compute the record, or some families of it, and the table."""
-    recorded = record() if only and RECORD.exists() else {}
-    for family in only or families():
-        recorded[family] = family_outcomes(family)
-        print(family, verdict(recorded[family]), flush=True)
-    recorded = {family: recorded[family] for family in families() if family in recorded}
-    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
-    TABLE.parent.mkdir(exist_ok=True)
-    TABLE.write_text(table(recorded))
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    torch.set_num_threads(1)
-    if sys.argv[1:2] != ["--write"]:
-        sys.exit("usage: python tests/core/test_families.py --write [FAMILY ...]")
-    write(sys.argv[2:])
+    write(RECORD, TABLE, families(), family_outcomes, table)

@@ -9,20 +9,18 @@ Every image-text-to-text type of transformers, packed: exact, or refused with th
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE
-from zoo.family_tables import escaped, general
+from zoo.family_tables import escaped, general, write
 from zoo.vision_families import vision_families
 from zoo.vision_outcomes import KINDS, vision_outcomes
 
@@ -124,20 +122,5 @@ def test_a_type_is_exact_or_refused_as_recorded(family):
             assert all(outcome.get(name, 0) <= TOLERANCE for name in ("logps", "gradients"))
 
 
-def write(only: list[str]) -> None:
-    """Compute the record, or some types of it, and the table."""
-    recorded = record() if only and RECORD.exists() else {}
-    for family in only or vision_families():
-        recorded[family] = vision_outcomes(family)
-        print(family, verdict(recorded[family]), flush=True)
-    recorded = {family: recorded[family] for family in vision_families() if family in recorded}
-    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
-    TABLE.write_text(table(recorded))
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    torch.set_num_threads(1)
-    if sys.argv[1:2] != ["--write"]:
-        sys.exit("usage: python tests/core/test_vision_families.py --write [TYPE ...]")
-    write(sys.argv[2:])
+    write(RECORD, TABLE, vision_families(), vision_outcomes, table)

@@ -1,8 +1,16 @@
-"""Text of the tables in `docs/families.md` and `docs/vision_families.md`."""
+"""Records of the families, and the text of their tables in `docs/families.md` and `docs/vision_families.md`."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def escaped(text: str) -> str:
@@ -18,3 +26,21 @@ def general(reason: str) -> str:
     reason = re.sub(r"^\w+ \(layer \d+\)", "A layer", reason)
     reason = re.sub(r"\(`\w+`, for", "(for", re.sub(r" \(`\w*Conv\w*`\)", "", reason))
     return escaped(reason[0].upper() + reason[1:] + ".")
+
+
+def write(
+    record: Path, page: Path, names: list[str], outcomes: Callable[[str], Any], table: Callable[[Any], str]
+) -> None:
+    """Compute a record, or of it the types that follow `--write` on the command line, and its table."""
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(f"usage: python {sys.argv[0]} --write [TYPE ...]")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    torch.set_num_threads(1)
+    only = sys.argv[2:]
+    recorded = json.loads(record.read_text()) if only and record.exists() else {}
+    for name in only or names:
+        recorded[name] = outcomes(name)
+        print(name, json.dumps(recorded[name]), flush=True)
+    recorded = {name: recorded[name] for name in names if name in recorded}
+    record.write_text(json.dumps(recorded, indent=1) + "\n")
+    page.write_text(table(recorded))
