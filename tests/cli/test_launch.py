@@ -12,6 +12,7 @@ import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
+from kit.cells import slow_but
 from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_command
 from safetensors.torch import load_file
 from transformers import set_seed
@@ -115,7 +116,7 @@ def unbroken(recipe, tmp_path_factory) -> Path:
 RESUMED = ["--padding_free", "true", "--max_steps", "4", "--save_steps", "2", "--eval_strategy", "no"]
 
 
-@pytest.mark.parametrize("asked", ["true", "latest", "path"])
+@pytest.mark.parametrize("asked", slow_but(["latest"], ["true", "latest", "path"]))
 def test_a_stopped_training_goes_on_to_the_same_weights(asked, recipe, unbroken, tmp_path, caplog):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
     if asked != "path":  # one that a full disk or a kill left is passed over
@@ -187,7 +188,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("method", ROWS)  # test_recipes.py trains the others
+@pytest.mark.parametrize("method", slow_but(["kto"], ROWS))  # test_recipes.py trains the others
 def test_a_method_without_a_recipe_trains(method, recipe, tmp_path):
     pairs = load_dataset("json", data_files=str(recipe.parent / "data/train.jsonl"), split="train")
     Dataset.from_list([ROWS[method](row) for row in pairs]).to_json(tmp_path / "data" / "train.jsonl")

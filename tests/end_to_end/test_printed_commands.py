@@ -305,7 +305,7 @@ PRINTING = [  # tools that end in a command
 ]
 
 
-@pytest.mark.parametrize("command", slow_but([PRINTING[0], PRINTING[3], PRINTING[5]], PRINTING))
+@pytest.mark.parametrize("command", slow_but([PRINTING[0], PRINTING[5]], PRINTING))
 def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
     printed = [*dict.fromkeys(of_text(run(command, here, monkeypatch)))]
     assert printed or "doctor" in command
