@@ -32,7 +32,7 @@ from .towers import MultimodalPatch, TowerPatch, towers
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["attachment_of", "attachments_of", "number_padded_rows", "remove_padding"]
+__all__ = ["attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "remove_padding"]
 
 
 def remove_padding(
@@ -150,7 +150,7 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
 
 def attachments_of(model: nn.Module) -> list[Attachment]:
     """The attachments of the decoder of `model`, the last attached first."""
-    return _attachments_on(find_decoder(find_pretrained(model)))
+    return attachments_on(find_decoder(find_pretrained(model)))
 
 
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
@@ -158,7 +158,8 @@ def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     return _padding_removal_of(find_decoder(find_pretrained(model)))
 
 
-def _attachments_on(decoder: nn.Module) -> list[Attachment]:
+def attachments_on(decoder: nn.Module) -> list[Attachment]:
+    """The attachments of a decoder, the last attached first."""
     # `__dict__`, because `getattr` would return the method of the class where no patch is.
     patch, attachments = decoder.__dict__.get("forward"), []
     while isinstance(patch, ForwardPatch):  # patches of several attachments are stacked on one module
@@ -168,4 +169,4 @@ def _attachments_on(decoder: nn.Module) -> list[Attachment]:
 
 
 def _padding_removal_of(decoder: nn.Module) -> PaddingRemoval | None:
-    return next((a for a in _attachments_on(decoder) if isinstance(a, PaddingRemoval)), None)
+    return next((a for a in attachments_on(decoder) if isinstance(a, PaddingRemoval)), None)

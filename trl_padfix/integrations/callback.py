@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from ..core.call.layout_of import PrefixSharing, check_prefix_sharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
+from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityReport
 from ..trainers.attach_models import attach_to_models
 from ..trainers.distributed import models_of, splitting_parallelism
@@ -143,8 +144,11 @@ class PaddingRemovalCallback(TrainerCallback):
     # -- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer is None:
-            self.attach(_trainer_with(self))
+        trainer = _trainer_with(self) if self._trainer is None else self._trainer
+        decoders = [find_decoder(find_pretrained(model)) for model in models_of(trainer)]
+        # `model_init` has made another model since, or a trial of a search was cut off before its training ended.
+        if [id(handle.decoder) for handle in self.handles] != list(map(id, decoders)) or self._trainer is None:
+            self.attach(trainer)
         callbacks = self._trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
@@ -193,7 +197,8 @@ class PaddingRemovalCallback(TrainerCallback):
     def _count(self, mode: str) -> None:
         counts = forward_counts(self.handles[0])
         new = [now - before for now, before in zip(counts, self._counted, strict=True)]
-        self._counters[mode].add(summed_over_processes(torch.tensor(new), self._trainer))
+        # A callback has no batches: their real tokens are those of the forwards.
+        self._counters[mode].add(summed_over_processes(torch.tensor([new[1], *new]), self._trainer))
         self._counted = counts
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:

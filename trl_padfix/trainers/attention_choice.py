@@ -74,10 +74,15 @@ class AttentionChoice(Part):
         kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen[""]}
         return temporarily_set(config, "model_init_kwargs", kwargs)
 
-    def attach(self) -> None:
+    def attach_to_models(self) -> None:
         """Switch models that TRL did not load with the chosen attention, before anything is attached to them."""
         attributes = {"": "model", "ref_": "ref_model", "teacher_": "teacher_model"}
         models = {prefix: getattr(self.trainer, name, None) for prefix, name in attributes.items()}
+        config = self.trainer.args
+        requested = None if "" in self._chosen else _requested_implementation(config, self.settings, "")
+        if requested is not None:  # `model_init` makes the model, so there was none to resolve it for
+            workload = _workload(models[""], config, self.settings.padding_free)
+            self._chosen[""] = _resolve(requested, workload, "attn_implementation")
         for prefix, implementation in self._chosen.items():
             if models[prefix] is not None:
                 self._undo.callback(set_attention(models[prefix], implementation))

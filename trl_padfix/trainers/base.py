@@ -148,14 +148,23 @@ class PaddingFreeMixin:
             self.padding.is_attached = True
             for part in self.padding.parts:
                 part.attach()
+            for part in self.padding.parts:
+                part.attach_to_models()
             self.padding.task.on_attached()
+
+    def _follow_models(self) -> None:
+        """Attach anew if `model_init` has made another model since, or if another trainer has taken over the models."""
+        if self.padding.part(RemovePadding).is_outdated():
+            self.padding.parity.clear()  # a model is compared on its own first batch
+            for part in self.padding.parts:
+                part.attach_to_models()
 
     def restore_padding(self) -> None:
         """
         Detach from the models and the callbacks, which are then in the state before this trainer was created.
 
         After training, padding removal stays attached until this call, or until another trainer of this package gets
-        the models.
+        the models; this trainer takes them over again when it next trains or evaluates. After this call it does not.
         """
         self.padding.restore()
 
@@ -191,6 +200,8 @@ class PaddingFreeMixin:
             return super().get_test_dataloader(test_dataset)
 
     def _loading(self, dataset: Any, is_training: bool = False) -> contextlib.AbstractContextManager[None]:
+        # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
+        self._follow_models()
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +252,9 @@ class PaddingFreeMixin:
         number = self.state.global_step + (mode == "train")
         # `_prepare_inputs` has done `loss_inputs` already, except for a batch that a user took from the data loader.
         plain, batch_metadata = pop_metadata(padding.task.loss_inputs(inputs))
-        if running is not None:  # a subclass may have edited the batch of the outer block
+        if running is None:  # another trainer may have evaluated the model since the last step
+            self._follow_models()
+        else:  # a subclass may have edited the batch of the outer block
             batch_metadata = running.batch_metadata
             padding.part(ContextParallel).check_batch(plain)
         known = (

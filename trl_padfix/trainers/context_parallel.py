@@ -68,7 +68,7 @@ class ContextParallel(Part):
         finally:
             del attributes["create_accelerator_and_postprocess"]
 
-    def attach(self) -> None:
+    def attach_to_models(self) -> None:
         trainer = self.trainer
         if self.size == 1:
             return

@@ -17,7 +17,7 @@ from ..core.layout.layout import Layout
 from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
-from ..core.remove import attachments_of, number_padded_rows, remove_padding
+from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
 from .data.row_checks import check_ids, image_token_ids
@@ -85,6 +85,7 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.is_attached = False
+        self.is_restored = False
         self.running: Step | None = None
         self.predicted: dict[str, Any] | None = None  # the batch of the running `prediction_step`
 
@@ -101,7 +102,7 @@ class Padding:
     @property
     def is_removed(self) -> bool:
         """Whether the models pack padded batches."""
-        return self.settings.padding_free and bool(self.handles)
+        return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
 
     def part(self, kind: type[P]) -> P:
         """The part of class `kind`."""
@@ -109,6 +110,7 @@ class Padding:
 
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""
+        self.is_restored = True
         for part in self.parts:
             part.restore()
 
@@ -124,6 +126,9 @@ class RemovePadding(Part):
         super().__init__(trainer)
         self._prefix_sharing: PrefixSharing = False
         self._undo = contextlib.ExitStack()
+        self._attachments: list[Attachment] = []
+        self._models: list[Any] = []
+        self._decoders: list[Any] = []
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
@@ -140,16 +145,38 @@ class RemovePadding(Part):
 
     def attach(self) -> None:
         self._set_up_collator()
+
+    def attach_to_models(self) -> None:
+        self._detach()
         # When a model is trained in stages, the trainer of the previous stage is still attached.
         for model in models_of(self.trainer):
             for attachment in attachments_of(model):
                 if attachment.owned_by_trainer:
-                    attachment.remove()
+                    attachment.take_over()
+        before, self._models = self._decoders, models_of(self.trainer)
+        self._decoders = _decoders_of(self._models)
         if self.settings.padding_free:
             self._remove_padding()
         else:
             self._attach_to_packed_rows()
-        self._check_values()
+        if not _are_same(before, self._decoders):
+            self._check_values()
+        if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
+            self._compile()
+
+    def is_outdated(self) -> bool:
+        """Whether the trainer has other models than those attached to, or another trainer has taken them over."""
+        padding, models = self.trainer.padding, models_of(self.trainer)
+        if not padding.is_attached or padding.is_restored:
+            return False
+        others = {a for decoder in self._decoders for a in attachments_on(decoder) if a.owned_by_trainer}
+        if others - set(self._attachments) or any(attachment.taken_over for attachment in self._attachments):
+            return True
+        if _are_same(models, self._models):
+            return False
+        # FSDP wraps the model when training begins, and the wrapped model has the same decoder.
+        self._models = models
+        return not _are_same(_decoders_of(models), self._decoders)
 
     def _remove_padding(self) -> None:
         def register(handle: PaddingRemoval) -> None:
@@ -183,7 +210,8 @@ class RemovePadding(Part):
     def _register(self, attachment: A) -> A:
         """Let [`RemovePadding.restore`], or the next trainer on the same model, remove an attachment."""
         attachment.hand_to_trainer()
-        return self._undo.enter_context(attachment)
+        self._attachments.append(attachment)
+        return attachment
 
     def _set_up_collator(self) -> None:
         """Replace TRL's collator by ours, on `padding_side`. Ours count invalid rows instead of raising errors."""
@@ -272,6 +300,19 @@ class RemovePadding(Part):
 
         self._undo.enter_context(temporarily_set(handler, "call_event", call))
 
+    def _detach(self) -> None:
+        for attachment in reversed(self._attachments):
+            attachment.remove()
+        self._attachments, self.trainer.padding.handles = [], []
+
     def restore(self) -> None:
         self._undo.close()
-        self.trainer.padding.handles = []
+        self._detach()
+
+
+def _decoders_of(models: list[Any]) -> list[Any]:
+    return [find_decoder(find_pretrained(model)) for model in models]
+
+
+def _are_same(modules: list[Any], others: list[Any]) -> bool:
+    return list(map(id, modules)) == list(map(id, others))

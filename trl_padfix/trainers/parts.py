@@ -105,6 +105,9 @@ class Part:
     def attach(self) -> None:
         """Called once, when models and datasets exist, before any forward; possibly within TRL's `__init__`."""
 
+    def attach_to_models(self) -> None:
+        """Called after `attach`, and again when the trainer computes with other models, or gets them back."""
+
     def on_init_end(self) -> None:
         """Called at the end of the trainer's `__init__`."""
 

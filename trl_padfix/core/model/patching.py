@@ -30,6 +30,7 @@ class Attachment:
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
         self._removed = False
+        self.taken_over = False  # see `take_over`
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         """Put `patches` on their modules: all of them, or none."""
@@ -45,6 +46,11 @@ class Attachment:
     def hand_to_trainer(self) -> None:
         """Mark as attached by a trainer: the next trainer on the same model removes it before it attaches its own."""
         self.owned_by_trainer = True
+
+    def take_over(self) -> None:
+        """Detach for another trainer of the same model; the first trainer attaches anew when it computes again."""
+        self.taken_over = True
+        self.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -64,6 +70,11 @@ class Attachment:
             if patch not in needed:
                 patch.take_off()
         self._patches = needed
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the attachment was removed, by its owner or by another trainer."""
+        return self._removed
 
     @property
     def enabled(self) -> bool:

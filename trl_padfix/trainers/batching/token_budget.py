@@ -95,6 +95,12 @@ class SubBatchBudget(Part):
                 "so it is computed from all rows of a step at once. All sub-batches of its forward but one are "
                 "computed again in the backward pass."
             )
+
+    def attach_to_models(self) -> None:
+        if self.settings.max_tokens_per_batch is None:
+            return
+        self.restore()
+        vars(self).pop("share_across_micro_batches", None)  # depends on the models
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from transformers import ProgressCallback
 
 from ...core.handle import PaddingRemoval, PaddingStats
@@ -17,6 +18,8 @@ from ..parts import Evaluation, Part, Step
 
 
 __all__ = ["TokenCounter", "TokenCounts", "forward_counts", "report_of", "summed_over_processes"]
+
+logger = get_logger(__name__)
 
 
 class TokenCounter:
@@ -38,21 +41,21 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add the counts of a step, `(5,)`: padded, real and packed tokens, shared forwards, forwards."""
+        """Add the counts of a step, `(6,)`: real tokens of its batches, and the counts of [`forward_counts`]."""
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
-        """The metrics since the last report; resets the counter."""
+        """The metrics since the last report; resets the counter. Fractions are of packed forwards, if there are any."""
         self.pause()
-        counts = torch.stack([torch.zeros(5, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
-        padded, real, packed, shared, forwards = counts.tolist()
+        counts = torch.stack([torch.zeros(6, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
+        tokens, padded, real, packed, shared, forwards = counts.tolist()
         seconds = self.seconds
         self.__init__()  # resets sums and seconds
-        if not padded:
+        if not tokens:
             return {}
         self.start()
-        metrics = {"perf/tokens_per_second": real / seconds} if seconds else {}
-        if padding_free:
+        metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
+        if padding_free and real:
             metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
         if forwards:
             metrics["padfix/auto_shared"] = shared / forwards
@@ -65,6 +68,7 @@ class TokenCounts(Part):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
+        self._warned = False
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -74,8 +78,22 @@ class TokenCounts(Part):
         yield
         after = forward_counts(self.trainer.padding.handle)
         new = [a - b for a, b in zip(after, before, strict=True)]
-        counts = _step_counts(step.batches, new[:3], new[3:])
-        counter.add(summed_over_processes(counts, self.trainer))
+        counter.add(summed_over_processes(_step_counts(step.batches, new), self.trainer))
+        self._warn_if_unpacked(step)
+
+    def _warn_if_unpacked(self, step: Step) -> None:
+        """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
+        padding = self.trainer.padding
+        handle = padding.handle
+        if self._warned or handle is None or not self.settings.padding_free:
+            return
+        if handle.is_removed or not handle.stats.forwards:
+            self._warned = True
+            logger.warning(
+                f"Nothing was packed in step {step.number}: the model was called neither with a two-dimensional "
+                "attention mask nor with rows that are packed already, or padding removal was detached from it. It "
+                "computes padding, and no saving is logged."
+            )
 
     @contextlib.contextmanager
     def around_evaluate(self) -> Iterator[None]:
@@ -122,23 +140,23 @@ def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
     return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], tokens: list[int], choices: list[int]) -> torch.Tensor:
+def _step_counts(batches: list[dict[str, torch.Tensor]], counts: list[int]) -> torch.Tensor:
     """
-    The counts of a step, `(5,)`: padded, real and packed tokens of `batches`, then the counts in `choices`.
+    The counts of a step, `(6,)`: real tokens of `batches`, and the `counts` of its packed forwards.
 
-    `tokens` are padded, real and packed tokens of the packed forwards. A policy that is its own reference (with its
-    adapter switched off) runs twice on the same batches, so the numbers are scaled to the padded size of the batches.
-    Without packed forwards the real tokens are the sum of the masks.
+    A policy that is its own reference (with its adapter switched off) runs twice on the same batches, so the real
+    tokens of the forwards are scaled to the padded size of the batches. Without packed forwards the real tokens are
+    the sum of the masks.
     """
+    padded, real, *_ = counts
     if not batches:
-        return torch.tensor([*tokens, *choices])
-    padded = sum(batch["input_ids"].numel() for batch in batches)
-    if tokens[0]:
-        return torch.tensor([padded, *(round(count * padded / tokens[0]) for count in tokens[1:]), *choices])
+        return torch.tensor([real, *counts])
+    if padded:
+        return torch.tensor([round(real * sum(batch["input_ids"].numel() for batch in batches) / padded), *counts])
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
-    real = torch.stack([mask.sum() for mask in masks]).sum()
-    # `real` stays on its device: reading it here would wait for it in every step.
-    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *choices))])
+    tokens = torch.stack([mask.sum() for mask in masks]).sum()
+    # `tokens` stays on its device: reading it here would wait for it in every step.
+    return torch.stack([tokens, *(torch.full_like(tokens, count) for count in counts)])
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:

@@ -1,0 +1,192 @@
+"""The model that is trained is the one that is packed: models of `model_init`, of trials, of several trainers."""
+
+import random
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.methods import make_trainer
+from kit.rows import build_pairs
+from kit.trainer_runs import (
+    assert_same,
+    build_model,
+    build_tokenizer,
+    entered,
+    is_bare,
+    make_plain_trainer,
+    our_warnings,
+    trajectory,
+    words,
+)
+from transformers import Trainer
+
+import trl_padfix
+from trl_padfix import PaddingRemovalCallback, padding_free_trainer
+from trl_padfix.core.remove import attachment_of
+
+
+def build_texts(count: int = 20, seed: int = 0) -> Dataset:
+    draw, tokenizer = random.Random(seed), build_tokenizer()
+    ids = [tokenizer("w3 w5 w7 w9 " + words(draw, 1, 14))["input_ids"] for _ in range(count)]
+    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+
+
+def make(folder, trainer_class=Trainer, counts=None, **given):
+    """A trainer whose models are made by `model_init`; `counts` gets the tokens that enter each of them."""
+
+    def init():
+        model = build_model()
+        if counts is not None:
+            counts.append(entered(model))
+        return model
+
+    given = {"train_dataset": build_texts(), "train_sampling_strategy": "sequential"} | given
+    return make_plain_trainer(folder, trainer_class, model=None, model_init=init, **given)
+
+
+def fractions(trainer):
+    return [[log[f"padfix/{n}_fraction"] for n in ("pad", "shared")] for log in trainer.state.log_history[:-1]]
+
+
+PackedTrainer = padding_free_trainer(Trainer, prefix_sharing=True, parity_check=False)
+
+
+@pytest.mark.parametrize("way", ["class", "callback", "callback, attached before"])
+@pytest.mark.parametrize("trials", [1, 2])
+def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
+    theirs = make(tmp_path / "theirs", counts=(padded := []))
+    callback = PaddingRemovalCallback(True, parity_check=False)
+    by_class = way == "class"
+    given = {} if by_class else {"callbacks": [callback]}
+    ours = make(tmp_path / "ours", PackedTrainer if by_class else Trainer, packed := [], **given)
+    if way == "callback, attached before":
+        callback.attach(ours)
+    first = ours.model
+    for _ in range(trials):
+        theirs.train()
+        ours.train()
+        assert_same(trajectory(ours)[-5:], trajectory(theirs)[-5:], atol=1e-5)
+    stats = ours.padding.stats if by_class else callback.stats
+    # What entered the model of the last training, and what its handle counted.
+    assert sum(packed[-1]) == stats.packed_tokens < stats.real_tokens < stats.padded_tokens == sum(padded[-1])
+    assert [sum(tokens) > 0 for tokens in packed] == [False] + [True] * trials
+    assert is_bare(first)
+    shares = torch.tensor(fractions(ours))
+    assert (shares > 0).all()
+    assert (shares < 1).all()
+
+
+def test_the_parity_check_runs_on_each_model(tmp_path, monkeypatch):
+    compared = []
+    check = trl_padfix.trainers.parity.check_parity
+    monkeypatch.setattr(
+        "trl_padfix.trainers.parity.check_parity", lambda m, *a, **k: (compared.append(m), check(m, *a, **k))[1]
+    )
+    ours = make(tmp_path, padding_free_trainer(Trainer))
+    ours.train()
+    assert ours.padding.parity["train"][0].ok
+    assert compared == [ours.model]
+    ours.train()
+    assert compared[1:] == [ours.model] != compared[:1]
+
+
+def test_a_trial_that_was_cut_off_does_not_keep_the_callback_on_its_model(tmp_path):
+    callback = PaddingRemovalCallback(parity_check=False)
+    ours = make(tmp_path, counts=(packed := []), callbacks=[callback])
+
+    def prune(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ours, "log", prune)
+        with pytest.raises(KeyboardInterrupt):
+            ours.train()
+    pruned = ours.model
+    ours.train()
+    assert sum(packed[-1]) == callback.stats.packed_tokens < callback.stats.padded_tokens
+    assert is_bare(pruned)
+
+
+def test_a_trainer_of_trl_that_gets_a_model_init_packs_its_models(tmp_path):
+    trainers, counts = [], []
+    for library, mode in ((trl, {}), (trl_padfix, {"padding_free": True, "parity_check": False})):
+        trainer = make_trainer(library, "Reward", tmp_path, max_steps=3, **mode)
+        trainer.model_init = lambda: build_model("reward", seed=3)
+        trainer.train()
+        trainers.append(trainer)
+    theirs, ours = trainers
+    assert_same(trajectory(ours), trajectory(theirs))
+    assert 0 < ours.padding.stats.packed_tokens < ours.padding.stats.padded_tokens
+    assert attachment_of(ours.model) is ours.padding.handle
+
+
+# -- two trainers on one model
+
+
+def make_on(model, kind, folder, **mode):
+    given = {"model": model, "max_steps": 3, "parity_check": False} | mode
+    if kind == "plain":
+        given = {name: given[name] for name in ("model", "max_steps")} | {"train_dataset": build_texts()}
+        return make_plain_trainer(folder, PackedTrainer, eval_dataset=build_texts(4), **given)
+    if kind == "budget":
+        given |= {"max_tokens_per_batch": 60, "train_dataset": build_pairs(24)}
+    kind = "DPO" if kind == "budget" else kind
+    data = {"DPO": build_pairs}.get(kind)
+    given |= {"eval_dataset": data(4)} if data else {}
+    return make_trainer(trl_padfix, kind, folder, **given)
+
+
+PAIRS = [("SFT", "padded SFT"), ("DPO", "budget"), ("budget", "DPO"), ("plain", "SFT")]
+MORE_PAIRS = [("SFT", "SFT"), ("SFT", "budget"), ("DPO", "padded DPO"), ("budget", "budget"), ("plain", "padded SFT")]
+"""Two trainers on one model; TRL's own DPO does not train once SFT has patched its model."""
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_PAIRS])
+def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
+    mode = {"padding_free": True, "prefix_sharing": True}
+    model = build_model()
+    one = make_on(model, first, tmp_path / "one", **mode)
+    other_mode = {} if second.startswith("padded") else {"padding_free": True}
+    two = make_on(model, second.removeprefix("padded "), tmp_path / "two", **other_mode)
+    forwards = entered(model)
+    one.train()
+    assert sum(forwards) == one.padding.stats.packed_tokens < one.padding.stats.real_tokens
+    assert attachment_of(model) is one.padding.handle
+    assert one.padding.handle.prefix_sharing is True
+    two.train()
+    assert attachment_of(model) is two.padding.handle
+    if two.eval_dataset is None and one.eval_dataset is not None:
+        before = one.padding.stats
+        one.evaluate()
+        assert one.padding.stats is not before
+        assert one.padding.stats.packed_tokens < one.padding.stats.real_tokens
+    two.restore_padding()
+    one.restore_padding()
+    assert is_bare(model)
+    assert "Nothing was packed" not in " ".join(our_warnings(caplog))
+
+
+def test_a_trainer_that_was_restored_stays_padded(tmp_path):
+    one = make_on(model := build_model(), "SFT", tmp_path / "one", padding_free=True)
+    one.restore_padding()
+    forwards = entered(model)
+    one.train()
+    assert forwards
+    assert is_bare(model)
+    assert not any(name.startswith("padfix/") for log in one.state.log_history for name in log)
+
+
+# -- what is logged
+
+
+def test_what_packs_nothing_logs_no_saving_and_says_so_once(tmp_path, caplog):
+    trainer = make_on(model := build_model(), "SFT", tmp_path, padding_free=True)
+    trainer.padding.handle.remove()  # by hand, so that no other trainer has it
+    forwards = entered(model)
+    trainer.train()
+    assert forwards
+    logged = {name for log in trainer.state.log_history for name in log}
+    assert "perf/tokens_per_second" in logged
+    assert not {name for name in logged if "fraction" in name}
+    assert [said.partition(":")[0] for said in our_warnings(caplog)] == ["[RANK 0] Nothing was packed in step 1"]
