@@ -109,7 +109,7 @@ def test_a_trial_that_was_cut_off_does_not_keep_the_callback_on_its_model(tmp_pa
 
 
 def test_a_trainer_of_trl_that_gets_a_model_init_packs_its_models(tmp_path):
-    trainers, counts = [], []
+    trainers = []
     for library, mode in ((trl, {}), (trl_padfix, {"padding_free": True, "parity_check": False})):
         trainer = make_trainer(library, "Reward", tmp_path, max_steps=3, **mode)
         trainer.model_init = lambda: build_model("reward", seed=3)

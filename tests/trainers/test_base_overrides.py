@@ -75,7 +75,7 @@ def test_configurations_are_trls_with_our_fields(name):
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     both |= {"expand_turns"} if name == "SFTTrainer" else set()
-    every = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "attn_implementation"}
+    every = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "attn_implementation"}
     assert added == every | {"cp_attention"} | sided | with_reference | both
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from trl_padfix.trainers.data.columns import (
     blank_texts,
-    count_equal,
     empty_lists,
+    equal_rows,
     image_counts,
     list_lengths,
     rows_of_only,
@@ -30,20 +30,22 @@ def test_lists_are_counted_as_in_a_loop(rows, shuffled):
     rows = rows[::-1] if shuffled else rows
     assert list_lengths(dataset, "a").tolist() == [len(row["a"]) for row in rows]
     assert empty_lists(dataset, "a").tolist() == [i for i, row in enumerate(rows) if not row["a"]]
-    assert count_equal(dataset, "a", "b") == sum(row["a"] == row["b"] for row in rows)
+    assert equal_rows(dataset, "a", "b") == [i for i, row in enumerate(rows) if row["a"] == row["b"]]
     assert rows_of_only(dataset, "a", 1).tolist() == [i for i, row in enumerate(rows) if set(row["a"]) <= {1}]
 
 
 @given(st.lists(st.fixed_dictionaries({"labels": st.lists(st.sampled_from([-100, 5]), max_size=4)}), min_size=1))
 def test_rows_without_a_trained_token_are_counted_as_in_a_loop(rows):
     dataset = Dataset.from_list(rows, features=Features({"labels": List(Value("int64"))}))
-    assert untrained_rows(dataset) == sum(all(label == -100 for label in row["labels"][1:]) for row in rows)
+    assert untrained_rows(dataset) == [
+        i for i, row in enumerate(rows) if all(label == -100 for label in row["labels"][1:])
+    ]
 
 
 def test_more_rows_than_arrow_is_given_at_a_time():
     dataset = Dataset.from_dict({"a": [[i % 3] * (i % 2) for i in range(25_000)], "b": [[0]] * 25_000})
     assert empty_lists(dataset, "a").tolist() == list(range(0, 25_000, 2))
-    assert count_equal(dataset, "a", "b") == sum(i % 2 and not i % 3 for i in range(25_000))
+    assert equal_rows(dataset, "a", "b") == [i for i in range(25_000) if i % 2 and not i % 3]
 
 
 def test_texts_of_white_space_are_found():

@@ -24,6 +24,7 @@ OURS = {
     "padding_side": None,
     "parity_check": True,
     "stop_on_nonfinite": False,
+    "strict": False,
     "cp_attention": "heads",
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,

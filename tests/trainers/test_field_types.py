@@ -25,7 +25,6 @@ def test_a_flag_in_words_is_refused(name, tmp_path):
     ("field", "value", "message"),
     [
         ("padding_free", "false", "a flag is True or False"),
-        ("logging_first_step", "False", "a flag is True or False"),
         ("model_init_kwargs", ["bfloat16"], "are a dictionary"),
     ],
 )
@@ -35,6 +34,13 @@ def test_also_where_it_is_set_later_and_in_a_configuration_of_trl(library, field
     setattr(args, field, value)
     with pytest.raises(TypeError, match=message):
         make_trainer(trl_padfix, "SFT", tmp_path, args=args)
+
+
+def test_a_flag_of_trl_that_is_a_string_is_trls_and_warned_about(tmp_path, caplog):
+    args = trl.SFTConfig(str(tmp_path), **SETTINGS)
+    args.logging_first_step = "False"
+    make_trainer(trl_padfix, "SFT", tmp_path, args=args)
+    assert "Write `logging_first_step=False`" in caplog.text
 
 
 @pytest.mark.parametrize("given", ["gpt2", {"pad_token": 1}, 3])

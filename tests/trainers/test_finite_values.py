@@ -27,10 +27,10 @@ def test_weights_that_are_not_finite_are_refused_also_without_the_parity_check(v
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, :3] = value
     with pytest.raises(ValueError, match=r"3 of 1536 values of `model.layers.1.mlp.up_proj.weight` of the model"):
-        make(tmp_path, model=model, padding_free=True, parity_check=False)
+        make(tmp_path, model=model, padding_free=True, parity_check=False, strict=True)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        make(tmp_path, model=model)
-    check_weights(build_model(), "model")
+        make(tmp_path, model=model, padding_free=True)
+    check_weights(build_model(), "model", strict=True)
 
 
 def test_so_are_those_of_the_reference(tmp_path):
@@ -38,7 +38,7 @@ def test_so_are_those_of_the_reference(tmp_path):
     with torch.no_grad():
         reference.model.norm.weight[0] = float("nan")
     with pytest.raises(ValueError, match="of the reference model"):
-        make_trainer(trl_padfix, "DPO", tmp_path, ref_model=reference)
+        make_trainer(trl_padfix, "DPO", tmp_path, ref_model=reference, strict=True)
 
 
 def broken_at(trainer, call: int, monkeypatch, where: str) -> None:

@@ -34,7 +34,7 @@ def test_the_model_is_left_as_it_was(make):
 
 def test_a_language_model_is_no_reward_model(make):
     with pytest.raises(ValueError, match=r"scores a whole sequence.*AutoModelForSequenceClassification"):
-        make(model=build_model("causal", num_labels=1))
+        make(config={"strict": True}, model=build_model("causal", num_labels=1))
 
 
 def test_an_encoder_is_refused(make):

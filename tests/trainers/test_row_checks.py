@@ -48,7 +48,7 @@ def test_a_bad_row_is_found_before_the_first_step(case, tmp_path):
     kind, good, change, message = BAD[case]
     data = Dataset.from_list([good] * 5 + [good | change] + [good] * 2)
     with pytest.raises(ValueError, match=message):
-        make(kind, tmp_path, data)
+        make(kind, tmp_path, data, strict="messages" in change)  # a chat template may render odd messages
 
 
 def test_a_number_is_no_text(tmp_path):

@@ -201,7 +201,7 @@ def test_an_empty_completion_of_a_dataset_is_found_before_the_first_step(kind, t
     columns = {"DPO": ("chosen", "rejected"), "KTO": ("prompt", "completion"), "Reward": ()}[kind]
     data = Dataset.from_list([row | dict.fromkeys(columns, "w3") for row in rows])
     with pytest.raises(ValueError, match=r"(pair|example) 1 of the train dataset has no token"):
-        train(trl_padfix, kind, tmp_path, data, {"max_steps": 1})
+        train(trl_padfix, kind, tmp_path, data, {"max_steps": 1, "strict": True})
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
@@ -216,7 +216,7 @@ def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tm
         getattr(trl_padfix, f"{kind}Trainer")(
             model=load_policy(policy),
             reward_funcs=reward_words,
-            args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path), **ONLINE_SETTINGS),
+            args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path), **ONLINE_SETTINGS, strict=True),
             train_dataset=given["train"],
             eval_dataset=given["eval"],
             processing_class=build_tokenizer(),

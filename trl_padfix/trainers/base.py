@@ -153,7 +153,7 @@ class PaddingFreeMixin:
             self.padding.task.on_attached()
 
     def _follow_models(self) -> None:
-        """Attach anew if `model_init` has made another model since, or if another trainer has taken over the models."""
+        """Attach anew if `model_init` has made another model since, or if another trainer has taken the models."""
         if self.padding.part(RemovePadding).is_outdated():
             self.padding.parity.clear()  # a model is compared on its own first batch
             for part in self.padding.parts:
@@ -175,7 +175,11 @@ class PaddingFreeMixin:
         task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
         dataset = next(iter(call.arguments))  # the first parameter, whatever its name
         call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
-        prepared = super()._prepare_dataset(*call.args, **call.kwargs)
+        # TRL pairs completions for the KL term of KTO within its micro-batches, of which a budget makes one batch.
+        config: Any = getattr(arguments, "args", None)
+        size = getattr(config, "_rows_per_micro_batch", None)
+        with temporarily_set(config, "per_device_train_batch_size", size) if size else contextlib.nullcontext():
+            prepared = super()._prepare_dataset(*call.args, **call.kwargs)
         if isinstance(prepared, Dataset):
             task.check_prepared(prepared, len(checked), arguments)
         return prepared
@@ -363,7 +367,8 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
 T = TypeVar("T", bound=Trainer)
 
 ANY_TRAINERS = (
-    "padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "pool_last_token", "attn_implementation"
+    "padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "pool_last_token",
+    "attn_implementation"
 )  # fmt: skip
 """Settings that do not depend on the rows of a trainer."""
 
@@ -383,8 +388,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
             Describes its batches. The default reads `input_ids` and `attention_mask`; if a batch has other names, the
             arguments of the model are checked and counted instead.
         **settings:
-            `prefix_sharing`, `parity_check`, `stop_on_nonfinite`, `pool_last_token`, `attn_implementation` and
-            `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Settings
+            `prefix_sharing`, `parity_check`, `stop_on_nonfinite`, `strict`, `pool_last_token`, `attn_implementation`
+            and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Settings
             that are left out are read from the configuration if it has them.
 
     Returns:

@@ -12,6 +12,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.model.positions import length_dependent_ropes
 from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
+from .data.data_warnings import name_rows, warn_or_raise
 from .data.tokenizers import check_tokenizer
 from .data.vision_collators import misplaced_images, misplaced_message
 from .settings import Settings, check_field_types, check_packing
@@ -115,16 +116,20 @@ def image_columns(dataset: Any) -> str:
     return ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
 
 
-def check_vision(dataset: Dataset, processor: Any, dataset_name: str) -> None:
-    """Raise a `ValueError` for an example with other numbers of images and placeholders. No image is decoded."""
+def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bool) -> None:
+    """Warn of examples with other numbers of images than placeholders, or raise a `ValueError`. Decodes no image."""
+    misplaced: list[tuple[int, int, int]] = []
     column = "images" if "images" in dataset.column_names else "image"
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
     rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
     for number, (count, *words) in enumerate(rows):
         # Only the number of images matters, so `None` stands for each.
         example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
-        for _, given, wanted in misplaced_images([example], processor):
-            raise ValueError(misplaced_message((number, given, wanted), f"the {dataset_name} dataset"))
+        misplaced += [(number, given, wanted) for _, given, wanted in misplaced_images([example], processor)]
+    if misplaced:
+        numbers = [number for number, *_ in misplaced]
+        count = f" {name_rows(numbers, 'example')} are like this." if len(misplaced) > 1 else ""
+        warn_or_raise(misplaced_message(misplaced[0], f"the {dataset_name} dataset") + count, strict)
 
 
 def require_teacher(init_kwargs: dict[str, Any]) -> None:

@@ -52,6 +52,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
             Stop the run if a loss or a gradient is NaN or infinite. By default a warning names the step and the rows,
             and the run goes on, as in TRL.
+        strict (`bool`, *optional*, defaults to `False`):
+            Stop before the first step for data that TRL trains on and that is doubtful: empty or equal completions,
+            tool calls that the chat template leaves out, other numbers of images than placeholders, weights that are
+            not finite. In a stream, stop at the first such row. By default they are counted in a warning.
         cp_attention (`str`, *optional*, defaults to `"heads"`):
             With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
             packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
@@ -120,7 +124,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
         max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
@@ -156,9 +160,10 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
         ref_attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
-            As in [`DPOConfig`]. With a token budget the KL term of a step is estimated from all its rows.
+            As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
+            micro-batches.
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -183,7 +188,8 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, attn_implementation,
+        ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -214,8 +220,8 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, attn_implementation, ref_attn_implementation,
-        max_tokens_per_batch:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, attn_implementation,
+        ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -239,7 +245,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, attn_implementation,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
         max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate,
         generation_max_new_tokens, generation_kwargs, eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].

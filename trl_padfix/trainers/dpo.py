@@ -7,21 +7,19 @@ from typing import Any
 import torch
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
-from accelerate.logging import get_logger
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
 from .batching.measures import PairMeasure
 from .data.collators import DataCollatorForPreference
-from .data.columns import count_equal
+from .data.columns import equal_rows
+from .data.data_warnings import name_rows, warn_or_raise
 from .data.tokenizers import require_eos
 from .data.vision_collators import DataCollatorForVisionPreference
 from .task import PairTask
 
 
 __all__ = ["DPOTrainer"]
-
-logger = get_logger(__name__)
 
 
 class DPOTask(PairTask):
@@ -44,20 +42,25 @@ class DPOTask(PairTask):
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         name, max_length = arguments.dataset_name, arguments.args.max_length
         if len(prepared) == 0:
-            raise ValueError(
+            # TRL evaluates no row without an error, and trains on none with one.
+            warn_or_raise(
                 f"No pair of the {name} dataset is left: all {rows} prompts fill `max_length={max_length}` by "
-                "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts."
+                "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts.",
+                self.strict or name == "train",
             )
-        DataCollatorForPreference.refuse_empty_in(prepared, name)
-        if equal := count_equal(prepared, "chosen_ids", "rejected_ids"):
-            logger.warning(
-                f"{equal} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach nothing "
-                "and cost a step's time. Drop them."
+        DataCollatorForPreference.check_empty_in(prepared, name, self.strict)
+        equal = equal_rows(prepared, "chosen_ids", "rejected_ids")
+        if len(equal):
+            warn_or_raise(
+                f"{len(equal)} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach "
+                f"nothing and cost a step's time. {name_rows(equal)} of the tokenized data. Drop them.",
+                self.strict,
             )
-        if len(prepared) < rows:
-            logger.warning(
+        if 0 < len(prepared) < rows:
+            warn_or_raise(
                 f"{rows - len(prepared)} of {rows} pairs of the {name} dataset were left out by TRL: their prompts "
-                f"fill `max_length={max_length}` by themselves. Raise `max_length` to train on them."
+                f"fill `max_length={max_length}` by themselves. Raise `max_length` to train on them.",
+                self.strict,
             )
 
     def needs_all_rows(self) -> bool:

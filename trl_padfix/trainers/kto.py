@@ -98,8 +98,17 @@ class KTOTask(Task):
     }
     measure = UnpairedMeasure
 
+    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+        size = getattr(config, "_rows_per_micro_batch", None)
+        if self.trainer.padding.settings.max_tokens_per_batch is not None and config.loss_type == "kto" and size == 1:
+            raise ValueError(
+                "`per_device_train_batch_size=1` leaves no other completion in a micro-batch for the KL term of KTO, "
+                "and a token budget keeps the micro-batches of TRL for it. Raise it to 2 or more, and divide "
+                "`gradient_accumulation_steps` by as much: the budget bounds the memory."
+            )
+
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        DataCollatorForUnpairedPreference.refuse_empty_in(prepared, arguments.dataset_name)
+        DataCollatorForUnpairedPreference.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)

@@ -26,6 +26,7 @@ from .checks import require_columns
 from .context_parallel import ContextParallel
 from .data.batch_metadata import attach_metadata
 from .data.columns import blank_texts, column_names
+from .data.data_warnings import warn_or_raise
 from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
@@ -73,17 +74,14 @@ class OnlineTask(Task):
     def on_attached(self) -> None:
         trainer = self.trainer
         check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",))
+        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",), self.strict)
         for name, dataset in datasets_of(trainer).items():
             if name != "train":
-                validate_rows(dataset, name, ("prompt",))
+                validate_rows(dataset, name, ("prompt",), self.strict)
             self._check_prompts_of(dataset, name)
 
     def _check_prompts_of(self, dataset: Any, name: str) -> None:
-        """
-        Raises:
-            ValueError: If a prompt of nothing but white space has no token.
-        """
+        """Warn of prompts of nothing but white space that have no token; raise a `ValueError` with `strict`."""
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             return
         rows = blank_texts(dataset, "prompt")
@@ -91,10 +89,11 @@ class OnlineTask(Task):
         tokenizer: Any = self.trainer.processing_class
         empty = [int(row) for row, text in zip(rows, texts, strict=True) if not tokenizer(text=text)["input_ids"]]
         if empty:
-            raise ValueError(
+            warn_or_raise(
                 f"Prompts {empty[:5]} of the {name} dataset have no token ({len(empty)} in all): the first token of "
                 "their completions would be sampled and scored from padding. Drop them, or give every prompt at least "
-                "a BOS token."
+                "a BOS token.",
+                self.strict,
             )
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
+from .data.data_warnings import warn_or_raise
 from .data.row_checks import check_ids, image_token_ids
 from .data.tokenizers import tokenizer_of
 from .distributed import check_launch, datasets_of, is_zero_3, models_of, named_models_of
@@ -220,9 +221,11 @@ class RemovePadding(Part):
         if our_class is not None:
             side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
             values = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            trainer.data_collator = our_class(**values, padding_side=side, for_trainer=True, **self._id_limits())
+            ours = {"for_trainer": True, "strict": self.settings.strict, **self._id_limits()}
+            trainer.data_collator = our_class(**values, padding_side=side, **ours)
         elif type(collator) in collators.values() and is_dataclass(collator):
-            trainer.data_collator = replace(collator, for_trainer=True, **self._id_limits())
+            ours = {"for_trainer": True, "strict": self.settings.strict, **self._id_limits()}
+            trainer.data_collator = replace(collator, **ours)
 
     def _id_limits(self) -> dict[str, Any]:
         """Limits of token ids for the collator; empty if all rows can be checked before the first step."""
@@ -239,17 +242,21 @@ class RemovePadding(Part):
         return getattr(embeddings, "num_embeddings", None)
 
     def _check_values(self) -> None:
-        """Refuse weights that are not finite, and token ids without an embedding."""
-        trainer = self.trainer
+        """Warn of weights that are not finite, and refuse token ids without an embedding, which no model computes."""
+        trainer, settings = self.trainer, self.settings
+        # NaN equals nothing, so a parity check would fail in the first step.
+        strict = settings.strict or bool(settings.padding_free and settings.parity_check)
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
         if not (
             trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index
         ):  # other ranks get their weights later
             for which, model in named_models_of(trainer).items():
-                check_weights(model, which)
+                check_weights(model, which, strict)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
+                if isinstance(dataset, Dataset):  # of the columns that reach the model or the collator
+                    dataset = trainer._remove_unused_columns(dataset)
                 check_ids(dataset, name, size)
 
     def on_init_end(self) -> None:
@@ -276,10 +283,12 @@ class RemovePadding(Part):
         if not (images := image_columns(dataset)):
             return
         if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate have no such attribute
-            raise ValueError(
+            warn_or_raise(
                 f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
-                "text alone. Give both the column (an empty list where there is no image), or drop it."
+                "text alone. Give both the column (an empty list where there is no image), or drop it.",
+                self.settings.strict,
             )
+            return
         pretrained = find_pretrained(self.trainer.model)
         if find_multimodal(pretrained, find_decoder(pretrained)) is None:
             raise ValueError(
@@ -287,7 +296,7 @@ class RemovePadding(Part):
                 "a vision-language model, or drop the column to train on the text."
             )
         if isinstance(dataset, Dataset):  # the collator checks each batch of a stream
-            check_vision(dataset, self.trainer.processing_class, name)
+            check_vision(dataset, self.trainer.processing_class, name, self.settings.strict)
 
     def _keep_padding_side(self) -> None:
         """Restore the tokenizer's `padding_side` after events: TRL's `LogCompletionsCallback` leaves it at left."""

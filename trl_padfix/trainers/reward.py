@@ -15,6 +15,7 @@ from .base import PaddingFreeMixin
 from .batching.measures import RewardMeasure
 from .data.collators import DataCollatorForReward
 from .data.columns import rows_of_only
+from .data.data_warnings import warn_or_raise
 from .distributed import datasets_of
 from .task import PairTask
 
@@ -37,18 +38,21 @@ class RewardTask(PairTask):
         model = init_kwargs.get("model")
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None:
-            raise ValueError(
+            warn_or_raise(
                 f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
-                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
+                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id.",
+                self.strict or self.trainer.padding.settings.padding_free,  # packed, no token has a loss of its own
             )
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         if len(prepared) == 0:
-            raise ValueError(
+            # TRL evaluates no row without an error, and trains on none with one.
+            warn_or_raise(
                 f"No pair of the {arguments.dataset_name} dataset is left: all have a sequence of more than "
-                f"`max_length={arguments.args.max_length}` tokens, which TRL leaves out. Raise `max_length`."
+                f"`max_length={arguments.args.max_length}` tokens, which TRL leaves out. Raise `max_length`.",
+                self.strict or arguments.dataset_name == "train",
             )
-        DataCollatorForReward.refuse_empty_in(prepared, arguments.dataset_name)
+        DataCollatorForReward.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
     def on_attached(self) -> None:
         handle = self.trainer.padding.handle

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_prefix_sharing
 from .data.collators import check_padding_side
+from .data.data_warnings import warn_or_raise
 from .field_types import ParityCheck, Sharing, parse_implementation
 from .temporary_attributes import temporarily_set
 
@@ -87,6 +88,7 @@ class PackingConfig:
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     stop_on_nonfinite: bool = False
+    strict: bool = False
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
 
     def __post_init__(self) -> None:
@@ -192,12 +194,16 @@ def check_field_types(config: Any) -> None:
         if value in (None, False, True):
             continue
         # Some flags of TRL accept other strings, so of these only "true" and "false" are wrong for certain.
-        if hasattr(Settings, flag.name) or str(value).strip().lower() in ("true", "false"):
+        is_ours = hasattr(Settings, flag.name)
+        if is_ours or str(value).strip().lower() in ("true", "false"):
             intended = str(value).strip().lower() in ("true", "yes", "on", "1")
-            raise TypeError(
+            message = (
                 f"`{flag.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
                 f"takes {value!r} for {bool(value)}. Write `{flag.name}={intended}`."
             )
+            if is_ours:
+                raise TypeError(message)
+            warn_or_raise(message, getattr(config, "strict", False))
     kwargs = getattr(config, "model_init_kwargs", None)
     if kwargs is not None and not isinstance(kwargs, (Mapping, str)):  # a JSON string is parsed later
         raise TypeError(

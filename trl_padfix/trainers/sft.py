@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 import trl.trainer.sft_trainer as trl_sft
-from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.data_utils import is_conversational, is_conversational_from_value
 
@@ -21,6 +20,7 @@ from .custom_loss import has_custom_loss
 from .data.batch_metadata import with_labels
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import column_names, untrained_rows
+from .data.data_warnings import name_rows, warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
 from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
@@ -30,8 +30,6 @@ from .task import Task
 
 
 __all__ = ["SFTTrainer"]
-
-logger = get_logger(__name__)
 
 
 class SFTTask(Task):
@@ -55,12 +53,14 @@ class SFTTask(Task):
     def check_dataset(self, dataset: Any, arguments: Any) -> Any:
         require_rows(dataset, arguments.dataset_name)
         if arguments.formatting_func is None:
-            dataset = _checked_rows(dataset, arguments.processing_class, arguments.args, arguments.dataset_name)
+            dataset = _checked_rows(
+                dataset, arguments.processing_class, arguments.args, arguments.dataset_name, self.strict
+            )
         if self.trainer.padding.settings.expand_turns:
             check_turns(dataset, arguments.processing_class, arguments.dataset_name)
         if arguments.formatting_func is None:  # else the chat template is not what writes the rows
             columns = ("messages", "prompt", "completion")
-            check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns)
+            check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
@@ -68,21 +68,26 @@ class SFTTask(Task):
             return
         name, max_length = arguments.dataset_name, arguments.args.max_length
         untrained, left_out = untrained_rows(prepared), rows - len(prepared)
-        if untrained == len(prepared):
-            raise ValueError(
+        if len(untrained) == len(prepared):
+            warn_or_raise(
                 f"No row of the {name} dataset has a token to train on: of {rows} rows, {left_out} lost theirs to "
-                f"`max_length={max_length}` and {untrained} have none. Raise `max_length`, and look at what is "
-                "masked: `completion_only_loss`, `assistant_only_loss`, the labels."
+                f"`max_length={max_length}` and {len(untrained)} have none. Raise `max_length`, and look at what is "
+                "masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
+                # Of no row at all TRL makes no step; rows without a label have a loss of 0 or NaN there.
+                self.strict or (name == "train" and not len(prepared)),
             )
+            return
         if untrained:
-            logger.warning(
-                f"{untrained} of {len(prepared)} rows of the {name} dataset have no token to train on: they teach "
-                "nothing and cost a step's time. Drop them."
+            warn_or_raise(
+                f"{len(untrained)} of {len(prepared)} rows of the {name} dataset have no token to train on: they "
+                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them.",
+                self.strict,
             )
         if left_out:
-            logger.warning(
+            warn_or_raise(
                 f"{left_out} of {rows} rows of the {name} dataset were left out by TRL: `max_length={max_length}` "
-                "leaves them no token to train on. Raise `max_length` to train on them."
+                "leaves them no token to train on. Raise `max_length` to train on them.",
+                self.strict,
             )
 
     def packs_rows(self) -> bool:
@@ -203,7 +208,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
                 super().__init__(*bound.args, **bound.kwargs)
 
 
-def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> Any:
+def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str, strict: bool) -> Any:
     """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
     require_columns(
         dataset,
@@ -216,7 +221,7 @@ def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str) -> 
         return dataset
     check_vocabulary(processing_class)
     kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {args.dataset_text_field}]
-    dataset = validate_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"})
+    dataset = validate_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"}, strict)
     row = next(iter(dataset), None)
     if row is None:
         raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")

@@ -126,6 +126,11 @@ class Task:
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
 
+    @property
+    def strict(self) -> bool:
+        """Whether doubtful data is an error, and not a warning."""
+        return self.trainer.padding.settings.strict
+
     def check_dataset(self, dataset: Any, arguments: Any) -> Any:
         """
         Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
@@ -136,7 +141,7 @@ class Task:
         require_rows(dataset, arguments.dataset_name)
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
-        return validate_rows(dataset, arguments.dataset_name, self.texts)
+        return validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
@@ -242,7 +247,8 @@ class PairTask(Task):
 
     def check_dataset(self, dataset: Any, arguments: Any) -> Any:
         dataset = super().check_dataset(dataset, arguments)
-        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, ("prompt", "chosen"))
+        columns = ("prompt", "chosen")
+        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
         return dataset
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:

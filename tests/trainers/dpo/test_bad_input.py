@@ -110,7 +110,7 @@ BAD_INPUT = {
         (PaddingRemovalError, "flex_attention.*attn_implementation='sdpa'"),
     ),
     "an empty answer": (
-        {},
+        {"strict": True},
         conversations_with_an_empty_answer,
         (ValueError, "rejected completion of pair 2 of the train dataset has no token.*Drop the pair"),
     ),

@@ -40,7 +40,7 @@ BAD = {
     "no end": (lambda: {"processing_class": build_tokenizer(eos_token=None)}, {}, "no EOS token, and TRL ends"),
     "nothing to train on": (
         lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
-        {},
+        {"strict": True},
         "No row of the train dataset has a token to train on",
     ),
     "only prompts": (lambda: {}, {"max_length": 2}, "No row of the train dataset has a token to train on"),

@@ -257,8 +257,8 @@ class StepPlan:
         Partition the rows of an epoch: yields, for each process of each step, the number of rows of the step and the
         rows of the process.
 
-        Each row stays in its step of `order`. With `equal` all processes have equally many rows, and not only about
-        equally many tokens.
+        Each row stays in its step of `order`. With `equal` each process has the micro-batches that it has in TRL, for
+        losses that compare the rows of one; otherwise processes have about equally many tokens.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
@@ -271,7 +271,11 @@ class StepPlan:
             if len(step) and self.processes == 1:
                 yield len(step), step.tolist()
             elif len(step):
-                partition = (partition_equal_rows if equal else partition_by_tokens)(costs[step], self.processes)
+                if equal:  # accelerate gives micro-batches to the processes in turn
+                    process = np.arange(len(step)) // self.micro_batch % self.processes
+                    partition = [np.flatnonzero(process == i).tolist() for i in range(self.processes)]
+                else:
+                    partition = partition_by_tokens(costs[step], self.processes)
                 yield from ((len(step), step[rows].tolist()) for rows in partition)
 
     def order_by_micro_batch(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:

@@ -47,8 +47,9 @@ class BudgetCollator:
             Most tokens of a micro-batch.
         plan ([`StepPlan`]):
             The micro-batches of TRL, from which rows have their weights.
-        one_batch (`bool`, *optional*, defaults to `False`):
-            Whether all rows stay in one batch, whose forwards are split later.
+        keeps_micro_batches (`bool`, *optional*, defaults to `False`):
+            Whether micro-batches are those of TRL, because the loss compares their rows. Their forwards are split
+            later.
         weight_by_tokens (`bool`, *optional*, defaults to `False`):
             Whether the weight of a micro-batch is its share of trained tokens, and not of rows.
         share_across_micro_batches (`bool`, *optional*, defaults to `False`):
@@ -61,15 +62,17 @@ class BudgetCollator:
     measure: RowMeasure
     budget: int
     plan: StepPlan
-    one_batch: bool = False
+    keeps_micro_batches: bool = False
     weight_by_tokens: bool = False
     share_across_micro_batches: bool = False
     plan_in_worker: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
         ((rows_of_step, numbers, examples),) = shares
-        if self.one_batch:
-            return {MICRO_BATCHES: [self.collator(examples)], WEIGHTS: [1.0]}
+        if self.keeps_micro_batches:
+            size = self.plan.micro_batch
+            batches = [self.collator(examples[begin : begin + size]) for begin in range(0, len(examples), size)]
+            return {MICRO_BATCHES: batches, WEIGHTS: [1 / len(batches)] * len(batches)}
         costs, weights = self.measure.of(numbers, examples), self.plan.weights(len(examples), rows_of_step)
         # A micro-batch has one weight for all its rows: rows of a last, smaller micro-batch of TRL are not mixed with
         # the others.

@@ -57,7 +57,7 @@ class StepSampler(Sampler):
         is_partitioned (`bool`, *optional*, defaults to `False`):
             Whether items are the rows of a process in a step, for [`StepDataset`], and not single rows.
         equal_rows (`bool`, *optional*, defaults to `False`):
-            Whether all processes have equally many rows of a step.
+            Whether each process has the micro-batches that it has in TRL.
     """
 
     order: Sampler[int]

@@ -5,9 +5,9 @@ A batch of the data loader is one optimizer step. The sampler partitions its row
 collator splits the rows of a process into micro-batches, and `training_step` runs these one after another. A step has
 the same rows as without a budget, and each row has the weight that it has in TRL's mean over micro-batches.
 
-A loss that compares the rows of a forward, or balances experts over it, is computed from all rows of a process at
+A loss that compares the rows of a forward, or balances experts over it, is computed from each micro-batch of TRL at
 once: its forwards are run in sub-batches (`sub_batches.py`), as are those of an evaluation. If rows are compared
-without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in micro-batches.
+without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in sub-batches.
 Forwards with images are never split: only the collator can tell which images belong to which row.
 """
 
@@ -62,6 +62,9 @@ class SubBatchBudget(Part):
     running: MicroBatchRunner | None = None
     """The micro-batches of the running step, if it has any."""
 
+    weight: float | None = None
+    """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
+
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
@@ -92,7 +95,7 @@ class SubBatchBudget(Part):
         if has_custom_loss(self.trainer):
             logger.warning(
                 f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
-                "so it is computed from all rows of a step at once. All sub-batches of its forward but one are "
+                "so it is computed from each whole micro-batch of TRL. All sub-batches of its forward but one are "
                 "computed again in the backward pass."
             )
 
@@ -158,7 +161,8 @@ class SubBatchBudget(Part):
                         loss = compute(model, batch, *args, **kwargs) * weight
                         if i < len(micro_batches) - 1:
                             with torch.autocast(loss.device.type, enabled=False):
-                                trainer.accelerator.backward(loss)
+                                # `around_step` applies the weight to the loss that is returned, and not to this one.
+                                trainer.accelerator.backward(loss if self.weight is None else loss * self.weight)
                             finished = finished + loss.detach()
         metrics.log()
         return loss + finished
@@ -217,9 +221,6 @@ class SubBatchBudget(Part):
 class MicroBatchBudget(SubBatchBudget):
     """`max_tokens_per_batch` for the micro-batches of a step, in the order of a [`StepOrder`]."""
 
-    weight: float | None = None
-    """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
-
     def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         if self.settings.max_tokens_per_batch is None:
@@ -260,7 +261,7 @@ class MicroBatchBudget(SubBatchBudget):
             order.measure(),
             self.budget,
             steps,
-            one_batch=task.needs_all_rows(),
+            keeps_micro_batches=task.needs_all_rows(),
             weight_by_tokens=task.loss_is_token_mean(),
             share_across_micro_batches=self.share_across_micro_batches,
             # Processes that shard a model plan together in each step, which a worker cannot.
@@ -278,10 +279,10 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
-        if task.needs_all_rows():
-            return train(model, micro_batches[0][0], *args, **kwargs)
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
+        if task.needs_all_rows():
+            return self._train_whole(train, model, micro_batches, counts_tokens, *args, **kwargs)
         count = max_over_processes(self.trainer, len(micro_batches))
         micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
         loss = torch.zeros((), device=self.trainer.args.device)
@@ -293,6 +294,26 @@ class MicroBatchBudget(SubBatchBudget):
                 with self._micro_batch(i, model), metrics.micro_batch(num_items):
                     loss = loss + train(model, batch, *args, **kwargs)
         metrics.log(sum(int(batch["attention_mask"].sum()) for batch, weight in micro_batches if not weight))
+        return loss
+
+    def _train_whole(
+        self,
+        train: Callable,
+        model: Any,
+        micro_batches: list[MicroBatch],
+        counts_tokens: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The micro-batches of TRL one after another; their forwards are split, and TRL averages their metrics."""
+        loss, accelerator = torch.zeros((), device=self.trainer.args.device), self.trainer.accelerator
+        for i, (batch, weight) in enumerate(micro_batches):
+            is_last = i == len(micro_batches) - 1
+            with (
+                temporarily_set(self, "weight", None if counts_tokens else weight),
+                sync_gradients_in_last(accelerator, model, is_last),
+            ):
+                loss = loss + train(model, batch, *args, **kwargs)
         return loss
 
     def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
 from .columns import empty_lists
+from .data_warnings import name_rows, warn_or_raise
 from .row_checks import worth_a_warning
 
 
@@ -42,11 +43,13 @@ class SidedCollator:
 
     A collator used by itself raises an error for invalid rows: those that cannot be scored. A trainer checks its
     dataset before the first step and does not stop for an invalid row of a stream. With `for_trainer` these rows are
-    counted in `odd_rows`, warned about, and weighted as in TRL's trainer. `stand_ins` are the ids of image tokens.
+    counted in `odd_rows`, warned about, and weighted as in TRL's trainer, unless it is `strict`. `stand_ins`
+    are the ids of image tokens.
     """
 
     padding_side: str = "right"
     for_trainer: bool = False
+    strict: bool = False
     vocabulary: int | None = None
     stand_ins: frozenset[int] = frozenset()
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
@@ -63,7 +66,7 @@ class SidedCollator:
         """Raise a `ValueError` with the text `error` if `rows` is not empty; in a trainer count and warn instead."""
         if not rows:
             return
-        if not self.for_trainer:
+        if self.strict or not self.for_trainer:
             raise ValueError(error)
         self.odd_rows[treatment] += len(rows)
         if worth_a_warning(self.odd_rows[treatment], len(rows)):
@@ -76,11 +79,13 @@ class SidedCollator:
             self.raise_or_count(rows, self._no_token(column, rows[0], "the batch") if rows else "", treatment)
 
     @classmethod
-    def refuse_empty_in(cls, dataset: Dataset, name: str) -> None:
-        """Raise a `ValueError` if a text of the tokenized dataset `name` has no token."""
+    def check_empty_in(cls, dataset: Dataset, name: str, strict: bool) -> None:
+        """Warn about texts of the tokenized dataset `name` without a token, or raise a `ValueError` with `strict`."""
         for column in cls.texts:
-            if len(rows := empty_lists(dataset, column)):
-                raise ValueError(cls._no_token(column, rows[0], f"the {name} dataset"))
+            rows = empty_lists(dataset, column).tolist()
+            if rows:
+                count = f" {name_rows(rows, cls.example)}." if len(rows) > 1 else ""
+                warn_or_raise(cls._no_token(column, rows[0], f"the {name} dataset") + count, strict)
 
     @classmethod
     def _no_token(cls, column: str, row: int, where: str) -> str:

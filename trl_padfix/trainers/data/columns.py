@@ -16,8 +16,8 @@ __all__ = [
     "blank_texts",
     "chunks",
     "column_names",
-    "count_equal",
     "empty_lists",
+    "equal_rows",
     "ids_outside",
     "image_counts",
     "list_lengths",
@@ -67,14 +67,15 @@ def empty_lists(dataset: Dataset, column: str) -> np.ndarray:
     return np.flatnonzero(list_lengths(dataset, column) == 0)
 
 
-def count_equal(dataset: Dataset, left: str, right: str) -> int:
-    """Number of rows in which the lists of two columns are equal."""
-    return sum(np.array_equal(a, b) for a, b in zip(lists(dataset, left), lists(dataset, right), strict=True))
+def equal_rows(dataset: Dataset, left: str, right: str) -> list[int]:
+    """Rows in which the lists of two columns are equal."""
+    pairs = zip(lists(dataset, left), lists(dataset, right), strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if np.array_equal(a, b)]
 
 
-def untrained_rows(dataset: Dataset, column: str = "labels") -> int:
-    """Number of rows without a label to predict: all but the first, which is never predicted, are -100."""
-    return sum(bool((labels[1:] == -100).all()) for labels in lists(dataset, column))
+def untrained_rows(dataset: Dataset, column: str = "labels") -> list[int]:
+    """Rows without a label to predict: all but the first, which is never predicted, are -100."""
+    return [i for i, labels in enumerate(lists(dataset, column)) if (labels[1:] == -100).all()]
 
 
 def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:

@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from .columns import chunks, ids_outside, values
+from .data_warnings import name_rows, warn_or_raise
 
 
-__all__ = ["TRAINED", "check_ids", "check_row", "image_token_ids", "validate_rows"]
+__all__ = ["TRAINED", "DoubtfulRowError", "check_ids", "check_row", "image_token_ids", "validate_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,24 +26,36 @@ INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 """What a message may have in place of its content."""
 
 
-def validate_rows(dataset: Any, name: str, columns: Iterable[str]) -> Any:
+class DoubtfulRowError(ValueError):
+    """A row whose messages a chat template may render, though one lacks its role or its content, or there is none."""
+
+
+def validate_rows(dataset: Any, name: str, columns: Iterable[str], strict: bool = True) -> Any:
     """
     Check that every row of the dataset `name` has text, or messages with text, in those of `columns` that exist.
 
-    Returns the dataset. Of a stream, rows are checked as they come up: invalid ones are left out, counted and warned
-    about.
+    Returns the dataset. Doubtful rows, which a chat template may render, are warned about. Of a stream, rows are
+    checked as they come up: invalid ones are left out, counted and warned about, and doubtful ones are kept.
 
     Raises:
-        ValueError: For an invalid row of a dataset.
+        ValueError: For an invalid row of a dataset; with `strict` for every row that is invalid or doubtful.
     """
     columns = tuple(columns)
     if isinstance(dataset, IterableDataset):
-        return dataset.filter(ValidRow(name, columns))
+        return dataset.filter(ValidRow(name, columns, strict))
     for column in columns if isinstance(dataset, Dataset) else ():
         if column not in dataset.column_names or all(_is_valid(chunk, column) for chunk in chunks(dataset, column)):
             continue
+        doubtful: dict[int, DoubtfulRowError] = {}
         for number, value in enumerate(values(dataset, column)):
-            check_row({column: value}, number, (column,), name)
+            try:
+                check_row({column: value}, number, (column,), name)
+            except DoubtfulRowError as error:
+                doubtful[number] = error
+        if doubtful:
+            rows = [*doubtful]
+            count = f" {name_rows(rows)} are like this." if len(rows) > 1 else ""
+            warn_or_raise(f"{doubtful[rows[0]]}{count}", strict)
     return dataset
 
 
@@ -62,15 +75,23 @@ def _is_valid(chunk: pa.Array, column: str) -> bool:
 
 
 class ValidRow:
-    """A filter for streams: whether a row is valid in its `columns`. Counts invalid rows and warns about them."""
+    """A filter for streams: whether a row can be trained on. Counts invalid and doubtful rows, and warns of them."""
 
-    def __init__(self, name: str, columns: tuple[str, ...]):
-        self.name, self.columns, self.left_out = name, columns, 0
+    def __init__(self, name: str, columns: tuple[str, ...], strict: bool = False):
+        self.name, self.columns, self.strict = name, columns, strict
+        self.left_out = self.doubtful = 0
 
     def __call__(self, row: dict[str, Any]) -> bool:
         try:
             check_row(row, None, self.columns, self.name)
         except ValueError as error:
+            if self.strict:
+                raise
+            if isinstance(error, DoubtfulRowError):
+                self.doubtful += 1
+                if worth_a_warning(self.doubtful):
+                    logger.warning(f"So far {self.doubtful} rows of the {self.name} stream are doubtful. {error}")
+                return True
             self.left_out += 1
             if worth_a_warning(self.left_out):
                 logger.warning(f"So far {self.left_out} rows of the {self.name} stream were left out. {error}")
@@ -123,10 +144,13 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
             continue
         expected = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
-            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
+            # Of no message a template may render something; of a missing value TRL renders nothing.
+            kind = DoubtfulRowError if isinstance(value, list) else ValueError
+            raise kind(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
         for message in value:
             if defect := _defect(message):
-                raise ValueError(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
+                kind = DoubtfulRowError if isinstance(message, dict) else ValueError
+                raise kind(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
 
 
 def _defect(message: Any) -> str | None:

@@ -20,6 +20,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Features
 from trl.data_utils import maybe_convert_to_chatml
 
+from .data_warnings import warn_or_raise
+
 
 __all__ = [
     "check_tool_messages",
@@ -176,9 +178,11 @@ def renderer(row: dict[str, Any], processing_class: Any) -> Callable[..., str]:
     return partial(processing_class.apply_chat_template, tokenize=False, **kwargs)
 
 
-def check_tool_messages(dataset: Any, processing_class: Any, name: str, columns: Sequence[str]) -> None:
+def check_tool_messages(
+    dataset: Any, processing_class: Any, name: str, columns: Sequence[str], strict: bool = True
+) -> None:
     """
-    Raise a `ValueError` if the chat template silently drops tool calls, or the answers of tools.
+    Warn if the chat template silently drops tool calls, or the answers of tools; with `strict` raise a `ValueError`.
 
     Tests the first row with tool calls and the first with answers, on the messages of all `columns` together. Streams
     are not checked.
@@ -201,10 +205,12 @@ def check_tool_messages(dataset: Any, processing_class: Any, name: str, columns:
             untested.remove(kind)
             # A template that renders them cannot give the same text without them.
             if render(emptied) == render(messages):
-                raise ValueError(
+                warn_or_raise(
                     f"Row {number} (counted from 0) of the {name} dataset has {kind}, and the chat template renders "
                     "nothing of them: the model would be trained on answers to messages that it never receives. Take "
-                    "a template that renders tools (`chat_template_path` in the configuration), or write them as text."
+                    "a template that renders tools (`chat_template_path` in the configuration), or write them as "
+                    "text.",
+                    strict,
                 )
         if not untested:
             return

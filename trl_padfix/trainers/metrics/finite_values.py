@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import worth_a_warning
 from ..data.tokenizers import tokenizer_of
 from ..parts import Part, Step
@@ -29,8 +30,12 @@ SHOWN_ROWS, SHOWN_TOKENS = 4, 12
 """Rows of a warning, and tokens of each."""
 
 
-def check_weights(model: nn.Module, which: str) -> None:
-    """Raise a `ValueError` if a weight is NaN or infinite. Quantized weights and those on `meta` are not checked."""
+def check_weights(model: nn.Module, which: str, strict: bool) -> None:
+    """
+    Warn of weights that are NaN or infinite, or raise a `ValueError` with `strict`.
+
+    Quantized weights and those on `meta` are not checked.
+    """
     broken = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -40,10 +45,11 @@ def check_weights(model: nn.Module, which: str) -> None:
         name, parameter = broken[0]
         count = parameter.numel() - int(parameter.detach().isfinite().sum())
         others = f", and so are values of {len(broken) - 1} other weights" if len(broken) > 1 else ""
-        raise ValueError(
+        warn_or_raise(
             f"{count} of {parameter.numel()} values of `{name}` of the {which} are NaN or infinite{others}: every "
             "loss would be NaN, which is logged as 0.0. Load the weights in a dtype that can hold them (bfloat16 or "
-            "float32), or go back to a checkpoint from before they broke."
+            "float32), or go back to a checkpoint from before they broke.",
+            strict,
         )
 
 

@@ -45,7 +45,7 @@ class TokenCounter:
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
-        """The metrics since the last report; resets the counter. Fractions are of packed forwards, if there are any."""
+        """The metrics since the last report; resets the counter. Fractions are of packed forwards, if any."""
         self.pause()
         counts = torch.stack([torch.zeros(6, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
         tokens, padded, real, packed, shared, forwards = counts.tolist()
