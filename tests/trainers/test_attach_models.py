@@ -7,12 +7,12 @@ import torch
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.rows import build_pairs
 from kit.trainer_runs import (
     assert_same,
     build_model,
     build_tokenizer,
-    entered,
     is_bare,
     make_plain_trainer,
     our_warnings,
@@ -38,7 +38,7 @@ def make(folder, trainer_class=Trainer, counts=None, **given):
     def init():
         model = build_model()
         if counts is not None:
-            counts.append(entered(model))
+            counts.append(entered_tokens(model))
         return model
 
     given = {"train_dataset": build_texts(), "train_sampling_strategy": "sequential"} | given
@@ -68,7 +68,7 @@ def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
         ours.train()
         assert_same(trajectory(ours)[-5:], trajectory(theirs)[-5:], atol=1e-5)
     stats = ours.padding.stats if by_class else callback.stats
-    # What entered the model of the last training, and what its handle counted.
+    # What entered_tokens the model of the last training, and what its handle counted.
     assert sum(packed[-1]) == stats.packed_tokens < stats.real_tokens < stats.padded_tokens == sum(padded[-1])
     assert [sum(tokens) > 0 for tokens in packed] == [False] + [True] * trials
     assert is_bare(first)
@@ -149,7 +149,7 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     one = make_on(model, first, tmp_path / "one", **mode)
     other_mode = {} if second.startswith("padded") else {"padding_free": True}
     two = make_on(model, second.removeprefix("padded "), tmp_path / "two", **other_mode)
-    forwards = entered(model)
+    forwards = entered_tokens(model)
     one.train()
     assert sum(forwards) == one.padding.stats.packed_tokens < one.padding.stats.real_tokens
     assert attachment_of(model) is one.padding.handle
@@ -170,7 +170,7 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
 def test_a_trainer_that_was_restored_stays_padded(tmp_path):
     one = make_on(model := build_model(), "SFT", tmp_path / "one", padding_free=True)
     one.restore_padding()
-    forwards = entered(model)
+    forwards = entered_tokens(model)
     one.train()
     assert forwards
     assert is_bare(model)
@@ -183,7 +183,7 @@ def test_a_trainer_that_was_restored_stays_padded(tmp_path):
 def test_what_packs_nothing_logs_no_saving_and_says_so_once(tmp_path, caplog):
     trainer = make_on(model := build_model(), "SFT", tmp_path, padding_free=True)
     trainer.padding.handle.remove()  # by hand, so that no other trainer has it
-    forwards = entered(model)
+    forwards = entered_tokens(model)
     trainer.train()
     assert forwards
     logged = {name for log in trainer.state.log_history for name in log}

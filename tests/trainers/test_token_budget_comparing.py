@@ -4,7 +4,8 @@ import pytest
 import torch
 from kit.budget_runs import build_branching, make
 from kit.cells import slow_but
-from kit.trainer_runs import assert_same, entered, figures, trajectory
+from kit.observe import entered_tokens
+from kit.trainer_runs import assert_same, figures, trajectory
 
 
 CASES = {
@@ -31,7 +32,7 @@ def train(folder, case, ours, shape, **more):
     data = build_branching(name)
     given["train_dataset"] = data.select(range(given.pop("rows", len(data))))
     trainer = make(name, folder, ours=ours, **given)
-    forwards = entered(trainer.model)
+    forwards = entered_tokens(trainer.model)
     trainer.train()
     return trainer, forwards
 
