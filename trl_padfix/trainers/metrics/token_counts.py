@@ -38,14 +38,14 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add the counts of a step, `(5,)`: padded, real and packed tokens, shared forwards, forwards."""
+        """Add the counts of a step, `(6,)`: padded, real, packed tokens, padded, shared forwards, forwards."""
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; resets the counter."""
         self.pause()
-        counts = torch.stack([torch.zeros(5, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
-        padded, real, packed, shared, forwards = counts.tolist()
+        counts = torch.stack([torch.zeros(6, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
+        padded, real, packed, unpacked_forwards, shared, forwards = counts.tolist()
         seconds = self.seconds
         self.__init__()  # resets sums and seconds
         if not padded:
@@ -54,6 +54,8 @@ class TokenCounter:
         metrics = {"perf/tokens_per_second": real / seconds} if seconds else {}
         if padding_free:
             metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
+        if unpacked_forwards:
+            metrics["padfix/padded_forwards"] = unpacked_forwards
         if forwards:
             metrics["padfix/auto_shared"] = shared / forwards
         return metrics
@@ -104,14 +106,15 @@ def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool =
 
 def forward_counts(handle: PaddingRemoval | None) -> list[int]:
     """
-    Counts of all packed forwards of a model so far: padded, real and packed tokens, shared forwards, forwards.
+    Counts of a model so far: padded, real and packed tokens, forwards that could not be packed, shared and all
+    packed forwards.
 
     The last two are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share prefixes.
     """
     stats = handle.stats if handle is not None else PaddingStats()
     chooses = handle is not None and handle.prefix_sharing == "auto"
     choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
-    return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, *choices]
+    return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.padded_forwards, *choices]
 
 
 def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
@@ -122,23 +125,23 @@ def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
     return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], tokens: list[int], choices: list[int]) -> torch.Tensor:
+def _step_counts(batches: list[dict[str, torch.Tensor]], tokens: list[int], forwards: list[int]) -> torch.Tensor:
     """
-    The counts of a step, `(5,)`: padded, real and packed tokens of `batches`, then the counts in `choices`.
+    The counts of a step, `(6,)`: padded, real and packed tokens of `batches`, then the counts of `forwards`.
 
     `tokens` are padded, real and packed tokens of the packed forwards. A policy that is its own reference (with its
     adapter switched off) runs twice on the same batches, so the numbers are scaled to the padded size of the batches.
     Without packed forwards the real tokens are the sum of the masks.
     """
     if not batches:
-        return torch.tensor([*tokens, *choices])
+        return torch.tensor([*tokens, *forwards])
     padded = sum(batch["input_ids"].numel() for batch in batches)
     if tokens[0]:
-        return torch.tensor([padded, *(round(count * padded / tokens[0]) for count in tokens[1:]), *choices])
+        return torch.tensor([padded, *(round(count * padded / tokens[0]) for count in tokens[1:]), *forwards])
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     real = torch.stack([mask.sum() for mask in masks]).sum()
     # `real` stays on its device: reading it here would wait for it in every step.
-    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *choices))])
+    return torch.stack([torch.full_like(real, padded), real, *(torch.full_like(real, n) for n in (padded, *forwards))])
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
