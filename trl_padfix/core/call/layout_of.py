@@ -111,7 +111,7 @@ class LayoutInputs:
             return None
         positions = arguments.get("position_ids")
         is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
-        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no begin of a sequence.
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
         if is_packed and (positions is None or positions.dim() == 2):
             # The positions of a packed batch tell where its sequences begin: there is no place for keys beside them.
             shares = bool(prefix_sharing) and not (sharing_obstacle(arguments) or _other_keys(arguments))
