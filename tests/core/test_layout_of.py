@@ -160,20 +160,21 @@ def test_packed_rows_that_begin_alike_share_where_it_pays():
         assert handle.stats.packed_tokens == 200 - shared * pays
 
 
-def test_auto_shares_nothing_where_true_is_refused():
+def test_embeddings_are_packed_and_not_shared():
     model, ids = build("qwen2"), alike(2, 12, 6)
     embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)
     mask[1, -1] = 0
     with torch.no_grad():
         expected = model(inputs_embeds=embeds, attention_mask=mask, use_cache=False).logits
         with (
-            remove_padding(model, prefix_sharing=True),
+            remove_padding(model, prefix_sharing=True, strict=True),
             pytest.raises(PaddingRemovalError, match="compares token ids"),
         ):
             model(inputs_embeds=embeds, attention_mask=mask)
-        with remove_padding(model, prefix_sharing="auto") as handle:
-            found = model(inputs_embeds=embeds, attention_mask=mask).logits
-    assert handle.stats.packed_tokens == 23
-    assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
+        for sharing in (True, "auto"):
+            with remove_padding(model, prefix_sharing=sharing) as handle:
+                found = model(inputs_embeds=embeds, attention_mask=mask).logits
+            assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (23, 0)
+            assert (found - expected)[mask.bool()].abs().max() < TOLERANCE
     with pytest.raises(ValueError, match="True, False or 'auto', got 'never'"):
         remove_padding(model, prefix_sharing="never")

@@ -104,7 +104,7 @@ def test_encoder_states_are_refused():
     model = build("bart")
     ids, mask = padded("right")
     states = torch.zeros(len(ids), 3, model.config.d_model)
-    with remove_padding(model), pytest.raises(PaddingRemovalError, match="encoder_hidden_states"):
+    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="encoder_hidden_states"):
         model(ids, attention_mask=mask, encoder_hidden_states=states)
 
 

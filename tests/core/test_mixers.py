@@ -336,7 +336,7 @@ def test_a_hole_in_a_row_is_refused_with_the_reason(family):
     ids, mask = padded("right")
     mask[0, 4] = 0
     model = build(family)
-    with remove_padding(model) as handle:
+    with remove_padding(model, strict=True) as handle:
         with pytest.raises(PaddingRemovalError, match=r"masked tokens between real ones, and `.*runs through"):
             model(ids, attention_mask=mask, use_cache=False)
         with handle.disabled():

@@ -304,7 +304,10 @@ def test_arguments_without_a_place_in_a_packed_row_are_refused():
     vision = build_vision("mllama")
     batch = collate(vision, TEXT)
     states = torch.zeros(3, 5, 32)
-    with remove_padding(vision.model), pytest.raises(PaddingRemovalError, match=r"`cross_attention_states` of shape"):
+    with (
+        remove_padding(vision.model, strict=True),
+        pytest.raises(PaddingRemovalError, match=r"`cross_attention_states` of shape"),
+    ):
         vision.model(**batch.call(), cross_attention_states=states)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trl_padfix.core.decoder import DecoderPatch
+
 
 class EnteredTokens(list[int]):
     """Tokens of each forward of a layer; as a context manager it stops counting at the end of the block."""
@@ -28,7 +30,12 @@ def entered_tokens(model: nn.Module) -> EnteredTokens:
     For a model with images, pass its decoder or its tower.
     """
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
-    return EnteredTokens(layers[0])
+    entered = EnteredTokens(layers[0])
+    for module in model.modules():
+        # A hook that only counts: calls stay packed, although it comes after the attachment.
+        if isinstance(patch := vars(module).get("forward"), DecoderPatch):
+            patch.attachment.accept_hooks()
+    return entered
 
 
 def each_row_alone(

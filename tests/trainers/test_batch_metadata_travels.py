@@ -169,7 +169,6 @@ def test_ids_alone_do_not_say_what_rows_of_images_share(more):
     ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.int64)
     text = {"input_ids": ids, "attention_mask": mask}
     assert LayoutInputs.read(text, prefix_sharing=True).shares
-    assert not LayoutInputs.read(text | more, prefix_sharing="auto").shares
-    with pytest.raises(PaddingRemovalError, match="compares token ids and positions, and the call also carries"):
-        LayoutInputs.read(text | more, prefix_sharing=True)
+    inputs = LayoutInputs.read(text | more, prefix_sharing=True)
+    assert inputs.shares == ("token_type_ids" in more)  # then they are compared, too
     assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it

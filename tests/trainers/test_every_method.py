@@ -137,12 +137,14 @@ def test_a_configuration_of_trls_is_taken_as_it_is(name, make, tmp_path):
 
 
 @LATER
-@pytest.mark.parametrize("name", cells("SFT", "DPO"))
-def test_prompt_tuning_is_trls(name, make):
+@pytest.mark.parametrize(("name", "sharing"), product(cells("SFT", "DPO"), [False, True]))
+def test_prompt_tuning_is_trls(name, sharing, make):
     # Right-padded, as TRL does it: left-padded, the virtual tokens of a row stand before its padding.
-    ours = make.train("prompt tuning", padding_free=True)
+    ours = make.train("prompt tuning", padding_free=True, prefix_sharing=sharing)
     assert_same(ours.trajectory(), make.theirs("prompt tuning").trajectory())
-    assert 0 < ours.trainer.padding.stats.packed_tokens < ours.trainer.padding.stats.padded_tokens
+    stats = ours.trainer.padding.stats
+    assert 0 < stats.packed_tokens < stats.padded_tokens
+    assert (stats.packed_tokens < stats.real_tokens) == sharing
 
 
 @LATER

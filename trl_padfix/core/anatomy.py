@@ -85,6 +85,11 @@ class Anatomy:
         return list(length_dependent_ropes(self.decoder))
 
     @property
+    def has_virtual_tokens(self) -> bool:
+        """Whether a PEFT adapter puts learned tokens before every row (prompt tuning, p-tuning)."""
+        return any(config.is_prompt_learning for config in self.peft_configs)
+
+    @property
     def pools_by_token_id(self) -> bool:
         """Whether the model is a sequence classifier that finds the end of a row by the id of the pad token."""
         return pools_by_token_id(self.pretrained)

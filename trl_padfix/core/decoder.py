@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .attention.attention import implementation_obstacle
-from .call.arguments import bind, local_arguments, pack_arguments, unpack_output
-from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
+from .call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
+from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
 from .call.prefix_states import PrefixStates
 from .call.prepared_masks import PreparedMasks, with_added_masks
 from .context import context, outside_calls, set_until_reset, within
-from .errors import PaddingRemovalError
+from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout, pack
 from .layout.shared_prefixes import PrefixedLayout
 from .mixers.dry_run import DryRun
@@ -33,7 +32,7 @@ from .model.older import older_attributes
 from .model.patching import ForwardPatch
 from .model.sharded import gathers_in_parts
 from .parallel.layout import ContextParallelLayout
-from .refusals import batch_obstacle
+from .refusals import check_call
 
 
 if TYPE_CHECKING:
@@ -78,17 +77,16 @@ class DecoderPatch(ForwardPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        outer, prepared = model_call(self.module), None
+        outer = model_call(self.module)
         call = bind(self.wrapped, args, kwargs)
         try:
-            if outer is not None and outer.outer_arguments:
-                call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
-            elif outer is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
-                # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
-                call |= {k: v for k, v in outer.model_arguments.items() if k not in call or call[k] is None}
-            if outer is not None and outer.model_arguments and outer.model_arguments.get("use_cache") is None:
-                call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
-            layout = self.attachment.layout_of(call, outer, prepared)
+            # All that can refuse a call comes before any computation, which would be done twice.
+            try:
+                call, layout, prepared = self._with_layout(call, outer)
+                row = self._packed_arguments(call, layout, prepared)
+            except UnpackableCallError as error:
+                self.attachment.run_padded(error)
+                return self._padded(outer, call, args, kwargs)
             if layout is None:
                 if call.get("use_cache") is False:
                     self._match_other_processes(call)
@@ -103,15 +101,14 @@ class DecoderPatch(ForwardPatch):
                     call["attention_mask"] = prepared.original
                 self._match_other_processes(call)
                 return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
-            self._check(call, layout, prepared)
             if isinstance(layout, PrefixedLayout):
-                output = self._over_prefixed_rows(call, layout)
+                output = self._over_prefixed_rows(call, layout, row)
                 if layout.is_prefix:
                     return output
             elif self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
-                output = self._over_packed_row(call, layout, prepared, cp_layout)
+                output = self._over_packed_row(call, layout, row, prepared, cp_layout)
             # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
             if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
                 set_until_reset(model=replace(outer, layout=layout))
@@ -120,40 +117,60 @@ class DecoderPatch(ForwardPatch):
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
 
-    def _check(self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None) -> None:
-        """Raise a [`PaddingRemovalError`] if this call, or a setting changed since attachment, cannot be packed."""
-        config = self.module.config
-        if reason := implementation_obstacle(config._attn_implementation):
-            raise PaddingRemovalError(f"Padding cannot be removed from {type(self.module).__name__}: {reason}.")
-        with_weights = call.get("output_attentions")
-        if with_weights or (with_weights is None and getattr(config, "output_attentions", False)):
-            raise PaddingRemovalError(
-                "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
-                "Leave it off, here and in the config, or remove the handle for this call (`with "
-                "handle.disabled(): ...`)."
-            )
-        if reason := batch_obstacle(layout, prepared is not None, self.attachment.mixers):
-            raise PaddingRemovalError(reason)
+    def _with_layout(
+        self, call: dict[str, Any], outer: ModelCall | None
+    ) -> tuple[dict[str, Any], Layout | None, PreparedMasks | None]:
+        """The arguments that describe the rows of a call, its layout (`None`: run unchanged), and prepared masks."""
+        prepared = None
+        if outer is not None and outer.outer_arguments:
+            call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
+        elif outer is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
+            # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
+            call = call | {k: v for k, v in outer.model_arguments.items() if k not in call or call[k] is None}
+        if outer is not None and outer.model_arguments and outer.model_arguments.get("use_cache") is None:
+            call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
+        return call, self.attachment.layout_of(call, outer, prepared), prepared
 
-    def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout) -> Any:
+    def _packed_arguments(
+        self, call: dict[str, Any], layout: Layout | None, prepared: PreparedMasks | None
+    ) -> dict[str, Any]:
+        """The arguments for the packed row; empty for a call that has none."""
+        if layout is None or (layout.is_trivial and self.attachment.cp_layout_of(layout) is None):
+            return {}
+        check_call(self.attachment, call, layout, prepared is not None)
+        new = layout.new if isinstance(layout, PrefixedLayout) else layout
+        return {} if new is None or self.takes_whole_rows else pack_arguments(call, new, self.numbering)
+
+    def _padded(self, outer: ModelCall | None, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
+        if outer is not None:
+            outer.restore_labels()
+            # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
+            set_until_reset(model=replace(outer, layout=None))
+        self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})
+        mask = (outer.outer_arguments if outer is not None and outer.outer_arguments else call).get("attention_mask")
+        return padded_output(self.wrapped(*args, **kwargs), mask, outer)
+
+    def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
         """The output of the decoder for the new tokens of a micro-batch, behind those of its shared prefixes."""
         states = layout.prefix_states
         assert states is not None  # the schedule of a step sets them before each forward
         if layout.new is None:
             return states.prefix_outputs()
-        output = self._over_packed_row(call, layout.new, None, prefix_states=states)
+        output = self._over_packed_row(call, layout.new, packed, prefix_states=states)
         return states.prepend_outputs(output, layout.new.packed_tokens)
 
     def _over_packed_row(
         self,
         call: dict[str, Any],
         layout: Layout,
-        prepared: PreparedMasks | None,
+        packed: dict[str, Any],
+        prepared: PreparedMasks | None = None,
         cp_layout: ContextParallelLayout | None = None,
         prefix_states: PrefixStates | None = None,
     ) -> Any:
         """The output of the decoder for the packed tokens; with `cp_layout`, for the local ones."""
-        packed = pack_arguments(call, layout, self.numbering) | _neftune_embeddings(self.module, call, layout)
+        packed = packed | {"use_cache": False} | _neftune_embeddings(self.module, call, layout)
         if prepared is not None:
             packed["attention_mask"] = prepared.for_decoder()
         if cp_layout is not None:

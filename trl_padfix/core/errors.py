@@ -1,9 +1,9 @@
-"""The error of everything that cannot be packed."""
+"""Errors for what cannot be packed: a model or a setting, or a single call."""
 
 from __future__ import annotations
 
 
-__all__ = ["PaddingRemovalError"]
+__all__ = ["PaddingRemovalError", "UnpackableBatchError", "UnpackableCallError"]
 
 
 class PaddingRemovalError(NotImplementedError):
@@ -24,3 +24,23 @@ class PaddingRemovalError(NotImplementedError):
 
     ```
     """
+
+
+class UnpackableCallError(PaddingRemovalError):
+    """
+    A single call cannot be packed. Unless the handle is `strict`, the call is computed padded, as it came.
+
+    Args:
+        kind (`str`):
+            What the call has that cannot be packed. The handle warns once for each kind.
+        message (`str`):
+            What is wrong with its values, why it matters, and what to do.
+    """
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+class UnpackableBatchError(UnpackableCallError, ValueError):
+    """The mask of a batch does not say which tokens are real: a `ValueError`, too, for those who build a layout."""

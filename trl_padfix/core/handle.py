@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
 from .call.layout_of import PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
+from .context import context
+from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
+from .model.changes import ModuleChanges
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PaddingRemoval", "PaddingStats"]
 
+logger = logging.get_logger(__name__)
+
 
 @dataclass
 class PaddingStats:
@@ -44,6 +50,8 @@ class PaddingStats:
         packed_tokens (`int`): Tokens that the decoder computed.
         forwards (`int`): Number of packed forwards.
         shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
+        padded_forwards (`int`): Number of forwards that were computed padded, because they could not be packed. Their
+            tokens are not among those above.
 
     Example:
 
@@ -62,6 +70,7 @@ class PaddingStats:
     packed_tokens: int = 0
     forwards: int = 0
     shared_forwards: int = 0
+    padded_forwards: int = 0
 
     @property
     def pad_fraction(self) -> float:
@@ -85,9 +94,14 @@ class PaddingStats:
             self.forwards += 1
             self.shared_forwards += computed < layout.real_tokens
 
+    def add_padded(self) -> None:
+        """Count one forward that could not be packed."""
+        with _counting:
+            self.padded_forwards += 1
+
     def reset(self) -> None:
         """Set all counts to zero."""
-        self.padded_tokens = self.real_tokens = self.packed_tokens = self.forwards = self.shared_forwards = 0
+        self.__init__()
 
 
 _counting = threading.Lock()
@@ -111,6 +125,8 @@ class PaddingRemoval(Attachment):
             Whether a prefix that several rows have in common is computed once.
         pool_last_token (`bool`):
             Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
+        strict (`bool`):
+            Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`ContextParallelConfig`], *optional*):
@@ -138,17 +154,27 @@ class PaddingRemoval(Attachment):
     ```
     """
 
-    def __init__(self, anatomy: Anatomy, *, prefix_sharing: PrefixSharing = False, pool_last_token: bool = False):
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        *,
+        prefix_sharing: PrefixSharing = False,
+        pool_last_token: bool = False,
+        strict: bool = False,
+    ):
         super().__init__()
         self.anatomy = anatomy
         self.decoder, self.multimodal = anatomy.decoder, anatomy.multimodal
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
+        self.strict = strict
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelConfig | None = None
         self.stats = PaddingStats()
+        self.changes: ModuleChanges | None = None  # since attachment
+        self._reported: set[str] = set()
 
     @property
     def mixers(self) -> Mixers:
@@ -182,6 +208,65 @@ class PaddingRemoval(Attachment):
             self.context_parallel = config
 
     @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """Raise an error for each call of a block that cannot be packed."""
+        strict, self.strict = self.strict, True
+        try:
+            yield
+        finally:
+            self.strict = strict
+
+    def accept_hooks(self) -> None:
+        """Pack calls although hooks were registered on modules of the decoder since attachment."""
+        if self.changes is not None:
+            self.changes.accept_hooks()
+
+    def run_padded(self, error: UnpackableCallError) -> None:
+        """
+        Count a call that is computed padded, and warn about it, once for each kind of error.
+
+        Raises:
+            UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
+                micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
+        """
+        known_batches = context().known_batches
+        batches = known_batches.batches if known_batches is not None else []
+        if self.strict or any(isinstance(b.forward_metadata.layout, PrefixedLayout) for b in batches):
+            raise error
+        self.stats.add_padded()
+        self.report_once(
+            error.kind,
+            f"A call of {type(self.decoder).__name__} is computed padded, as without padding removal: its numbers are "
+            f"those of the model itself, and no work is saved. {error} `handle.stats.padded_forwards` counts such "
+            "calls, and `strict=True` makes them an error. Said once for this reason.",
+        )
+
+    def on_one_graph(self) -> None:
+        if self.enabled and "fullgraph" not in self._reported:
+            # Counted when it is traced: the graph itself runs without this package.
+            self.run_padded(
+                UnpackableCallError(
+                    "fullgraph",
+                    "The model is compiled into one graph (`fullgraph=True`), and packing needs graph breaks. Compile "
+                    "it without `fullgraph`, or its layers (`torch_compile=True` of the trainers).",
+                )
+            )
+
+    def report_unshared(self, reason: str | None) -> None:
+        """Warn once that the rows of a call share no prefixes for this `reason`; an error if `strict`."""
+        if reason is None:
+            return
+        if self.strict:
+            raise UnpackableCallError("prefix sharing", reason)
+        self.report_once("prefix sharing", f"Padding is removed from a call, and no prefix is shared. {reason}")
+
+    def report_once(self, kind: str, message: str) -> None:
+        """Log a warning, unless there was one of this `kind` already."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(message)
+
+    @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:
         """Count the forwards of a block apart from those of the user; yields the counts of the block."""
         stats, self.stats = self.stats, PaddingStats()
@@ -193,7 +278,9 @@ class PaddingRemoval(Attachment):
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         # transformers searches `position_ids` for packed sequences, which waits for the device: not needed for ours.
         spare_packed_search(self, _are_packed)
-        return super().attach(patches)
+        super().attach(patches)
+        self.changes = ModuleChanges(self.decoder, [patch.module for patch in self._patches])
+        return self
 
     def remove(self) -> None:
         """

@@ -26,12 +26,13 @@ from .call.batch_metadata import (
 )
 from .call.calls import ModelCall, model_call
 from .context import within
-from .errors import PaddingRemovalError
+from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.flat_maps import inverse_permutation
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
 from .model.sharded import gathered_head
 from .parallel.layout import ContextParallelLayout
+from .refusals import check_call
 
 
 if TYPE_CHECKING:
@@ -70,14 +71,19 @@ class LMHeadPatch(ForwardPatch):
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
             selects_columns = isinstance(call.get("logits_to_keep"), torch.Tensor)
-            arguments = _row_arguments(call)
-            with within(model=ModelCall(decoder, model_arguments=arguments, selects_columns=selects_columns)):
-                return self.wrapped(**(call | self._drop_labels_after_padding(call)))
+            arguments, labels = _row_arguments(call), self._drop_labels_after_padding(call)
+            both = (labels, call["labels"]) if labels is not None else None
+            outer = ModelCall(decoder, model_arguments=arguments, selects_columns=selects_columns, labels=both)
+            with within(model=outer):
+                return self.wrapped(**(call if labels is None else call | {"labels": labels}))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
         with share_layouts_in_call():  # the decoder reuses the layout that is built here
-            layout = self.attachment.layout_of(call) if self.attachment.multimodal is None else None
+            try:
+                layout = self._layout_of(call)
+            except UnpackableCallError:
+                return self.wrapped(*args, **kwargs)  # the decoder will say why it runs padded, or raise this error
             if not self._can_select_states(call, labels, layout):
                 return self.wrapped(*args, **kwargs)
             index = self._label_positions(labels, call.get("input_ids"), call.get("attention_mask"))
@@ -133,16 +139,26 @@ class LMHeadPatch(ForwardPatch):
         ids = call.get("input_ids")
         return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
 
-    def _drop_labels_after_padding(self, call: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The `labels` argument without labels that follow padding; empty for calls that run unpacked."""
+    def _layout_of(self, call: dict[str, Any]) -> Layout | None:
+        """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
+        if self.attachment.multimodal is not None:
+            return None
+        layout = self.attachment.layout_of(call)
+        if layout is not None and not layout.is_trivial:
+            check_call(self.attachment, call, layout)
+        return layout
+
+    def _drop_labels_after_padding(self, call: dict[str, Any]) -> torch.Tensor | None:
+        """A copy of the labels without those that follow padding; `None` for calls that run unpacked."""
         labels: Any = call.get("labels")
         mask: Any = call.get("attention_mask")
         cached = call.get("past_key_values") is not None or call.get("use_cache") is True
         has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+        has_both = has_both and mask.dim() == 2
         if cached or not has_both or not self.attachment.packs_padded:
-            return {}
+            return None
         follows_padding = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
-        return {"labels": labels.masked_fill(follows_padding, -100)}
+        return labels.masked_fill(follows_padding, -100)
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:

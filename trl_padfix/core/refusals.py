@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,13 +19,18 @@ from transformers import PretrainedConfig
 from .anatomy import Anatomy
 from .attention.attention import implementation_obstacle
 from .call.layers import takes_any_argument
+from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
 from .model.sharded import gathers_in_parts
 
 
-__all__ = ["batch_obstacle", "device_obstacle", "prefix_sharing_obstacle", "refusal"]
+if TYPE_CHECKING:
+    from .handle import PaddingRemoval
+
+
+__all__ = ["batch_obstacle", "check_call", "device_obstacle", "prefix_sharing_obstacle", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +163,7 @@ def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
             f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it is given whole rows and has no tokens that "
             "several rows could share"
         )
-    names = (type(config).__name__ for config in anatomy.peft_configs if config.is_prompt_learning)
-    name = next(names, None)
-    return name and (
-        f"{name} hands the model embeddings, its virtual tokens among them, and prefixes are compared by token ids"
-    )
+    return None
 
 
 def _adapter_obstacle(config: Any) -> str | None:
@@ -200,6 +201,31 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
         "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
         "handle.disabled():`."
     )
+
+
+def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has_prepared_masks: bool = False) -> None:
+    """
+    Check that a call with this layout can be packed.
+
+    Raises:
+        UnpackableCallError: If the call cannot.
+        PaddingRemovalError: If no call can, because a setting was changed after attachment.
+    """
+    decoder, config = handle.decoder, handle.decoder.config
+    if reason := implementation_obstacle(config._attn_implementation):
+        raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
+    with_weights = call.get("output_attentions")
+    if with_weights or (with_weights is None and getattr(config, "output_attentions", False)):
+        raise UnpackableCallError(
+            "output_attentions",
+            "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
+            "Leave it off, here and in the config, or remove the handle for this call (`with "
+            "handle.disabled(): ...`).",
+        )
+    if reason := batch_obstacle(layout, has_prepared_masks, handle.mixers):
+        raise UnpackableCallError("image masks" if has_prepared_masks else "holes", reason)
+    if handle.changes is not None:
+        handle.changes.check()
 
 
 def _gets_masks(anatomy: Anatomy) -> bool:

@@ -36,7 +36,11 @@ __all__ = ["attachment_of", "attachments_of", "attachments_on", "number_padded_r
 
 
 def remove_padding(
-    model: nn.Module, *, prefix_sharing: PrefixSharing = False, pool_last_token: bool = False
+    model: nn.Module,
+    *,
+    prefix_sharing: PrefixSharing = False,
+    pool_last_token: bool = False,
+    strict: bool = False,
 ) -> PaddingRemoval:
     """
     Let the decoder of `model` compute real tokens only.
@@ -62,6 +66,10 @@ def remove_padding(
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, whatever its id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.
+        strict (`bool`, *optional*, defaults to `False`):
+            Whether a call that cannot be packed (attention weights, prepared masks) raises a [`PaddingRemovalError`].
+            By default it is computed padded, as it came, with one warning for each reason;
+            `handle.stats.padded_forwards` counts such calls.
 
     Returns:
         [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.
@@ -110,7 +118,7 @@ def remove_padding(
             raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
         logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
-    handle = PaddingRemoval(anatomy, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
+    handle = PaddingRemoval(anatomy, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token, strict=strict)
     register_packed_attention()
     return handle.attach(_patches(anatomy, handle))
 

@@ -60,6 +60,9 @@ def summary_table(history: list[dict[str, Any]]) -> Table:
         _, values = curves(history, name)
         if values:
             table.add_row(label, "", form.format(statistics.mean(values)))
+    padded = [sum(curves(history, prefix + "padfix/padded_forwards")[1]) for prefix in ("", "eval_")]
+    if any(padded):
+        table.add_row("forwards that could not be packed", "", f"{sum(padded):,.0f}")
     return table
 
 

@@ -111,14 +111,18 @@ def test_given_positions_are_used(name, broadcast, sharing):
 
 
 @SHARING
-def test_token_types_are_packed_or_refused(sharing):
+@pytest.mark.parametrize("in_each_row", [False, True], ids=["equal rows", "another type in each row"])
+def test_token_types_are_keys_of_the_prefix_tree(in_each_row, sharing):
     ids, mask = batch("right")
-    types = torch.arange(7)[:, None].expand_as(ids)  # embedded like tokens, and so another input in each row
+    # Embedded like tokens: rows of other types have other inputs.
+    types = torch.arange(7)[:, None].expand_as(ids) if in_each_row else torch.arange(COLUMNS)[None].expand_as(ids)
     model = build("gpt2")
     expected = logits_of(model, ids, mask, token_type_ids=types)
+    assert (expected - logits_of(model, ids, mask))[mask.bool()].abs().max() > 0.01
 
-    with contextlib.suppress(PaddingRemovalError), remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=sharing) as handle:
         assert_equal_where_real(logits_of(model, ids, mask, token_type_ids=types), expected, mask)
+    assert handle.stats.packed_tokens == (DISTINCT if sharing and not in_each_row else REAL)
 
 
 @SHARING

@@ -21,6 +21,7 @@ from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.call.calls import packed_call
+from trl_padfix.core.remove import attachment_of
 
 
 # -- nothing stays behind
@@ -205,6 +206,7 @@ def test_a_deep_copy_is_attached_on_its_own():
     twin = copy.deepcopy(model)
     expected = logits_of(model, ids, mask)
     entered = entered_tokens(twin)
+    attachment_of(twin).accept_hooks()
 
     assert torch.equal(logits_of(twin, ids, mask), expected)
     assert handle.stats.packed_tokens == REAL  # of one forward

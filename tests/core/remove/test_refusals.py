@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from zoo.family_outcomes import leaking_layouts
-from zoo.model_numbers import SHARING, TINY, attached_parts
+from zoo.model_numbers import DISTINCT, REAL, SHARING, TINY, attached_parts
 from zoo.models import batch, build, real_logps
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
@@ -34,10 +34,10 @@ from trl_padfix import PaddingRemovalError, check_parity, remove_padding
     ],
     ids=["4-D mask", "prepared masks", "mask of another shape", "mask with gradient", "empty row", "inputs_embeds"],
 )
-def test_calls_that_cannot_be_packed_are_refused(sharing, kwargs, error, message):
+def test_calls_that_cannot_be_packed_are_refused_by_a_strict_handle(sharing, kwargs, error, message):
     model = build("qwen2")
     given = {"input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])} | kwargs
-    with remove_padding(model, prefix_sharing=sharing), pytest.raises(error, match=message):
+    with remove_padding(model, prefix_sharing=sharing, strict=True), pytest.raises(error, match=message):
         model(**given)
 
 
@@ -56,11 +56,12 @@ def test_it_takes_exactly_one_model(model, message):
 
 
 @pytest.mark.parametrize("where", ["call", "config"])
-def test_attention_weights_are_refused(where):
+def test_attention_weights_are_refused_by_a_strict_handle(where):
     ids, mask = batch("right")
     model = build("qwen2", "eager")
     model.config.output_attentions = where == "config"
     with remove_padding(model) as handle:
+        handle.strict = True
         with pytest.raises(PaddingRemovalError, match=r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"):
             model(ids, attention_mask=mask, **({"output_attentions": True} if where == "call" else {}))
         with handle.disabled():
@@ -113,13 +114,10 @@ def test_models_without_an_exact_packed_forward_are_refused(model, config, messa
     assert not attached_parts(network)
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-def test_prompt_learning_that_cannot_be_packed_is_refused(sharing):
-    config = peft.PromptTuningConfig if sharing else peft.PrefixTuningConfig
-    settings = config(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    reason = "PromptTuningConfig.*compared by token ids.*sharing=False" if sharing else "PrefixTuningConfig.*a cache"
-    with pytest.raises(PaddingRemovalError, match=reason):
-        remove_padding(peft.get_peft_model(build("qwen2"), settings), prefix_sharing=sharing)
+def test_prefix_tuning_is_refused():
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(PaddingRemovalError, match=r"PrefixTuningConfig.*a cache"):
+        remove_padding(peft.get_peft_model(build("qwen2"), settings))
 
 
 @pytest.mark.parametrize("name", ["LoraConfig", "LilyConfig"])
@@ -134,7 +132,8 @@ def test_adapters_that_look_at_more_than_a_token_are_refused(name):
 
 @pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PromptEncoderConfig])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_virtual_tokens_are_packed(config, name):
+@SHARING
+def test_virtual_tokens_are_packed(config, name, sharing):
     settings = {"encoder_hidden_size": 16} if config is peft.PromptEncoderConfig else {}
     torch.manual_seed(0)
     model = peft.get_peft_model(build(name), config(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)).eval()
@@ -142,10 +141,14 @@ def test_virtual_tokens_are_packed(config, name):
     for side in ("left", "right"):
         ids, mask = batch(side)
         for packed in (False, True):
-            with remove_padding(model, prefix_sharing="auto") as handle:
+            with remove_padding(model, prefix_sharing=sharing) as handle:
                 with nullcontext() if packed else handle.disabled():
                     logits = model(ids, attention_mask=mask, use_cache=False).logits[:, 3:]
-                assert handle.stats.packed_tokens == (mask.sum() + 3 * len(mask) if packed else 0)
+                # Virtual tokens are a prefix of all rows. Left padding is behind them, so that rows part there.
+                shared = {"right": DISTINCT + 3, "left": handle.stats.packed_tokens}[side]
+                tokens = shared if sharing else REAL + 3 * len(mask)
+                assert handle.stats.packed_tokens == (tokens if packed else 0)
+                assert handle.stats.padded_forwards == 0
             scores = real_logps(logits, ids, mask)
             model.zero_grad(set_to_none=True)
             scores.sum().backward()
@@ -153,11 +156,12 @@ def test_virtual_tokens_are_packed(config, name):
         torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-5)
         assert len(found[True][1]) > 0
         torch.testing.assert_close(found[True][1], found[False][1], rtol=1e-4, atol=1e-4)
-        report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
+        report = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
         assert report.ok
         assert report.compared
         with leaking_layouts():
-            assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
+            wrong = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
+            assert not wrong.ok
 
 
 def test_an_attention_that_was_changed_after_attachment_is_refused():

@@ -15,7 +15,7 @@ import trl
 from datasets import Dataset
 from kit.dpo_cases import build_pairs
 from kit.trainer_runs import SIDED_MODES, TWO_MODES, build_model, build_tokenizer, is_bare, our_warnings
-from peft import PrefixTuningConfig, PromptTuningConfig, TaskType
+from peft import PrefixTuningConfig, TaskType
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
 from trl_padfix import DPOConfig, PaddingRemovalError
@@ -77,14 +77,6 @@ BAD_INPUT = {
         {},
         lambda: {"processing_class": build_tokenizer(eos_token=None)},
         (ValueError, "EOS.*Set `tokenizer.eos_token`"),
-    ),
-    "prompt tuning": (
-        {"padding_free": True, "prefix_sharing": True},
-        lambda: {
-            "ref_model": None,
-            "peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3),
-        },
-        (PaddingRemovalError, "PromptTuningConfig.*virtual tokens.*`prefix_sharing=False`"),
     ),
     "prefix tuning": (
         {"padding_free": True},

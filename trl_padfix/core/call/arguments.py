@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers.modeling_outputs import ModelOutput
 
-from ..errors import PaddingRemovalError
+from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout, pack, unpack
 from ..model.positions import Numbering, packed_positions
 from ..parallel.layout import ContextParallelLayout
@@ -19,7 +19,7 @@ from .calls import ModelCall
 from .images import visual_mask
 
 
-__all__ = ["bind", "local_arguments", "pack_arguments", "unpack_output"]
+__all__ = ["bind", "local_arguments", "pack_arguments", "padded_output", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -67,7 +67,7 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
         `dict`: the arguments for the packed row, without a mask.
 
     Raises:
-        PaddingRemovalError: If a tensor among the arguments has no value per token.
+        UnpackableCallError: If a tensor among the arguments has no value per token.
     """
     visual = visual_mask(call, layout.batch_shape)
     features = None
@@ -103,10 +103,11 @@ def _pack_value(name: str, layout: Layout, features: tuple[int, torch.Tensor] | 
         return pack(value, layout)
     if features is not None and value.shape[0] == features[0]:
         return value.index_select(0, features[1])
-    raise PaddingRemovalError(
+    raise UnpackableCallError(
+        name,
         f"The decoder was called with `{name}` of shape {tuple(value.shape)}, which is not a value for each token of "
         f"the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding cannot be "
-        "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`."
+        "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`.",
     )
 
 
@@ -136,6 +137,35 @@ def unpack_output(
     (hidden, *others), spec = tree_flatten(output)  # the last hidden states are the first output of any decoder
     states = _states(hidden, layout, call, cp_layout)
     return tree_unflatten([states, *(_unpack_value(value, layout, cp_layout) for value in others)], spec)
+
+
+def padded_output(output: Any, mask: Any, call: ModelCall | None) -> Any:
+    """
+    The output of a decoder that ran padded, with the states that the model around it needs.
+
+    Args:
+        output (`ModelOutput` or `tuple`):
+            The output, `(B, L, ...)`.
+        mask:
+            The attention mask. Only one of shape `(B, L)` tells which token is the last one of a row.
+        call ([`ModelCall`], *optional*):
+            The call of the model, which may need only the states that its head scores.
+    """
+    if call is None or not (call.pools_last or call.scored_index is not None):
+        return output
+    hidden = output[0]  # the last hidden states are the first output of any decoder
+    if call.scored_index is not None:
+        states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
+    elif not isinstance(mask, torch.Tensor) or mask.shape != hidden.shape[:2]:
+        return output
+    else:
+        last = ((mask != 0) * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+        row = torch.arange(len(mask), device=mask.device)
+        states = hidden[row, last].unsqueeze(1).expand(-1, mask.shape[1], -1)
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output[next(iter(output))] = states
+    return output
 
 
 def _states(

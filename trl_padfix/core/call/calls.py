@@ -57,6 +57,8 @@ class ModelCall:
             Layout of the `(B, L, H)` that the decoder has returned, for the modules after it.
         doubled_features (`list[weakref.ref[torch.Tensor]]`):
             Outputs of towers whose two halves are equal.
+        labels (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            The labels that the model got, a copy without those that follow padding, and the labels of the caller.
     """
 
     decoder: nn.Module
@@ -67,6 +69,13 @@ class ModelCall:
     pools_last: bool = False
     layout: Layout | None = None
     doubled_features: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    labels: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def restore_labels(self) -> None:
+        """Undo the change of the labels, for a decoder that runs padded: the model reads them after its decoder."""
+        if self.labels is not None:
+            copy, labels = self.labels
+            copy.copy_(labels)
 
 
 @dataclass(frozen=True, eq=False)

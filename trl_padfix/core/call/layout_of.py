@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..context import context
-from ..errors import PaddingRemovalError
+from ..errors import UnpackableBatchError, UnpackableCallError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
 from .batch_metadata import ForwardMetadata, KnownBatch
 from .calls import LAYOUT, ModelCall
-from .images import content_keys
+from .images import content_keys, token_keys
 from .prepared_masks import PreparedMasks
 
 
@@ -55,7 +55,7 @@ class LayoutInputs:
         mask (`torch.Tensor` of shape `(B, L)`, *optional*):
             1 for real tokens; `None` if all tokens are real.
         positions (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
-            Positions; with other keys, if equal ids can have different inputs ([`content_keys`]).
+            Positions; with other keys (token types, embeddings), if equal ids can have different inputs.
         cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
             Where the sequences of a packed batch begin and end.
         shares (`bool`):
@@ -94,14 +94,14 @@ class LayoutInputs:
             takes_positions (`bool`, *optional*, defaults to `True`):
                 Whether the decoder takes positions, which tell that a batch is packed.
             ids_around (`torch.Tensor` of shape `(B, L)`, *optional*):
-                Ids that the module around the decoder made its embeddings from.
+                Ids to compare beside embeddings: those from which the module around the decoder made them.
 
         Returns:
             [`LayoutInputs`], or `None` if there is nothing to pack.
 
         Raises:
-            PaddingRemovalError: If an argument cannot be packed.
-            ValueError: If mask and batch do not fit each other.
+            UnpackableCallError: If the mask is not `(B, L)`.
+            ValueError: If the mask is on another device, or requires a gradient.
         """
         ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
         cu_seqlens = arguments.get("cu_seq_lens_q")
@@ -111,9 +111,11 @@ class LayoutInputs:
             return None
         positions = arguments.get("position_ids")
         is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
-        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no begin of a sequence.
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
         if is_packed and (positions is None or positions.dim() == 2):
-            return cls(batch, None, positions, cu_seqlens, _can_share(arguments, prefix_sharing), is_packed=True)
+            # The positions of a packed batch tell where its sequences begin: there is no place for keys beside them.
+            shares = bool(prefix_sharing) and not (sharing_obstacle(arguments) or _other_keys(arguments))
+            return cls(batch, None, positions, cu_seqlens, shares, is_packed=True)
         if mask is None and (not prefix_sharing or batch.shape[0] == 1):
             return None  # neither padding nor a second row to share with
         if mask is not None:
@@ -121,7 +123,9 @@ class LayoutInputs:
         # The decoder gets embeddings here. `layout_of` adds keys for their content.
         if prefix_sharing and ids_around is not None:
             return cls(ids_around, mask, shares=True)
-        if _can_share(arguments, prefix_sharing):
+        if prefix_sharing and ids is not None and not sharing_obstacle(arguments):
+            if others := _other_keys(arguments):
+                positions = token_keys({"position_ids": positions, **others}, ids.shape)
             return cls(ids, mask, positions, shares=True)
         return cls(ids, torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device) if mask is None else mask)
 
@@ -209,29 +213,42 @@ def layout_of(
         [`Layout`], or `None` if the call must run unchanged.
 
     Raises:
-        PaddingRemovalError: If an argument cannot be packed.
-        ValueError: If mask and batch do not fit each other, or the mask holds other values than 0 and 1.
+        UnpackableCallError: If the call cannot be packed.
+        ValueError: If the mask is on another device, or requires a gradient.
     """
     has_cache = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # "cache": paged generation
     if has_cache or call.get("use_cache") is True or LAYOUT in call:
         return None  # generation, or a caller that wants the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
-        raise PaddingRemovalError(
+        raise UnpackableCallError(
+            "encoder_hidden_states",
             "The decoder was called with `encoder_hidden_states`: its cross-attention reads another sequence "
-            "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`."
+            "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`.",
         )
     around = model_call.outer_arguments if model_call is not None else {}
     ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() != 2:
+        raise UnpackableCallError(
+            "shape of ids",
+            f"The decoder was called with ids of shape {tuple(ids.shape)}. Padding is removed from ids of shape "
+            "`(B, L)`. Flatten the dimensions before the last one, or run this call inside `with handle.disabled():`.",
+        )
+    embeds, compares_embeds = call.get("inputs_embeds"), bool(around)
+    if ids is None and isinstance(embeds, torch.Tensor) and handle.anatomy.has_virtual_tokens:
+        # PEFT puts the virtual tokens before the embeddings of the rows: embeddings identify tokens, their ids do not.
+        ids, compares_embeds = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device), True
     inputs = LayoutInputs.read(
         call,
         prefix_sharing=handle.prefix_sharing,
         packs_padded=handle.packs_padded,
         takes_positions=handle.takes_positions,
-        ids_around=ids if around else None,
+        ids_around=ids if compares_embeds else None,
     )
     if inputs is None:
         return None
-    if around and inputs.shares and not inputs.is_packed:
+    if handle.prefix_sharing is True and not inputs.shares:
+        handle.report_unshared(sharing_obstacle(call))
+    if compares_embeds and inputs.shares and not inputs.is_packed:
         # The embeddings are among the keys of the tokens. They exist only in this forward: no metadata covers them.
         assert inputs.ids is not None
         return replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared)).build()
@@ -245,19 +262,50 @@ def layout_of(
     return None if inputs.is_packed and layout.is_trivial else layout
 
 
+def sharing_obstacle(arguments: Mapping[str, Any]) -> str | None:
+    """Why the rows of a call, or of a batch, cannot share prefixes; `None` if they can."""
+    ids = arguments.get("input_ids")
+    if ids is None:
+        return (
+            "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
+            "with `prefix_sharing=False`: padding is removed all the same."
+        )
+    # Floating-point tensors of any shape: features of images, say, differ for equal ids.
+    others = [k for k, v in _other_tensors(arguments) if v.is_floating_point() and v.dim() > 1]
+    others += [k for k, v in _other_tensors(arguments) if v.dim() > 2 and v.shape[:2] == ids.shape and k not in others]
+    if others:
+        return (
+            f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
+            "token. Attach with `prefix_sharing=False`, or leave them out."
+        )
+    return None
+
+
+def _other_keys(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Integers `(B, L)` beside ids and positions, such as `token_type_ids`: tokens with other values are others."""
+    ids = arguments.get("input_ids")
+    return {} if ids is None else {k: v for k, v in _other_tensors(arguments) if v.shape == ids.shape}
+
+
+def _other_tensors(arguments: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(k, v) for k, v in arguments.items() if isinstance(v, torch.Tensor) and k not in _COVERED_BY_IDS]
+
+
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:
     """Raise an error unless `mask` is a `(B, L)` tensor that fits the batch."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise PaddingRemovalError(
+        raise UnpackableBatchError(
+            "prepared mask",
             f"The model was called with an attention mask of {shape}. Padding is removed by a mask of shape "
             "`(B, L)` with 1 for real tokens; a prepared mask cannot be packed. Pass the two-dimensional mask, or "
-            "run this call inside `with handle.disabled():`."
+            "run this call inside `with handle.disabled():`.",
         )
     if mask.shape != batch.shape[:2]:
-        raise ValueError(
+        raise UnpackableBatchError(
+            "shape of the mask",
             f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
-            "cache they must be the same `(B, L)`."
+            "cache they must be the same `(B, L)`.",
         )
     if mask.device != batch.device:
         raise ValueError(
@@ -265,29 +313,3 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
         )
     if mask.requires_grad:
         raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
-
-
-def _can_share(arguments: Mapping[str, Any], prefix_sharing: PrefixSharing) -> bool:
-    """
-    Whether tokens with equal ids and positions have equal inputs, so that they can be shared.
-
-    Raises:
-        PaddingRemovalError: If they have not, and `prefix_sharing` is `True`.
-    """
-    ids = arguments.get("input_ids")
-    if not prefix_sharing or (ids is None and prefix_sharing == "auto"):
-        return False
-    if ids is None:
-        raise PaddingRemovalError(
-            "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
-            "with `prefix_sharing=False`: padding is removed all the same."
-        )
-    tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor) and k not in _COVERED_BY_IDS}
-    # Tensors `(B, L, ...)`, and floating-point ones of any shape: features of images, say, differ for equal ids.
-    others = [k for k, v in tensors.items() if v.shape[:2] == ids.shape or (v.is_floating_point() and v.dim() > 1)]
-    if others and prefix_sharing != "auto":
-        raise PaddingRemovalError(
-            f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
-            "token. Attach with `prefix_sharing=False`, or leave them out."
-        )
-    return not others

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from ..errors import UnpackableBatchError
 from .layout import Layout
 from .prefix_tree import sort_by_keys, source_of_real_tokens
 
@@ -195,15 +196,17 @@ def _is_real(mask: torch.Tensor, host_mask: torch.Tensor) -> torch.Tensor:
     if mask.is_floating_point() or not is_real_BL.numel() or not is_binary:
         values = mask.flatten().unique()[:5].tolist()
         if not values or not set(values) <= {0, 1}:
-            raise ValueError(
+            raise UnpackableBatchError(
+                "mask values",
                 f"The attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} holds {values}; removing "
-                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed."
+                "padding needs 1 for real tokens and 0 for padding. Additive and weighted masks cannot be packed.",
             )
     empty = (~is_real_BL.any(1)).nonzero().flatten().tolist()
     if empty:
-        raise ValueError(
+        raise UnpackableBatchError(
+            "empty rows",
             f"Rows {empty} of the attention mask hold no real token, so there is nothing to compute for them and no "
-            "defined result. Drop these rows from the batch, or keep at least one token of each."
+            "defined result. Drop these rows from the batch, or keep at least one token of each.",
         )
     return is_real_BL
 

@@ -71,6 +71,9 @@ class Attachment:
                 patch.take_off()
         self._patches = needed
 
+    def on_one_graph(self) -> None:
+        """Called while a forward of the model is compiled into one graph, in which no patch has effect."""
+
     @property
     def is_removed(self) -> bool:
         """Whether the attachment was removed, by its owner or by another trainer."""
@@ -152,9 +155,14 @@ class ForwardPatch:
             )
         return forward
 
-    # Not traced: dynamo would take the wrapped forward for the patch itself, and recurse.
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _is_one_graph(self.attachment):
+            return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
+        return self._run(*args, **kwargs)
+
+    # Not traced: packing reads lengths from the device, and dynamo would compile it anew for each of them.
+    @torch.compiler.disable
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:
             # accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the patch as a method of the module.
             args = args[1:]
@@ -181,6 +189,18 @@ class ForwardPatch:
             del self.module.forward
         else:
             self.module.forward = self.below
+
+
+@torch.compiler.assume_constant_result
+def _is_one_graph(attachment: Attachment) -> bool:
+    """Whether the forward is traced into one graph (`fullgraph=True`, export); dynamo calls this while it traces."""
+    # Loaded already: dynamo calls this. An import at the top of the file would take seconds.
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if not InstructionTranslator.current_tx().output.root_tx.one_graph:
+        return False
+    attachment.on_one_graph()
+    return True
 
 
 def beneath_patches(forward: Any) -> Any:

@@ -336,6 +336,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     """Why micro-batches cannot read prefix states of other forwards, or `None` if they can."""
     if handle.multimodal is not None:
         return "images are not compared before a forward"
+    if handle.anatomy.has_virtual_tokens:
+        return "virtual tokens (prompt tuning, p-tuning) are not among the rows of a batch"
     mixers = handle.mixers.mixers
     unserved = (m for m in mixers if m.mode != PACKED and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):

@@ -247,9 +247,13 @@ def _inputs_of_forward(batch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _layout_inputs(inputs: Mapping[str, Any], prefix_sharing: PrefixSharing) -> LayoutInputs | None:
     """The inputs of the layout of a forward; `None` without a layout, and where the forward will raise an error."""
     try:
-        return LayoutInputs.read(inputs, prefix_sharing=prefix_sharing)
+        layout_inputs = LayoutInputs.read(inputs, prefix_sharing=prefix_sharing)
     except (PaddingRemovalError, ValueError):
         return None
+    # Keys that are made of several tensors are made anew in the forward, which would not recognise those of here.
+    if layout_inputs is None or (layout_inputs.shares and layout_inputs.positions is not inputs.get("position_ids")):
+        return None
+    return layout_inputs if layout_inputs.shares or prefix_sharing is not True else None
 
 
 def image_tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:

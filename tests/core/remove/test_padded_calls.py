@@ -1,0 +1,298 @@
+"""A call that cannot be packed is computed padded, as it came: said once, counted, and an error if `strict`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from zoo.families import build
+
+from trl_padfix import PaddingRemovalError, remove_padding
+
+
+FAMILIES = ("qwen2", "gpt2", "bloom", "mamba2", "qwen3_next", "qwen3_moe")
+"""Attention, absolute positions, ALiBi on rows, a state-space scan, a delta net, experts."""
+
+ATTENTION = ("qwen2", "gpt2", "qwen3_moe")
+RECURRENT = ("bloom", "mamba2", "qwen3_next")
+"""Mixers that padding within a row changes."""
+
+LENGTHS = (9, 5, 7)
+L = max(LENGTHS)
+REAL = sum(LENGTHS)
+
+
+def batch(side: str = "left") -> dict[str, torch.Tensor]:
+    """Rows that begin with the same three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 50, (len(LENGTHS), L), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, n in enumerate(LENGTHS):
+        begin = L - n if side == "left" else 0
+        ids[row, begin : begin + 3] = torch.tensor([11, 12, 13])
+        mask[row, begin : begin + n] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def by_position(module: nn.Module, args: Any, output: Any) -> Any:
+    """A hook that adds to the states of the last column of the batch."""
+    states = output[0] if isinstance(output, tuple) else output
+    bonus = torch.zeros_like(states)
+    bonus[:, -1] = 0.5
+    return (states + bonus, *output[1:]) if isinstance(output, tuple) else states + bonus
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+
+
+def replace_layer(model: nn.Module) -> Callable[[], None]:
+    """Replace the last layer by a copy with other weights; returns a function that puts the layer back."""
+    layers = layers_of(model)
+    if "spare" not in vars(model):  # copied before there are patches, which would be copied, too
+        vars(model)["spare"] = [copy.deepcopy(layers[-1])]  # a list: no module of the model
+        with torch.no_grad():
+            next(p for p in model.spare[0].parameters() if p.dim() == 2).mul_(0.5)
+    old, layers[-1] = layers[-1], model.spare[0]
+    return lambda: layers.__setitem__(-1, old)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call: arguments beside those of a plain call, and a change of the model, which returns its undoing."""
+
+    arguments: Callable[[dict[str, torch.Tensor]], dict[str, Any]] = lambda inputs: {}
+    change: Callable[[nn.Module], Callable[[], None]] | None = None
+    families: tuple[str, ...] = FAMILIES
+    message: str = ""
+    attention: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def square_mask(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A prepared mask `(B, 1, L, L)` in which every token sees two tokens at most."""
+    square = torch.ones(L, L, dtype=torch.bool).tril().triu(-1)
+    return {
+        "attention_mask": (square & inputs["attention_mask"][:, None, None].bool()) | torch.eye(L, dtype=torch.bool)
+    }
+
+
+def with_hole(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"attention_mask": inputs["attention_mask"].index_put((torch.tensor(0), torch.tensor(4)), torch.tensor(0))}
+
+
+def with_empty_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"attention_mask": inputs["attention_mask"].index_fill(0, torch.tensor(1), 0)}
+
+
+KINDS = {
+    "attention weights": Kind(
+        lambda inputs: {"output_attentions": True},
+        families=("qwen2", "gpt2", "bloom", "qwen3_next", "qwen3_moe"),
+        message="`output_attentions=True`",
+        attention="eager",
+    ),
+    "4-D mask": Kind(square_mask, families=ATTENTION, message=r"mask of \(3, 1, 9, 9\)"),
+    "weighted mask": Kind(
+        lambda inputs: {"attention_mask": inputs["attention_mask"] * 0.5}, families=("mamba2",), message="holds .*0.5"
+    ),
+    "mask of another shape": Kind(
+        lambda inputs: {"attention_mask": inputs["attention_mask"][:1]},
+        families=("mamba2",),
+        message=r"shape \(1, 9\)",
+    ),
+    "holes": Kind(with_hole, families=RECURRENT, message="masked tokens between real ones"),
+    "empty row": Kind(with_empty_row, message=r"Rows \[1\]"),
+    "no value per token": Kind(
+        lambda inputs: {"temperatures": torch.ones(3)}, families=("qwen2", "qwen3_moe"), message="`temperatures` of"
+    ),
+    "encoder states": Kind(
+        lambda inputs: {"encoder_hidden_states": torch.linspace(-1, 1, 3 * 4 * 32).view(3, 4, 32)},
+        families=("gpt2",),
+        message="`encoder_hidden_states`",
+        settings={"add_cross_attention": True},
+    ),
+    "hook of a layer": Kind(
+        change=lambda model: layers_of(model)[0].register_forward_hook(by_position).remove, message="`by_position`"
+    ),
+    "hook of the embedding": Kind(
+        change=lambda model: model.get_input_embeddings().register_forward_hook(by_position).remove,
+        message="`by_position`",
+    ),
+    "replaced layer": Kind(change=replace_layer, message="replaced after padding removal"),
+}
+CELLS = [(kind, family) for kind, one in KINDS.items() for family in one.families]
+
+
+def build_for(kind: Kind, family: str) -> nn.Module:
+    if not kind.settings:
+        return build(family, kind.attention)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, **kind.settings)
+    ).eval()
+
+
+def numbers(model: nn.Module, **call: Any) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """All tensors in the output of a call but its cache, and the gradient of each parameter."""
+    model.zero_grad(set_to_none=True)
+    output = model(**call)
+    values = (
+        [output]
+        if isinstance(output, tuple)
+        else [v for k, v in output.items() if "cache" not in k and "past" not in k]
+    )
+    tensors = [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+    logits = next(x for x in tensors if x.dim() == 3 and x.shape[-1] == 64)
+    loss = (logits.log_softmax(-1)[..., 7] * torch.linspace(0.5, 1.5, logits.shape[1])).sum()
+    (loss + (tensors[0] if tensors[0].dim() == 0 else 0)).backward()
+    return [x.detach() for x in tensors], [p.grad for p in model.parameters()]
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["padded", "strict"])
+@pytest.mark.parametrize(("name", "family"), CELLS)
+def test_a_call_that_cannot_be_packed_is_computed_as_it_came(name, family, strict, caplog, monkeypatch):
+    monkeypatch.setattr(transformers.utils.logging.get_logger("trl_padfix.core.handle"), "propagate", True)
+    kind, inputs = KINDS[name], batch()
+    model = build_for(kind, family)
+    call = inputs | kind.arguments(inputs)
+    undo = kind.change(model) if kind.change else lambda: None
+    expected = numbers(model, **call)
+    undo()
+    with remove_padding(model, prefix_sharing=True, strict=strict) as handle:
+        undo = kind.change(model) if kind.change else lambda: None
+        if strict:
+            with pytest.raises(PaddingRemovalError, match=kind.message):
+                model(**call)
+        else:
+            for n in (1, 2):
+                assert_same(numbers(model, **call), expected)
+                assert handle.stats.padded_forwards == n
+            # The first of the two calls says it, and only that one.
+            said = [r.getMessage() for r in caplog.records if "is computed padded" in r.getMessage()]
+            assert len(said) == 1  # for two calls
+            assert re.search(kind.message, said[0])
+        assert handle.stats.packed_tokens == 0
+        # A plain call is packed again, before and after: the mode is that of one call.
+        undo()
+        model(**inputs)
+        assert 0 < handle.stats.packed_tokens <= REAL
+        assert handle.stats.padded_forwards == (0 if strict else 2)
+
+
+@pytest.mark.parametrize("where", ["layer", "embedding"])
+def test_a_hook_that_is_packed_gives_other_numbers(where):
+    """Negative control: the hook of the test above does go by position."""
+    model, inputs = build("qwen2"), batch()
+    module = layers_of(model)[0] if where == "layer" else model.get_input_embeddings()
+    with torch.no_grad(), module.register_forward_hook(by_position):
+        expected = model(**inputs).logits
+    with torch.no_grad(), remove_padding(model) as handle, module.register_forward_hook(by_position):
+        handle.accept_hooks()
+        got = model(**inputs).logits
+    assert handle.stats.packed_tokens == REAL
+    assert (got - expected)[inputs["attention_mask"].bool()].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_labels_of_a_padded_call_are_those_of_the_caller(family):
+    # The first label of a left-padded row is predicted from padding: dropped in a packed call, counted in this one.
+    model, inputs = build(family, "eager"), batch("left")
+    call = inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
+    expected = model(**call, output_attentions=True)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        got = model(**call, output_attentions=True)
+        as_tuple = model(**call, output_attentions=True, return_dict=False)
+        packed = model(**call)
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(as_tuple[0], expected.loss)
+    assert all(map(torch.equal, got.attentions, expected.attentions))
+    assert (packed.loss - expected.loss).abs() > 1e-3
+    assert handle.stats.padded_forwards == 2
+
+
+@pytest.mark.parametrize("pool_last_token", [False, True])
+def test_a_classifier_pools_the_same_token_in_a_padded_call(pool_last_token):
+    torch.manual_seed(0)
+    config = build("qwen2").config
+    config.pad_token_id, config.num_labels = 60, 2
+    model = transformers.Qwen2ForSequenceClassification._from_config(config, attn_implementation="eager").eval()
+    inputs = batch("right")
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 60)
+    with torch.no_grad(), remove_padding(model, pool_last_token=pool_last_token) as handle:
+        packed = model(**inputs).logits
+        padded = model(**inputs, output_attentions=True).logits
+    torch.testing.assert_close(padded, packed, rtol=0, atol=1e-5)
+    assert handle.stats.padded_forwards == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_padded_call_is_recomputed_padded(reentrant):
+    model, inputs = build("qwen2", "eager").train(), batch()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    expected = numbers(model, **inputs, output_attentions=True, use_cache=False)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert_same(numbers(model, **inputs, output_attentions=True, use_cache=False), expected)
+    assert handle.stats.padded_forwards == 1
+
+
+def test_adapters_chosen_row_by_row_are_those_of_the_rows():
+    inputs = batch()
+    settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("qwen2"), settings, adapter_name="one")
+    model.add_adapter("two", settings)
+    model.eval()
+    call = inputs | {"adapter_names": ["one", "two", "__base__"]}
+    with torch.no_grad():
+        expected = model(**call).logits
+        with remove_padding(model, prefix_sharing=True) as handle:
+            assert torch.equal(model(**call).logits, expected)
+            assert handle.stats.padded_forwards == 1
+            model(**inputs)
+    assert 0 < handle.stats.packed_tokens < REAL
+    assert handle.stats.padded_forwards == 1
+
+
+def test_ids_with_three_dimensions_run_as_they_came():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    model = transformers.GPT2DoubleHeadsModel(config).eval()
+    inputs = {k: v[None].repeat(2, 1, 1) for k, v in batch("right").items()}
+    call = inputs | {"mc_token_ids": torch.full((2, 3), 4), "labels": inputs["input_ids"]}
+    with torch.no_grad():
+        expected = model(**call)
+        with remove_padding(model) as handle:
+            got = model(**call)
+    assert torch.equal(got.logits, expected.logits)
+    assert torch.equal(got.mc_logits, expected.mc_logits)
+    assert torch.equal(got.loss, expected.loss)
+    assert handle.stats.padded_forwards == 1
+
+
+@pytest.mark.slow
+def test_a_model_in_one_graph_runs_padded():
+    model, inputs = build("qwen2"), batch()
+    with torch.no_grad():
+        expected = model(**inputs, use_cache=False).logits
+        with remove_padding(model) as handle:
+            for fullgraph in (False, True):
+                torch.compiler.reset()
+                compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+                got = compiled(**inputs, use_cache=False).logits
+                real = inputs["attention_mask"].bool()
+                torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
+                # Without `fullgraph` the graph breaks, and the call is packed.
+                assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (REAL, int(fullgraph))
