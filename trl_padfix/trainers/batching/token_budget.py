@@ -31,7 +31,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ...core.model.runner_patch import attach_runner_patch
 from ..checks import rope_kind_beyond
-from ..custom_loss import has_custom_loss, loss_is_patched
+from ..custom_loss import custom_loss_name
 from ..data.columns import column_names
 from ..distributed import (
     datasets_of,
@@ -84,19 +84,23 @@ class SubBatchBudget(Part):
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:
             return
+        self._check_loss()
+        modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
+        self._attached = [attach_runner_patch(module) for module in modules]
+
+    def _check_loss(self) -> None:
+        """Refuse a loss that cannot be split, and warn of one whose forwards are computed again in backward."""
         if reason := _budget_obstacle(self.trainer):
             raise ValueError(
                 f"{reason}, so the loss of a batch is not the mean of the losses of its micro-batches, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        if has_custom_loss(self.trainer):
-            logger.warning(
-                f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
+        if name := custom_loss_name(self.trainer):
+            logger.warning_once(
+                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, "
                 "so it is computed from all rows of a step at once. All sub-batches of its forward but one are "
                 "computed again in the backward pass."
             )
-        modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
-        self._attached = [attach_runner_patch(module) for module in modules]
 
     def restore(self) -> None:
         for attachment in self._attached:
@@ -172,6 +176,27 @@ class SubBatchBudget(Part):
             logger.info(runner.plan.summary)
 
     @contextlib.contextmanager
+    def all_gradients_or_none(self) -> Iterator[None]:
+        """
+        A block with a step. If it raises, gradients are those of before.
+
+        The micro-batches before the one that failed have had their backward. A `training_step` that skips a batch
+        which does not fit into memory would otherwise update the weights by a part of the batch.
+        """
+        if self.budget is None:
+            yield
+            return
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
+        saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
+        try:
+            yield
+        except BaseException:
+            for parameter in parameters:
+                parameter.grad = saved.get(parameter)
+            raise
+
+    @contextlib.contextmanager
     def _micro_batch(self, index: int, model: Any) -> Iterator[None]:
         """A block with one micro-batch of the running step."""
         assert self.running is not None
@@ -185,7 +210,7 @@ class SubBatchBudget(Part):
         is_training = torch.is_grad_enabled() and trainer.model.training
         if not (is_training and task.needs_all_rows()) or _has_images(trainer):
             return False
-        is_trusted = not (has_custom_loss(trainer) or loss_is_patched(trainer))
+        is_trusted = custom_loss_name(trainer) is None
         is_step = trainer.args.gradient_accumulation_steps == 1
         return is_trusted and is_step and task.sub_batch_weight(inputs, inputs) is not None
 
@@ -246,6 +271,7 @@ class MicroBatchBudget(SubBatchBudget):
         if not is_training or self.budget is None:
             yield
             return
+        self._check_loss()  # a loss may have been set on the trainer since
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
         rows = trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if _has_images(trainer) else None)
@@ -273,6 +299,11 @@ class MicroBatchBudget(SubBatchBudget):
         micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
         if task.needs_all_rows():
+            if len(micro_batches) > 1:
+                raise ValueError(
+                    f"`{custom_loss_name(self.trainer)}` was set during training, and the rows of this step were split "
+                    "for TRL's loss, whose mean over micro-batches is known. Set it before `train()`."
+                )
             return train(model, micro_batches[0][0], *args, **kwargs)
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
