@@ -1,4 +1,4 @@
-"""Watch with what a trainer computes its loss. Under a token budget any other function in its place is a user's loss."""
+"""Watch the batches of a loss. Under a token budget any other function in place of the loss is a user's loss."""
 
 from __future__ import annotations
 

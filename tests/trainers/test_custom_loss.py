@@ -29,9 +29,8 @@ def longest_row_twice(compute_loss):
 
 class Scaled:
     def compute_loss(self, model, inputs, *args, **kwargs):
-        return longest_row_twice(lambda self, *a, **k: super(Scaled, self).compute_loss(*a, **k))(
-            self, model, inputs, *args, **kwargs
-        )
+        theirs = super().compute_loss
+        return longest_row_twice(lambda self, *a, **k: theirs(*a, **k))(self, model, inputs, *args, **kwargs)
 
 
 def on_class(trainer, patch):

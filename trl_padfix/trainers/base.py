@@ -207,7 +207,7 @@ class PaddingFreeMixin:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train = super().training_step
-        with self.padding.part(SubBatchBudget).all_gradients_or_none():
+        with self.padding.part(SubBatchBudget).around_training_step():
             if micro_batches_of(inputs)[0] is inputs:
                 return train(model, inputs, *args, **kwargs)
             return self.padding.part(MicroBatchBudget).training_step(train, model, inputs, *args, **kwargs)

@@ -9,7 +9,7 @@ from functools import cache, wraps
 from typing import Any
 
 
-__all__ = ["custom_loss_name", "has_custom_loss", "observe_loss"]
+__all__ = ["custom_loss_name", "has_custom_loss", "module_of", "observe_loss"]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 """Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
@@ -51,11 +51,11 @@ def _functions(value: Any) -> Iterator[Any]:
 
 def _is_trusted(value: Any) -> bool:
     """Whether a function, and all that decorate it, are TRL's, transformers' or ours. A `partial` is a user's."""
-    *decorators, innermost = map(_module, _functions(value))
+    *decorators, innermost = map(module_of, _functions(value))
     return innermost.startswith(TRUSTED) and all(name.startswith((*TRUSTED, *DECORATORS)) for name in decorators)
 
 
-def _module(function: Any) -> str:
+def module_of(function: Any) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
     module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
     return str(module)
@@ -69,7 +69,7 @@ def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:
         for method in (vars(c)[name] for c in classes if name in vars(c)):
             # A user's method counts as custom whatever it calls, but the one that it decorates is read.
             *_, innermost = _functions(method)
-            if _module(innermost).startswith(TRUSTED) and inspect.isfunction(innermost):
+            if module_of(innermost).startswith(TRUSTED) and inspect.isfunction(innermost):
                 mentioned = _mentioned(innermost) - methods
                 unread |= {other for other in mentioned if any(callable(vars(c).get(other)) for c in classes)}
     return methods

@@ -186,7 +186,10 @@ class Task:
 
     def needs_all_rows(self) -> bool:
         """Whether the loss needs the outputs of all rows at once (splitting then recomputes forwards in backward)."""
-        return getattr(self.trainer, "aux_loss_enabled", False) or has_custom_loss(self.trainer)
+        trainer = self.trainer
+        # What acts in a backward (a hook that clamps gradients) has to see the gradient of the step: one backward.
+        acts_in_backward = trainer.padding.gradient_hook is not None
+        return getattr(trainer, "aux_loss_enabled", False) or acts_in_backward or has_custom_loss(trainer)
 
     def loss_is_token_mean(self) -> bool:
         """Whether the loss of a forward is a mean over its own tokens, whatever else is in the step."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ...core.model.runner_patch import attach_runner_patch
 from ..checks import rope_kind_beyond
+from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..custom_loss import custom_loss_name
 from ..data.columns import column_names
 from ..distributed import (
@@ -90,16 +92,27 @@ class SubBatchBudget(Part):
 
     def _check_loss(self) -> None:
         """Refuse a loss that cannot be split, and warn of one whose forwards are computed again in backward."""
+        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)
         if reason := _budget_obstacle(self.trainer):
             raise ValueError(
                 f"{reason}, so the loss of a batch is not the mean of the losses of its micro-batches, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
+        recomputed = "All sub-batches of its forward but one are computed again in the backward pass."
         if name := custom_loss_name(self.trainer):
             logger.warning_once(
-                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, "
-                "so it is computed from all rows of a step at once. All sub-batches of its forward but one are "
-                "computed again in the backward pass."
+                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, so it is computed from "
+                f"all rows of a step at once. {recomputed}"
+            )
+        if hook := self.trainer.padding.gradient_hook:
+            logger.warning_once(
+                f"`max_tokens_per_batch`: `{hook}` acts in the backward pass, on the gradient of all rows of a step, so "
+                f"a step has one backward. {recomputed}"
+            )
+        if names := module_hook_names(self.trainer.model):
+            logger.warning_once(
+                f"`max_tokens_per_batch` computes a step in several micro-batches, and the backward hooks of modules "
+                f"({', '.join(names[:3])}) are called for each of them, with the gradients of its packed tokens."
             )
 
     def restore(self) -> None:
@@ -176,9 +189,9 @@ class SubBatchBudget(Part):
             logger.info(runner.plan.summary)
 
     @contextlib.contextmanager
-    def all_gradients_or_none(self) -> Iterator[None]:
+    def around_training_step(self) -> Iterator[None]:
         """
-        A block with a step. If it raises, gradients are those of before.
+        A block with the forwards and backwards of a step. If it raises, gradients are those of before.
 
         The micro-batches before the one that failed have had their backward. A `training_step` that skips a batch
         which does not fit into memory would otherwise update the weights by a part of the batch.
@@ -186,6 +199,7 @@ class SubBatchBudget(Part):
         if self.budget is None:
             yield
             return
+        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
         # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
@@ -210,7 +224,7 @@ class SubBatchBudget(Part):
         is_training = torch.is_grad_enabled() and trainer.model.training
         if not (is_training and task.needs_all_rows()) or _has_images(trainer):
             return False
-        is_trusted = custom_loss_name(trainer) is None
+        is_trusted = custom_loss_name(trainer) is None and trainer.padding.gradient_hook is None
         is_step = trainer.args.gradient_accumulation_steps == 1
         return is_trusted and is_step and task.sub_batch_weight(inputs, inputs) is not None
 
@@ -300,9 +314,10 @@ class MicroBatchBudget(SubBatchBudget):
         task = self.trainer.padding.task
         if task.needs_all_rows():
             if len(micro_batches) > 1:
+                name = custom_loss_name(self.trainer) or self.trainer.padding.gradient_hook
                 raise ValueError(
-                    f"`{custom_loss_name(self.trainer)}` was set during training, and the rows of this step were split "
-                    "for TRL's loss, whose mean over micro-batches is known. Set it before `train()`."
+                    f"`{name}` was set during training, and the rows of this step were split already: its value for "
+                    "all rows of a step is not known from its micro-batches. Set it before `train()`."
                 )
             return train(model, micro_batches[0][0], *args, **kwargs)
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
@@ -349,14 +364,18 @@ def _budget_obstacle(trainer: Any) -> str | None:
     task = trainer.padding.task
     if reason := task.token_budget_obstacle():
         return reason
+    accumulated = trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
+    if (hook := trainer.padding.gradient_hook) and (accumulated or trainer.args.gradient_accumulation_steps > 1):
+        return f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
+    all_rows = f"`{hook}` acts in the backward pass" if hook else "The loss compares rows (or is your own)"
     if task.needs_all_rows() and trainer.is_deepspeed_enabled:
         return (
-            "The loss compares rows (or is your own), and DeepSpeed does not compute forwards a second time "
+            f"{all_rows}, and DeepSpeed does not compute forwards a second time "
             "within a backward"
         )
     if _has_images(trainer) and task.needs_all_rows():
         return (
-            "The loss compares rows (or is your own): its forwards are split by rows, and it is unknown there which "
+            f"{all_rows}: its forwards are split by rows, and it is unknown there which "
             "of the images in a batch belong to which row"
         )
     if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
