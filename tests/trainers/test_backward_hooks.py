@@ -66,7 +66,7 @@ def test_hooks_act_on_the_gradient_of_a_step(name, hook, run, theirs):
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["sft", "kto"])
 def test_once_for_each_micro_batch_they_give_other_weights(name, hook, run, theirs, monkeypatch):
-    monkeypatch.setattr(backward_hooks, "LIBRARIES", (__name__,))
+    monkeypatch.setattr(backward_hooks, "LIBRARIES", (*backward_hooks.LIBRARIES, __name__.partition(".")[0]))
     _, weights, _ = run(name, hook, True)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(weights, theirs(name, hook)[1])

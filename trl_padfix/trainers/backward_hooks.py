@@ -14,9 +14,9 @@ from .custom_loss import module_of
 __all__ = ["gradient_hook_name", "module_hook_names"]
 
 LIBRARIES = (
-    f"{__name__.partition('.')[0]}.", "torch.", "accelerate.", "transformers.", "trl.", "peft.", "deepspeed.", "bitsandbytes."
+    __name__.partition(".")[0], "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"
 )  # fmt: skip
-"""Modules whose hooks reduce, gather or unscale gradients: they are linear, or take part in no step of an optimizer."""
+"""Modules whose hooks reduce, gather or unscale gradients, which is linear. Their optimizers are told by `optim`."""
 
 
 def gradient_hook_name(trainer: Any) -> str | None:
@@ -56,5 +56,5 @@ def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
     for hook in (hook for hooks in kinds for hook in (hooks or {}).values()):
         while isinstance(hook, partial):
             hook = hook.func
-        if not module_of(getattr(hook, "__func__", hook)).startswith(LIBRARIES):
+        if module_of(getattr(hook, "__func__", hook)).partition(".")[0] not in LIBRARIES:
             yield getattr(hook, "__qualname__", type(hook).__qualname__)

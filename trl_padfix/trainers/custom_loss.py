@@ -9,7 +9,7 @@ from functools import cache, wraps
 from typing import Any
 
 
-__all__ = ["custom_loss_name", "has_custom_loss", "module_of", "observe_loss"]
+__all__ = ["custom_loss_name", "has_custom_loss", "is_custom_collator", "module_of", "observe_loss"]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 """Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
@@ -39,6 +39,14 @@ def custom_loss_name(trainer: Any) -> str | None:
                 return f"{owner}.{name}"
     loss_function = getattr(trainer, "compute_loss_func", None)
     return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
+
+
+def is_custom_collator(collator: Any) -> bool:
+    """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
+    members = [vars(c).get(name) for c in type(collator).__mro__ for name in ("__call__", "torch_call")]
+    members += [vars(collator)[name] for name in ("torch_call",) if name in getattr(collator, "__dict__", {})]
+    is_function = hasattr(collator, "__globals__") or hasattr(collator, "__func__")
+    return not all(map(_is_trusted, [collator] if is_function else filter(None, members)))
 
 
 def _functions(value: Any) -> Iterator[Any]:

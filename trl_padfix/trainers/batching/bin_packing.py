@@ -251,14 +251,14 @@ class StepPlan:
         return 1 / rows_in[micro_batch] / len(rows_in)
 
     def rows_per_process(
-        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
+        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False, as_given: bool = False
     ) -> Iterator[tuple[int, list[int]]]:
         """
         Partition the rows of an epoch: yields, for each process of each step, the number of rows of the step and the
         rows of the process.
 
         Each row stays in its step of `order`. With `equal` all processes have equally many rows, and not only about
-        equally many tokens.
+        equally many tokens; with `as_given` they have the rows that they have in TRL.
         """
         order, size = np.asarray(order), self.per_process * self.processes
         for begin in range(0, len(order), size):
@@ -270,6 +270,9 @@ class StepPlan:
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
             if len(step) and self.processes == 1:
                 yield len(step), step.tolist()
+            elif len(step) and as_given:  # processes take micro-batches in turn
+                dealt = step.reshape(-1, self.processes, self.micro_batch)
+                yield from ((len(step), dealt[:, process].flatten().tolist()) for process in range(self.processes))
             elif len(step):
                 partition = (partition_equal_rows if equal else partition_by_tokens)(costs[step], self.processes)
                 yield from ((len(step), step[rows].tolist()) for rows in partition)

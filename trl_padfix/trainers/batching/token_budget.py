@@ -31,9 +31,9 @@ from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ...core.model.runner_patch import attach_runner_patch
-from ..checks import rope_kind_beyond
 from ..backward_hooks import gradient_hook_name, module_hook_names
-from ..custom_loss import custom_loss_name
+from ..checks import rope_kind_beyond
+from ..custom_loss import custom_loss_name, is_custom_collator
 from ..data.columns import column_names
 from ..distributed import (
     datasets_of,
@@ -101,13 +101,13 @@ class SubBatchBudget(Part):
         recomputed = "All sub-batches of its forward but one are computed again in the backward pass."
         if name := custom_loss_name(self.trainer):
             logger.warning_once(
-                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, so it is computed from "
-                f"all rows of a step at once. {recomputed}"
+                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, so it is computed "
+                f"from all rows of a step at once. {recomputed}"
             )
         if hook := self.trainer.padding.gradient_hook:
             logger.warning_once(
-                f"`max_tokens_per_batch`: `{hook}` acts in the backward pass, on the gradient of all rows of a step, so "
-                f"a step has one backward. {recomputed}"
+                f"`max_tokens_per_batch`: `{hook}` acts in the backward pass, on the gradient of all rows of a step, "
+                f"so a step has one backward. {recomputed}"
             )
         if names := module_hook_names(self.trainer.model):
             logger.warning_once(
@@ -299,7 +299,10 @@ class MicroBatchBudget(SubBatchBudget):
             share_across_micro_batches=self.share_across_micro_batches,
             # Processes that shard a model plan together in each step, which a worker cannot.
             plan_in_worker=self.share_across_micro_batches and not is_sharded(trainer),
+            rows_per_item=task.rows_per_item if order.has_custom_collator else None,
         )
+        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
+            logger.warning(_what_collator_gets(order.images is not None, task.needs_all_rows()))
         # An item is a step of a process; the plan has left out the rows that are dropped.
         fields = {"train_dataset": StepDataset(rows, steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
@@ -366,13 +369,12 @@ def _budget_obstacle(trainer: Any) -> str | None:
         return reason
     accumulated = trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
     if (hook := trainer.padding.gradient_hook) and (accumulated or trainer.args.gradient_accumulation_steps > 1):
-        return f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
+        return (
+            f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
+        )
     all_rows = f"`{hook}` acts in the backward pass" if hook else "The loss compares rows (or is your own)"
     if task.needs_all_rows() and trainer.is_deepspeed_enabled:
-        return (
-            f"{all_rows}, and DeepSpeed does not compute forwards a second time "
-            "within a backward"
-        )
+        return f"{all_rows}, and DeepSpeed does not compute forwards a second time within a backward"
     if _has_images(trainer) and task.needs_all_rows():
         return (
             f"{all_rows}: its forwards are split by rows, and it is unknown there which "
@@ -388,6 +390,17 @@ def _budget_obstacle(trainer: Any) -> str | None:
     if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
         return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
     return None
+
+
+def _what_collator_gets(has_images: bool, all_rows: bool) -> str:
+    """What a collator that is not TRL's gets under a budget."""
+    if all_rows:
+        batches = "all rows of a step, whatever `gradient_accumulation_steps` was"
+    elif has_images:
+        batches = "each micro-batch of the budget by itself, because images are not numbered by row"
+    else:
+        batches = "the rows that it gets without a budget, and the batch that it makes is split by rows"
+    return f"`max_tokens_per_batch`: the collator is not TRL's and may look at its whole batch. It gets {batches}."
 
 
 def _has_images(trainer: Any) -> bool:
