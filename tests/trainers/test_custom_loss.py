@@ -175,3 +175,71 @@ def test_gradients_of_before_stay(tmp_path):
     trainer.training_step(trainer.model, batch, torch.tensor(50))
     assert torch.equal(parameter.grad, torch.ones_like(parameter))
     assert trainer.padding.part(MicroBatchBudget).running is None
+
+
+# -- a claim about a loss
+
+
+def reduced(reduction):
+    """A loss of a user's own, of the scores of rows or tokens."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        labels = inputs["labels"] if "labels" in inputs else ids.masked_fill(inputs["completion_mask"] == 0, -100)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        counts = (labels[:, 1:] != -100).sum(1)
+        rows = losses.sum(1) / counts.clamp(min=1)
+        return {"rows": rows.mean(), "tokens": losses.sum() / counts.sum(), "sum": losses.sum()}[reduction]
+
+    return compute_loss
+
+
+def of_reduction(reduction):
+    return lambda trainer, patch: patch.setattr(
+        trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": reduced(reduction)})
+    )
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+@pytest.mark.parametrize("reduction", ["rows", "tokens", "sum"])
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_claimed_loss_is_split_without_a_second_forward(name, reduction, sharing, run):
+    theirs, _ = run(name, of_reduction(reduction), False, max_steps=6)
+    mode = {"prefix_sharing": sharing, "max_steps": 6}
+    unclaimed, twice = run(name, of_reduction(reduction), True, **mode)
+    claimed, forwards = run(name, of_reduction(reduction), True, loss_reduction=reduction, **mode)
+    assert_same(claimed, theirs)
+    assert_same(unclaimed, theirs)
+    assert max(forwards) <= BUDGET[name]
+    assert sum(forwards) < sum(twice)  # also with the forwards that verify the claim
+
+
+@pytest.mark.parametrize(
+    ("reduction", "claim"), [("rows", "tokens"), ("tokens", "rows"), ("sum", "rows"), ("rows", "sum")]
+)
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_wrong_claim_is_an_error_with_its_figures(name, reduction, claim, run):
+    with pytest.raises(
+        ValueError, match=rf"`loss_reduction='{claim}'` is not what `.*compute_loss` computes: .* loss is"
+    ):
+        run(name, of_reduction(reduction), True, loss_reduction=claim)
+
+
+def test_a_claim_about_a_loss_that_compares_rows_is_an_error(run):
+    with pytest.raises(ValueError, match=r"is not what `trainer\.compute_loss` computes"):
+        run("sft", on_object, True, loss_reduction="rows")
+
+
+def test_claims_that_cannot_be_kept_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is about a loss in micro-batches. The loss compares rows"):
+        make("kto", tmp_path, ours=True, loss_reduction="rows")
+    with pytest.raises(ValueError, match="`loss_reduction` is 'rows', 'tokens' or 'sum', got 'mean'"):
+        make("sft", tmp_path, ours=True, loss_reduction="mean")
+    with pytest.raises(ValueError, match="and there is no budget"):
+        make("sft", tmp_path, ours=True, loss_reduction="rows", max_tokens_per_batch=None)
+    accumulated = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = make("dpo", tmp_path, ours=True, loss_reduction="sum", **accumulated)
+    on_object(trainer, None)
+    with pytest.raises(ValueError, match="TRL averages over several such losses in a step"):
+        trainer.train()

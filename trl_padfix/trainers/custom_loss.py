@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from types import MethodType
 from typing import Any
 
+from .temporary_attributes import temporarily_set
 
-__all__ = ["custom_loss_name", "has_custom_loss", "is_custom_collator", "module_of", "observe_loss"]
+
+__all__ = [
+    "custom_loss_name",
+    "has_custom_loss",
+    "is_custom_collator",
+    "module_of",
+    "observe_loss",
+    "observe_own_loss",
+]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 """Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
@@ -103,3 +114,15 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(in_step)["is_observed"] = True
     return in_step
+
+
+def observe_own_loss(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
+    if (own := vars(trainer).get("compute_loss")) is None:
+        return contextlib.nullcontext()
+
+    @wraps(own)  # also for `custom_loss_name`, which still finds the user's function
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -33,7 +33,8 @@ from ...core.model.patching import Attachment
 from ...core.model.runner_patch import attach_runner_patch
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
-from ..custom_loss import custom_loss_name, is_custom_collator
+from ..custom_loss import custom_loss_name, is_custom_collator, observe_own_loss
+from ..data.batch_metadata import pop_metadata
 from ..data.columns import column_names
 from ..distributed import (
     datasets_of,
@@ -46,6 +47,7 @@ from ..distributed import (
 from ..parts import Part, Step
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set
+from .claims import claimed_weights, differs, join_batches, loss_and_norm, without_dropout
 from .micro_batches import MICRO_BATCHES, PREFIX_PLAN, WEIGHTS, BudgetCollator, MicroBatch, to_equal_count
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner, can_share_across_micro_batches
 from .sampler import StepDataset, StepOrder
@@ -204,7 +206,8 @@ class SubBatchBudget(Part):
         # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
-            yield
+            with observe_own_loss(self.trainer):
+                yield
         except BaseException:
             for parameter in parameters:
                 parameter.grad = saved.get(parameter)
@@ -252,6 +255,11 @@ class MicroBatchBudget(SubBatchBudget):
 
     weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
+
+    verifies_whole = False
+    """Whether a claim is being verified, with the loss of all rows of a step."""
+
+    _claim_is_verified = False
 
     def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
@@ -327,16 +335,76 @@ class MicroBatchBudget(SubBatchBudget):
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         count = max_over_processes(self.trainer, len(micro_batches))
         micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
+        weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
+        if reduction := self._claimed_reduction():
+            counts_tokens = False  # of the loss itself nothing is known but the claim
+            batches, shares = zip(*micro_batches, strict=True)
+            weights = claimed_weights(reduction, batches, shares, task.num_label_tokens)
+            if not self._claim_is_verified and len(batches) > 1:
+                self._verify_claim(reduction, model, batches, weights, *args, **kwargs)
+                self._claim_is_verified = True
         loss = torch.zeros((), device=self.trainer.args.device)
         with self._run(self._runner(micro_batches, inputs)) as metrics, temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(micro_batches):
                 # A micro-batch with weight 0 only matches the forwards of other processes.
-                self.weight = None if counts_tokens and weight else weight
+                self.weight = weights[i]
                 num_items = self._num_items(batch, weight, counts_tokens)
                 with self._micro_batch(i, model), metrics.micro_batch(num_items):
                     loss = loss + train(model, batch, *args, **kwargs)
         metrics.log(sum(int(batch["attention_mask"].sum()) for batch, weight in micro_batches if not weight))
         return loss
+
+    def _claimed_reduction(self) -> str | None:
+        """What the user says of a custom loss. That of TRL needs no claim."""
+        return self.settings.loss_reduction if custom_loss_name(self.trainer) else None
+
+    def _verify_claim(
+        self,
+        reduction: str,
+        model: Any,
+        batches: Sequence[dict[str, Any]],
+        weights: Sequence[Any],
+        *args: Any,
+        **how: Any,
+    ) -> None:
+        """
+        Compare the loss of all rows with that of the micro-batches, and the norms of their gradients.
+
+        Nothing of it is trained on or logged. Where processes shard gradients, only the losses are compared.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        trainer = self.trainer
+        shards = is_sharded(trainer) or trainer.is_deepspeed_enabled
+        parameters = [] if shards else [p for p in trainer.model.parameters() if p.requires_grad]
+        num_items = next(iter((*args, *how.values())), None)
+
+        def loss(batch: dict[str, Any], weight: Any) -> torch.Tensor:
+            inputs = trainer._prepare_inputs(dict(batch))
+            with trainer.compute_loss_context_manager(), temporarily_set(self, "weight", weight):
+                return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+        with (
+            without_dropout(trainer.model),
+            torch.random.fork_rng(),
+            trainer.accelerator.no_sync(model) if not shards else contextlib.nullcontext(),
+            torch.set_grad_enabled(not shards),
+            StepMetrics(trainer).discarded(),
+        ):
+            whole = join_batches(batches, trainer.padding.task.rows_per_item)
+            with temporarily_set(self, "verifies_whole", True):
+                expected = loss_and_norm((loss(whole, None) for _ in range(1)), parameters)
+            with temporarily_set(self, "running", MicroBatchRunner(len(batches))):
+                losses = (loss(pop_metadata(b)[0], w) for b, w in zip(batches, weights, strict=True))
+                found = loss_and_norm(losses, parameters)
+        if differs(expected, found, next(trainer.model.parameters()).dtype):
+            raise ValueError(
+                f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "
+                f"step its loss is {expected[0]:.6f} for all rows at once (gradient norm {expected[1]:.6f}), and "
+                f"{found[0]:.6f} ({found[1]:.6f}) from {len(batches)} micro-batches with this reduction. Set the "
+                "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
+            )
 
     def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
         """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
@@ -355,7 +423,7 @@ class MicroBatchBudget(SubBatchBudget):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        is_one_batch = step.mode == "eval" or self.trainer.padding.task.needs_all_rows()
+        is_one_batch = step.mode == "eval" or self.verifies_whole or self.trainer.padding.task.needs_all_rows()
         with self.split_forwards() if is_one_batch else contextlib.nullcontext():
             yield
         if self.weight is not None:
@@ -373,6 +441,16 @@ def _budget_obstacle(trainer: Any) -> str | None:
             f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
         )
     all_rows = f"`{hook}` acts in the backward pass" if hook else "The loss compares rows (or is your own)"
+    if claim := trainer.padding.settings.loss_reduction:
+        if task.needs_all_rows():
+            return f"`loss_reduction={claim!r}` is about a loss in micro-batches. {all_rows}"
+        if accumulated and claim != "rows" and custom_loss_name(trainer):
+            return (
+                f"`loss_reduction={claim!r}`: TRL averages over several such losses in a step "
+                "(`gradient_accumulation_steps`), and a token weighs otherwise in each of them"
+            )
+        if _has_images(trainer) and custom_loss_name(trainer):
+            return f"`loss_reduction={claim!r}` cannot be verified, because images are not numbered by row"
     if task.needs_all_rows() and trainer.is_deepspeed_enabled:
         return f"{all_rows}, and DeepSpeed does not compute forwards a second time within a backward"
     if _has_images(trainer) and task.needs_all_rows():
