@@ -232,7 +232,7 @@ def test_a_claim_about_a_loss_that_compares_rows_is_an_error(run):
 
 
 def test_claims_that_cannot_be_kept_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="is about a loss in micro-batches. The loss compares rows"):
+    with pytest.raises(ValueError, match=r"is about a loss in micro-batches\. The loss compares rows"):
         make("kto", tmp_path, ours=True, loss_reduction="rows")
     with pytest.raises(ValueError, match="`loss_reduction` is 'rows', 'tokens' or 'sum', got 'mean'"):
         make("sft", tmp_path, ours=True, loss_reduction="mean")
