@@ -5,7 +5,8 @@ from functools import cache
 import pytest
 import torch
 from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make, make_recorded
-from kit.trainer_runs import entered, trained
+from kit.observe import entered_tokens
+from kit.trainer_runs import trained
 from transformers import TrainerCallback
 
 from trl_padfix.trainers import backward_hooks
@@ -39,7 +40,7 @@ def run(tmp_path_factory):
             trainer = make(name, folder, ours=ours, max_steps=3, **({"parity_check": False} if ours else {}), **config)
         for parameter in trainer.model.parameters():
             HOOKS[hook](parameter)
-        forwards = entered(trainer.model)
+        forwards = entered_tokens(trainer.model)
         figures = trained(trainer)
         return figures, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), forwards
 

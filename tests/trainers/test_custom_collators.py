@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from kit.budget_runs import assert_same, make
-from kit.trainer_runs import entered, trained
+from kit.observe import entered_tokens
+from kit.trainer_runs import trained
 from transformers import default_data_collator
 
 from trl_padfix.trainers.batching import sampler
@@ -57,7 +58,7 @@ def run(tmp_path_factory):
         config |= {"parity_check": False, "max_tokens_per_batch": TOKENS[name]} if ours else {}
         trainer = make(name, tmp_path_factory.mktemp("collators"), ours=ours, **config)
         trainer.data_collator = kind(trainer.data_collator)
-        forwards = entered(trainer.model)
+        forwards = entered_tokens(trainer.model)
         return trained(trainer), forwards
 
     return train

@@ -7,7 +7,8 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
-from kit.trainer_runs import entered, trained
+from kit.observe import entered_tokens
+from kit.trainer_runs import trained
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
@@ -62,7 +63,7 @@ def run(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             trainer = make(name, tmp_path_factory.mktemp("own"), ours=ours, **config)
             place(trainer, patch)
-            forwards = entered(trainer.model)
+            forwards = entered_tokens(trainer.model)
             return trained(trainer), forwards
 
     return train

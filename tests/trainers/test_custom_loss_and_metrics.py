@@ -5,7 +5,6 @@ import torch
 import trl
 from datasets import Dataset
 from kit.budget_runs import GLOBAL_BATCH, make
-from kit.loss_watchers import before_loss
 from kit.methods import make_trainer
 from kit.trainer_runs import trained
 
