@@ -15,6 +15,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit import trainer_runs
+from kit.loss_watchers import before_loss
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.processes import on_gpus
@@ -81,18 +82,18 @@ assert_same = partial(trainer_runs.assert_same, rtol=1e-5, atol=1e-5)
 
 def watched(trainer: Any) -> list[list[list[int]]]:
     """Train, and list the tokens of the rows of every micro-batch, step by step."""
-    steps, compute_loss, training_step = [], trainer.compute_loss, trainer.training_step
+    steps, training_step = [], trainer.training_step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         steps.append([])
         return training_step(*args, **kwargs)
 
-    def loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if model.training:
+    def look(inputs: Any) -> None:
+        if trainer.model.training:
             steps[-1].append(inputs["attention_mask"].sum(1).tolist())
-        return compute_loss(model, inputs, *args, **kwargs)
 
-    trainer.training_step, trainer.compute_loss = step, loss
+    trainer.training_step = step
+    before_loss(trainer, look)
     trainer.train()
     return steps
 

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import Dataset
+from kit.loss_watchers import before_loss
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -295,12 +296,9 @@ def watch_inputs(*prefixes: str) -> Callable[[Any, list], None]:
     """Watch what losses are computed of; each batch has a forward for each of the `prefixes` of its names."""
 
     def watch(trainer, batches):
-        compute_loss = trainer.compute_loss
-
-        def watched(model, inputs, *args, **kwargs):
-            batches.extend((inputs[f"{p}input_ids"], inputs[f"{p}attention_mask"]) for p in prefixes)
-            return compute_loss(model, inputs, *args, **kwargs)
-
-        trainer.compute_loss = watched
+        before_loss(
+            trainer,
+            lambda inputs: batches.extend((inputs[f"{p}input_ids"], inputs[f"{p}attention_mask"]) for p in prefixes),
+        )
 
     return watch

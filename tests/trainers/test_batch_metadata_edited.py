@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from kit.cells import every_pair, every_second, slow_but
+from kit.loss_watchers import before_loss
 from kit.methods import DEFAULTS, make_trainer
 from kit.trainer_runs import trained
 
@@ -94,8 +95,7 @@ def figures(package: Any, kind: str, path: Any, hook: str, edit: str, **config: 
     trainer_class = trainer_class if splits else edited(trainer_class, hook, EDITS[edit])
     trainer = make_trainer(package, kind, path, trainer_class, max_steps=2, **given, **config)
     if splits:  # a loss of a subclass would see all rows of a step at once
-        compute = trainer.compute_loss
-        trainer.compute_loss = lambda model, inputs, *a, **k: (EDITS[edit](inputs), compute(model, inputs, *a, **k))[1]
+        before_loss(trainer, EDITS[edit])
     trained(trainer)
     names = ("loss", "grad_norm", "eval_loss", "rewards/chosen", "eval_rewards/chosen")
     return [{name: log[name] for name in names if name in log} for log in trainer.state.log_history]

@@ -27,6 +27,7 @@ from kit.budget_runs import (
     watched,
 )
 from kit.cells import every_pair, slow_but
+from kit.loss_watchers import before_loss
 from kit.observe import entered_tokens
 from kit.processes import logged
 from kit.trainer_runs import build_model, build_tokenizer, figures, trained, trajectory
@@ -241,14 +242,12 @@ def test_pairs_of_one_prompt_are_in_one_micro_batch(tmp_path):
     }
     trainer = make("dpo", tmp_path, ours=True, **given, **SHARING)
     found = []
-    compute_loss = trainer.compute_loss
 
-    def loss(model, inputs, *args, **kwargs):
+    def look(inputs):
         prompts = inputs["input_ids"].masked_fill(inputs["completion_mask"].bool(), 39)
         found.append({tuple(p for p in row if p != 39) for row in prompts.tolist()})
-        return compute_loss(model, inputs, *args, **kwargs)
 
-    trainer.compute_loss = loss
+    before_loss(trainer, look)
     trainer.train()
     assert len(found) == 6  # three steps of two prompts with four pairs each
     assert [len(prompts) for prompts in found] == [1] * 6
@@ -504,7 +503,7 @@ def test_an_accumulation_that_was_set_later_is_refused(tmp_path):
 def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, monkeypatch):
     trainer = make("dpo", tmp_path, ours=True, max_steps=2)
     metrics, gather = trainer._metrics["train"], trainer.accelerator.gather
-    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", lambda *args, **kwargs: 1 / 0)
+    before_loss(trainer, lambda inputs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert trainer._metrics["train"] is metrics

@@ -222,9 +222,10 @@ class PaddingFreeMixin:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train = super().training_step
-        if micro_batches_of(inputs)[0] is inputs:
-            return train(model, inputs, *args, **kwargs)
-        return self.padding.part(MicroBatchBudget).training_step(train, model, inputs, *args, **kwargs)
+        with self.padding.part(SubBatchBudget).around_training_step():
+            if micro_batches_of(inputs)[0] is inputs:
+                return train(model, inputs, *args, **kwargs)
+            return self.padding.part(MicroBatchBudget).training_step(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any

@@ -89,6 +89,12 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             the second, which is then set to 1, so that one batch is one optimizer step. With `prefix_sharing` a prefix
             that several micro-batches share is computed once per step. Batches of evaluation are split, too, but not
             if they have images. Needs `padding_free`.
+        loss_reduction (`str`, *optional*):
+            With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
+            'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
+            loss is then computed in micro-batches. On the first step loss and gradient norm are compared with those of
+            all rows at once, and the run stops if they differ. By default a custom loss gets all rows of a step, and
+            the forwards of all sub-batches but one are computed a second time.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same optimizer step and forward: several pairs of a prompt, the
             turns of a conversation, rollouts of a task. The groups of a step are drawn at random in every epoch, from
@@ -125,7 +131,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+        max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default the last token that is
@@ -161,9 +167,9 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        ref_attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+        ref_attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
-            micro-batches.
+            micro-batches, so `loss_reduction` is refused.
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -246,7 +252,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate,
+        max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer, exact_eval_means, predict_with_generate,
         generation_max_new_tokens, generation_kwargs, eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):

@@ -2,49 +2,102 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, wraps
+from types import MethodType
 from typing import Any
 
+from .temporary_attributes import temporarily_set
 
-__all__ = ["has_custom_loss", "loss_is_patched", "observe_loss"]
+
+__all__ = [
+    "custom_loss_name",
+    "has_custom_loss",
+    "is_custom_collator",
+    "module_of",
+    "observe_loss",
+    "observe_own_loss",
+]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 """Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
 
+DECORATORS = ("trl.extras.profiling", "torch.utils._contextlib", "contextlib")
+"""Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
+
 
 def has_custom_loss(trainer: Any) -> bool:
-    """Whether a user's subclass, or the trainer's `compute_loss_func`, computes the loss."""
-    methods, loss_function = _methods_of_loss(type(trainer)), getattr(trainer, "compute_loss_func", None)
-    owners = [owner for owner in type(trainer).__mro__ if methods & vars(owner).keys()]
-    return (callable(loss_function) and not _is_trusted(loss_function)) or not all(map(_is_trusted, owners))
+    """Whether code of a user computes the loss, or a part of it."""
+    return custom_loss_name(trainer) is not None
 
 
-def loss_is_patched(trainer: Any) -> bool:
-    """Whether a method of the loss was replaced on the trainer itself (and not in its class)."""
-    replaced = _methods_of_loss(type(trainer)) & vars(trainer).keys()
-    return not all(_is_trusted(vars(trainer)[name]) for name in replaced)
+def custom_loss_name(trainer: Any) -> str | None:
+    """
+    Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
+
+    It is a method of a subclass or a mixin, a function that was set on a class or on the trainer itself, or
+    `compute_loss_func`. The class does not tell: one with a patched method is still TRL's.
+    """
+    classes = type(trainer).__mro__[:-1]
+    methods = _methods_of_loss(classes)
+    # All owners, also of methods that are hidden: those above may be called by `super()`.
+    for owner, members in [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in classes)]:
+        for name in sorted(methods & members.keys()):
+            if not _is_trusted(members[name]):
+                return f"{owner}.{name}"
+    loss_function = getattr(trainer, "compute_loss_func", None)
+    return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
 
 
-def _is_trusted(owner: Any) -> bool:
-    return (getattr(owner, "__module__", None) or "").startswith(TRUSTED)
+def is_custom_collator(collator: Any) -> bool:
+    """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
+    members = [vars(c).get(name) for c in type(collator).__mro__ for name in ("__call__", "torch_call")]
+    members += [vars(collator)[name] for name in ("torch_call",) if name in getattr(collator, "__dict__", {})]
+    is_function = hasattr(collator, "__globals__") or hasattr(collator, "__func__")
+    return not all(map(_is_trusted, [collator] if is_function else filter(None, members)))
 
 
-@cache
-def _methods_of_loss(trainer_class: type) -> frozenset[str]:
+def _functions(value: Any) -> Iterator[Any]:
+    """A function, and those that it decorates, the innermost last."""
+    while value is not None:
+        value = getattr(value, "__func__", value)  # of a bound method, a `staticmethod`, a `classmethod`
+        yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _is_trusted(value: Any) -> bool:
+    """Whether a function, and all that decorate it, are TRL's, transformers' or ours. A `partial` is a user's."""
+    *decorators, innermost = map(module_of, _functions(value))
+    return innermost.startswith(TRUSTED) and all(name.startswith((*TRUSTED, *DECORATORS)) for name in decorators)
+
+
+def module_of(function: Any) -> str:
+    """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
+    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
+    return str(module)
+
+
+def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:
     """Names of the methods that compute the loss: `compute_loss`, and those that these mention in their source."""
     methods, unread = set(), {"compute_loss"}
     while unread:
         methods.add(name := unread.pop())
-        for owner in trainer_class.__mro__:
-            method = inspect.unwrap(vars(owner).get(name))
-            # Only TRL's and transformers' code is read: a user's method counts as custom whatever it calls.
-            if owner.__module__.startswith(TRUSTED) and inspect.isfunction(method):
-                mentioned = set(re.findall(r"self\.(\w+)", inspect.getsource(method)))
-                unread |= {other for other in mentioned - methods if callable(getattr(trainer_class, other, None))}
-    return frozenset(methods)
+        for method in (vars(c)[name] for c in classes if name in vars(c)):
+            # A user's method counts as custom whatever it calls, but the one that it decorates is read.
+            *_, innermost = _functions(method)
+            if module_of(innermost).startswith(TRUSTED) and inspect.isfunction(innermost):
+                mentioned = _mentioned(innermost) - methods
+                unread |= {other for other in mentioned if any(callable(vars(c).get(other)) for c in classes)}
+    return methods
+
+
+@cache
+def _mentioned(method: Any) -> frozenset[str]:
+    """Attributes of `self` in the source of a method."""
+    return frozenset(re.findall(r"self\.(\w+)", inspect.getsource(method)))
 
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,3 +114,15 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(in_step)["is_observed"] = True
     return in_step
+
+
+def observe_own_loss(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
+    if (own := vars(trainer).get("compute_loss")) is None:
+        return contextlib.nullcontext()
+
+    @wraps(own)  # also for `custom_loss_name`, which still finds the user's function
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))

@@ -88,6 +88,7 @@ class Padding:
         self.is_attached = False
         self.is_restored = False
         self.running: Step | None = None
+        self.gradient_hook: str | None = None  # under a token budget: what acts in each backward of a step
         self.predicted: dict[str, Any] | None = None  # the batch of the running `prediction_step`
 
     @property

@@ -141,8 +141,10 @@ class BudgetConfig(OnlineBudgetConfig):
 
     group_by_prefix: bool = False
     group_by_prefix_buffer: int | None = None
+    loss_reduction: str | None = field(default=None, metadata={"choices": ["rows", "tokens", "sum"]})
 
     def __post_init__(self) -> None:
+        check_loss_reduction(self)
         super().__post_init__()
         check_grouping(self)
 
@@ -257,6 +259,21 @@ def check_token_budget(config: Any) -> None:
         raise ValueError(
             f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
             f"no batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
+        )
+
+
+def check_loss_reduction(config: Any) -> None:
+    """
+    Raises:
+        ValueError: If `loss_reduction` has an unknown value, or is set without `max_tokens_per_batch`.
+    """
+    reduction = config.loss_reduction
+    if reduction not in (None, "rows", "tokens", "sum"):
+        raise ValueError(f"`loss_reduction` is 'rows', 'tokens' or 'sum', got {reduction!r}.")
+    if reduction is not None and config.max_tokens_per_batch is None:
+        raise ValueError(
+            f"`loss_reduction={reduction!r}` says how `max_tokens_per_batch` may split a custom loss, and there is no "
+            "budget. Set both, or neither."
         )
 
 

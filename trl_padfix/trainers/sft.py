@@ -127,6 +127,10 @@ class SFTTask(Task):
             trained &= batch["attention_mask"].diff(dim=1) != 1
         return trained.sum()
 
+    def num_label_tokens(self, batch: dict[str, Any]) -> torch.Tensor:
+        count = self.num_loss_items(batch)
+        return super().num_label_tokens(batch) if count is None else count
+
     @property
     def _labels_begin_rows(self) -> bool:
         """

@@ -191,7 +191,11 @@ class Task:
 
     def needs_all_rows(self) -> bool:
         """Whether the loss needs the outputs of all rows at once (splitting then recomputes forwards in backward)."""
-        return getattr(self.trainer, "aux_loss_enabled", False) or has_custom_loss(self.trainer)
+        trainer = self.trainer
+        # What acts in a backward (a hook that clamps gradients) has to see the gradient of the step: one backward.
+        acts_in_backward = trainer.padding.gradient_hook is not None
+        is_unknown = has_custom_loss(trainer) and trainer.padding.settings.loss_reduction is None
+        return getattr(trainer, "aux_loss_enabled", False) or acts_in_backward or is_unknown
 
     def loss_is_token_mean(self) -> bool:
         """Whether the loss of a forward is a mean over its own tokens, whatever else is in the step."""
@@ -227,6 +231,11 @@ class Task:
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Number of items (pairs, tokens) that the loss of a batch is a mean over; `None` if unknown."""
         return None
+
+    def num_label_tokens(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Number of label tokens of a batch, for a custom loss that is a mean over them."""
+        labels = batch["labels"] != -100 if "labels" in batch else batch["completion_mask"]
+        return labels[:, 1:].sum()
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Number of items that a metric is a mean over, by its name, where it differs from that of the loss."""

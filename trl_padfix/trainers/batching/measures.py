@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from datasets import Dataset
 
 from ..data.columns import lists
@@ -16,7 +17,7 @@ from .prefix_groups import shared_prefix_lengths, sort_by_prefix
 from .token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
 
 
-__all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "UnpairedMeasure"]
+__all__ = ["PairMeasure", "RewardMeasure", "RowMeasure", "TextMeasure", "UnpairedMeasure", "batch_costs"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,28 @@ class RewardMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of a reward model, with the prompt in both sequences."""
 
     sequences = (("chosen_ids",), ("rejected_ids",))
+
+
+def batch_costs(ids: torch.Tensor, mask: torch.Tensor, rows_per_item: int, sharing: bool) -> RowCosts:
+    """
+    Costs of the items of a padded batch.
+
+    Args:
+        ids (`torch.Tensor` of shape `(B, L)`):
+            Token IDs, block by block: item `i` has the rows `i`, `i + B / rows_per_item`, ...
+        mask (`torch.Tensor` of shape `(B, L)`):
+            1 at real tokens.
+        rows_per_item (`int`):
+            Rows of an item.
+        sharing (`bool`):
+            Whether shared prefixes are computed once.
+    """
+    rows = [row[keep] for row, keep in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
+    blocks = [rows[i : i + len(rows) // rows_per_item] for i in range(0, len(rows), len(rows) // rows_per_item)]
+    names = [str(i) for i in range(rows_per_item)]
+    measure_class = type("BatchMeasure", (RowMeasure,), {"sequences": tuple((name,) for name in names)})
+    examples = [dict(zip(names, item, strict=True)) for item in zip(*blocks, strict=True)]
+    return measure_class(sharing=sharing).examples(examples)
 
 
 class UnpairedMeasure(RowMeasure):

@@ -20,6 +20,7 @@ from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
+from ..custom_loss import is_custom_collator
 from ..data.batch_metadata import LayoutCollator
 from ..distributed import data_replicas
 from ..parts import Part
@@ -28,6 +29,7 @@ from ..temporary_attributes import temporarily_set
 from .bin_packing import StepPlan
 from .image_measures import ImageMeasure, check_images_of_processes, measure_images
 from .measures import RowMeasure
+from .micro_batches import BudgetCollator
 from .prefix_groups import group_rows
 from .token_costs import RowCosts
 
@@ -167,6 +169,19 @@ class StepOrder(Part):
             self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer)
         )
 
+    @property
+    def collator(self) -> Any:
+        """The collator that the trainer was given."""
+        collator = self.trainer.data_collator
+        while isinstance(collator, BudgetCollator | LayoutCollator):
+            collator = collator.collator
+        return collator
+
+    @property
+    def has_custom_collator(self) -> bool:
+        """Whether the collator may look at its whole batch, and gets the batches of TRL: not with images."""
+        return self.images is None and is_custom_collator(self.collator)
+
     def fix_steps(self, rows_with_images: Dataset | None = None) -> StepPlan:
         """Fix the steps of the epochs that follow; first count the tokens of a train dataset with images."""
         self.steps = self.plan()
@@ -174,11 +189,11 @@ class StepOrder(Part):
         return self.steps
 
     def _count_tokens(self, rows: Dataset) -> ImageMeasure:
-        trainer, collator = self.trainer, self.trainer.data_collator
+        trainer = self.trainer
         processes = trainer.accelerator.num_processes
         measure = measure_images(
             rows,
-            collator.collator if isinstance(collator, LayoutCollator) else collator,
+            self.collator,
             sharing=bool(self.settings.prefix_sharing),
             processes=(trainer.accelerator.process_index, processes),
             workers=getattr(trainer.args, "dataset_num_proc", None),
@@ -245,7 +260,7 @@ class StepOrder(Part):
             epoch,
             is_grouped=bool(self.settings.group_by_prefix),
             is_partitioned=budget is not None,
-            equal_rows=trainer.padding.task.needs_all_rows(),
+            equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator,
         )
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:

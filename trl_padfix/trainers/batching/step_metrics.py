@@ -59,6 +59,15 @@ class StepMetrics:
         finally:
             metrics["train"] = saved
 
+    @contextlib.contextmanager
+    def discarded(self) -> Iterator[None]:
+        """A block with forwards whose metrics and tokens are not logged."""
+        try:
+            with self.micro_batch({"": 0}):
+                yield
+        finally:
+            self.trainer._total_train_tokens = self.tokens
+
     def log(self, repeated_tokens: int = 0) -> None:
         """Log the means of all micro-batches, and count their tokens but for those of repeated micro-batches."""
         trainer, task = self.trainer, self.trainer.padding.task

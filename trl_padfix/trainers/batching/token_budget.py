@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -30,8 +31,10 @@ from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ...core.model.runner_patch import attach_runner_patch
+from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
-from ..custom_loss import has_custom_loss, loss_is_patched
+from ..custom_loss import custom_loss_name, is_custom_collator, observe_own_loss
+from ..data.batch_metadata import pop_metadata
 from ..data.columns import column_names
 from ..distributed import (
     datasets_of,
@@ -44,7 +47,8 @@ from ..distributed import (
 from ..parts import Part, Step
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set
-from .micro_batches import MICRO_BATCHES, PREFIX_PLAN, WEIGHTS, BudgetCollator, MicroBatch, to_equal_count
+from .claims import claimed_weights, differs, join_batches, loss_and_norm, without_dropout
+from .micro_batches import KEPT, MICRO_BATCHES, PREFIX_PLAN, WEIGHTS, BudgetCollator, MicroBatch, to_equal_count
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner, can_share_across_micro_batches
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
@@ -87,16 +91,31 @@ class SubBatchBudget(Part):
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:
             return
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Refuse a loss that cannot be split, and warn of one whose forwards are computed again in backward."""
+        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)
         if reason := _budget_obstacle(self.trainer):
             raise ValueError(
                 f"{reason}, so the loss of a batch is not the mean of the losses of its micro-batches, and "
                 "`max_tokens_per_batch` cannot split it. Leave one of them out."
             )
-        if has_custom_loss(self.trainer):
-            logger.warning(
-                f"`max_tokens_per_batch`: whether the loss of {type(self.trainer).__name__} compares rows is unknown, "
-                "so it is computed from each whole micro-batch of TRL. All sub-batches of its forward but one are "
-                "computed again in the backward pass."
+        recomputed = "All sub-batches of its forward but one are computed again in the backward pass."
+        if name := custom_loss_name(self.trainer):
+            logger.warning_once(
+                f"`max_tokens_per_batch`: whether the loss of `{name}` compares rows is unknown, so it is computed "
+                f"from each whole micro-batch of TRL. {recomputed}"
+            )
+        if hook := self.trainer.padding.gradient_hook:
+            logger.warning_once(
+                f"`max_tokens_per_batch`: `{hook}` acts in the backward pass, on the gradient of a micro-batch, "
+                f"so each micro-batch of TRL has one backward. {recomputed}"
+            )
+        if names := module_hook_names(self.trainer.model):
+            logger.warning_once(
+                f"`max_tokens_per_batch` computes a step in several micro-batches, and the backward hooks of modules "
+                f"({', '.join(names[:3])}) are called for each of them, with the gradients of its packed tokens."
             )
 
     def attach_to_models(self) -> None:
@@ -182,6 +201,29 @@ class SubBatchBudget(Part):
             logger.info(runner.plan.summary)
 
     @contextlib.contextmanager
+    def around_training_step(self) -> Iterator[None]:
+        """
+        A block with the forwards and backwards of a step. If it raises, gradients are those of before.
+
+        The micro-batches before the one that failed have had their backward. A `training_step` that skips a batch
+        which does not fit into memory would otherwise update the weights by a part of the batch.
+        """
+        if self.budget is None:
+            yield
+            return
+        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
+        saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
+        try:
+            with observe_own_loss(self.trainer):
+                yield
+        except BaseException:
+            for parameter in parameters:
+                parameter.grad = saved.get(parameter)
+            raise
+
+    @contextlib.contextmanager
     def _micro_batch(self, index: int, model: Any) -> Iterator[None]:
         """A block with one micro-batch of the running step."""
         assert self.running is not None
@@ -195,7 +237,7 @@ class SubBatchBudget(Part):
         is_training = torch.is_grad_enabled() and trainer.model.training
         if not (is_training and task.needs_all_rows()) or _has_images(trainer):
             return False
-        is_trusted = not (has_custom_loss(trainer) or loss_is_patched(trainer))
+        is_trusted = custom_loss_name(trainer) is None and trainer.padding.gradient_hook is None
         is_step = trainer.args.gradient_accumulation_steps == 1
         return is_trusted and is_step and task.sub_batch_weight(inputs, inputs) is not None
 
@@ -220,6 +262,11 @@ class SubBatchBudget(Part):
 
 class MicroBatchBudget(SubBatchBudget):
     """`max_tokens_per_batch` for the micro-batches of a step, in the order of a [`StepOrder`]."""
+
+    verifies_whole = False
+    """Whether a claim is being verified, with the loss of all rows of a step."""
+
+    _claim_is_verified = False
 
     def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
@@ -253,6 +300,7 @@ class MicroBatchBudget(SubBatchBudget):
         if not is_training or self.budget is None:
             yield
             return
+        self._check_loss()  # a loss may have been set on the trainer since
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
         rows = trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if _has_images(trainer) else None)
@@ -266,7 +314,10 @@ class MicroBatchBudget(SubBatchBudget):
             share_across_micro_batches=self.share_across_micro_batches,
             # Processes that shard a model plan together in each step, which a worker cannot.
             plan_in_worker=self.share_across_micro_batches and not is_sharded(trainer),
+            rows_per_item=task.rows_per_item if order.has_custom_collator else None,
         )
+        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
+            logger.warning(_what_collator_gets(order.images is not None, task.needs_all_rows()))
         # An item is a step of a process; the plan has left out the rows that are dropped.
         fields = {"train_dataset": StepDataset(rows, steps), "data_collator": collator, "_train_batch_size": 1}
         with contextlib.ExitStack() as stack:
@@ -279,17 +330,31 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
+        if task.needs_all_rows() and len(micro_batches) > 1 and KEPT not in inputs:
+            name = custom_loss_name(self.trainer) or self.trainer.padding.gradient_hook
+            raise ValueError(
+                f"`{name}` was set during training, and the rows of this step were split already: its value for "
+                "all rows of a micro-batch is not known from their parts. Set it before `train()`."
+            )
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
         counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
         if task.needs_all_rows():
             return self._train_whole(train, model, micro_batches, counts_tokens, *args, **kwargs)
         count = max_over_processes(self.trainer, len(micro_batches))
         micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
+        weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
+        if reduction := self._claimed_reduction():
+            counts_tokens = False  # of the loss itself nothing is known but the claim
+            batches, shares = zip(*micro_batches, strict=True)
+            weights = claimed_weights(reduction, batches, shares, task.num_label_tokens)
+            if not self._claim_is_verified and len(batches) > 1:
+                self._verify_claim(reduction, model, batches, weights, *args, **kwargs)
+                self._claim_is_verified = True
         loss = torch.zeros((), device=self.trainer.args.device)
         with self._run(self._runner(micro_batches, inputs)) as metrics, temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(micro_batches):
                 # A micro-batch with weight 0 only matches the forwards of other processes.
-                self.weight = None if counts_tokens and weight else weight
+                self.weight = weights[i]
                 num_items = self._num_items(batch, weight, counts_tokens)
                 with self._micro_batch(i, model), metrics.micro_batch(num_items):
                     loss = loss + train(model, batch, *args, **kwargs)
@@ -316,6 +381,58 @@ class MicroBatchBudget(SubBatchBudget):
                 loss = loss + train(model, batch, *args, **kwargs)
         return loss
 
+    def _claimed_reduction(self) -> str | None:
+        """What the user says of a custom loss. That of TRL needs no claim."""
+        return self.settings.loss_reduction if custom_loss_name(self.trainer) else None
+
+    def _verify_claim(
+        self,
+        reduction: str,
+        model: Any,
+        batches: Sequence[dict[str, Any]],
+        weights: Sequence[Any],
+        *args: Any,
+        **how: Any,
+    ) -> None:
+        """
+        Compare the loss of all rows with that of the micro-batches, and the norms of their gradients.
+
+        Nothing of it is trained on or logged. Where processes shard gradients, only the losses are compared.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        trainer = self.trainer
+        shards = is_sharded(trainer) or trainer.is_deepspeed_enabled
+        parameters = [] if shards else [p for p in trainer.model.parameters() if p.requires_grad]
+        num_items = next(iter((*args, *how.values())), None)
+
+        def loss(batch: dict[str, Any], weight: Any) -> torch.Tensor:
+            inputs = trainer._prepare_inputs(dict(batch))
+            with trainer.compute_loss_context_manager(), temporarily_set(self, "weight", weight):
+                return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+        with (
+            without_dropout(trainer.model),
+            torch.random.fork_rng(),
+            trainer.accelerator.no_sync(model) if not shards else contextlib.nullcontext(),
+            torch.set_grad_enabled(not shards),
+            StepMetrics(trainer).discarded(),
+        ):
+            whole = join_batches(batches, trainer.padding.task.rows_per_item)
+            with temporarily_set(self, "verifies_whole", True):
+                expected = loss_and_norm((loss(whole, None) for _ in range(1)), parameters)
+            with temporarily_set(self, "running", MicroBatchRunner(len(batches))):
+                losses = (loss(pop_metadata(b)[0], w) for b, w in zip(batches, weights, strict=True))
+                found = loss_and_norm(losses, parameters)
+        if differs(expected, found, next(trainer.model.parameters()).dtype):
+            raise ValueError(
+                f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "
+                f"step its loss is {expected[0]:.6f} for all rows at once (gradient norm {expected[1]:.6f}), and "
+                f"{found[0]:.6f} ({found[1]:.6f}) from {len(batches)} micro-batches with this reduction. Set the "
+                "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
+            )
+
     def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
         """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
         task = self.trainer.padding.task
@@ -333,7 +450,7 @@ class MicroBatchBudget(SubBatchBudget):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        is_one_batch = step.mode == "eval" or self.trainer.padding.task.needs_all_rows()
+        is_one_batch = step.mode == "eval" or self.verifies_whole or self.trainer.padding.task.needs_all_rows()
         with self.split_forwards() if is_one_batch else contextlib.nullcontext():
             yield
         if self.weight is not None:
@@ -345,14 +462,27 @@ def _budget_obstacle(trainer: Any) -> str | None:
     task = trainer.padding.task
     if reason := task.token_budget_obstacle():
         return reason
-    if task.needs_all_rows() and trainer.is_deepspeed_enabled:
+    accumulated = trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
+    if (hook := trainer.padding.gradient_hook) and (accumulated or trainer.args.gradient_accumulation_steps > 1):
         return (
-            "The loss compares rows (or is your own), and DeepSpeed does not compute forwards a second time "
-            "within a backward"
+            f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
         )
+    all_rows = f"`{hook}` acts in the backward pass" if hook else "The loss compares rows (or is your own)"
+    if claim := trainer.padding.settings.loss_reduction:
+        if task.needs_all_rows():
+            return f"`loss_reduction={claim!r}` is about a loss in micro-batches. {all_rows}"
+        if accumulated and claim != "rows" and custom_loss_name(trainer):
+            return (
+                f"`loss_reduction={claim!r}`: TRL averages over several such losses in a step "
+                "(`gradient_accumulation_steps`), and a token weighs otherwise in each of them"
+            )
+        if _has_images(trainer) and custom_loss_name(trainer):
+            return f"`loss_reduction={claim!r}` cannot be verified, because images are not numbered by row"
+    if task.needs_all_rows() and trainer.is_deepspeed_enabled:
+        return f"{all_rows}, and DeepSpeed does not compute forwards a second time within a backward"
     if _has_images(trainer) and task.needs_all_rows():
         return (
-            "The loss compares rows (or is your own): its forwards are split by rows, and it is unknown there which "
+            f"{all_rows}: its forwards are split by rows, and it is unknown there which "
             "of the images in a batch belong to which row"
         )
     if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
@@ -365,6 +495,17 @@ def _budget_obstacle(trainer: Any) -> str | None:
     if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
         return f"The model's {kind!r} rotary embedding depends on the longest row of a forward"
     return None
+
+
+def _what_collator_gets(has_images: bool, all_rows: bool) -> str:
+    """What a collator that is not TRL's gets under a budget."""
+    if all_rows:
+        batches = "all rows of a step, whatever `gradient_accumulation_steps` was"
+    elif has_images:
+        batches = "each micro-batch of the budget by itself, because images are not numbered by row"
+    else:
+        batches = "the rows that it gets without a budget, and the batch that it makes is split by rows"
+    return f"`max_tokens_per_batch`: the collator is not TRL's and may look at its whole batch. It gets {batches}."
 
 
 def _has_images(trainer: Any) -> bool:

@@ -1,0 +1,60 @@
+"""Detects code of a user that acts in the backward pass, and so once for each backward of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from .custom_loss import module_of
+
+
+__all__ = ["gradient_hook_name", "module_hook_names"]
+
+LIBRARIES = (
+    __name__.partition(".")[0], "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"
+)  # fmt: skip
+"""Modules whose hooks reduce, gather or unscale gradients, which is linear. Their optimizers are told by `optim`."""
+
+
+def gradient_hook_name(trainer: Any) -> str | None:
+    """
+    What changes gradients or weights of the policy within a backward, by name; `None` if nothing does.
+
+    It is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that steps in
+    such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
+    """
+    optimizer = getattr(trainer.args.optim, "value", trainer.args.optim)
+    if "layerwise" in str(optimizer):
+        return f"optim={optimizer!r}"
+    if not any(_may_act(parameter) for parameter in trainer.model.parameters()):
+        return None  # without the names, which take longer
+    for name, parameter in trainer.model.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            return f"the optimizer that steps in the backward of {name}"
+        hooks = [getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+        if hook := next(_of_user(hooks), None):
+            return f"{hook}, a gradient hook of {name}"
+    return None
+
+
+def module_hook_names(model: nn.Module) -> list[str]:
+    """The backward hooks of modules that a user has registered, by name."""
+    hooks = [(name, m._backward_hooks, m._backward_pre_hooks) for name, m in model.named_modules()]
+    return [f"{hook} of {name or type(model).__name__}" for name, *kinds in hooks for hook in _of_user(kinds)]
+
+
+def _may_act(parameter: nn.Parameter) -> bool:
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
+    return any(getattr(parameter, kind, None) for kind in kinds)
+
+
+def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
+    """Names of the hooks that no library has registered."""
+    for hook in (hook for hooks in kinds for hook in (hooks or {}).values()):
+        while isinstance(hook, partial):
+            hook = hook.func
+        if module_of(getattr(hook, "__func__", hook)).partition(".")[0] not in LIBRARIES:
+            yield getattr(hook, "__qualname__", type(hook).__qualname__)
