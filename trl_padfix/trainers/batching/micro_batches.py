@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)  # a worker of a data loader has none of ac
 
 MICRO_BATCHES, WEIGHTS, PREFIX_PLAN, KEPT = "micro_batches", "weights", "prefix_plan", "kept_micro_batches"
 """
-Keys of a batch of the data loader: its micro-batches, their weights in the step, the plan of shared prefixes, and whether
-the micro-batches are those of TRL.
+Keys of a batch of the data loader: its micro-batches, their weights in the step, the plan of shared prefixes, and
+whether the micro-batches are those of TRL.
 """
 
 
