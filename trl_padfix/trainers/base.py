@@ -55,6 +55,7 @@ from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
+from .reference_copy import ReferenceCopy
 from .settings import Settings
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -65,6 +66,7 @@ VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Paramete
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
+    ReferenceCopy,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
