@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__
-from .versions import require
+from .versions import newer_trl, require
 
 
 # The module of each public name. A module is imported at the first access to one of its names: `import trl_padfix`
@@ -81,7 +81,13 @@ def __getattr__(name: str) -> Any:
         require("transformers", name)
     if _HOME[name].startswith("trainers."):
         require("trl", name)
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    try:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    except (ImportError, AttributeError) as error:
+        # A name that moved in a later TRL is missing deep inside; this says so at the import of the user.
+        if not (_HOME[name].startswith("trainers.") and (newer := newer_trl())):
+            raise
+        raise ImportError(f"`trl_padfix.{name}` could not be imported: {error}. {newer}") from error
 
 
 def __dir__() -> list[str]:

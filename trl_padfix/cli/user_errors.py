@@ -137,8 +137,8 @@ def describe(error: BaseException) -> str | None:
 
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trl":
         return (
-            "this command needs TRL, which is not installed. Run: pip install 'trl>=1.0,<2'; where another stack lives "
-            "in this environment (verl 0.9 does not start beside a TRL of 1.13 or later), in an environment of its own."
+            "this command needs TRL, which is not installed. Run: pip install 'trl>=1.0,<2'. If another stack is in "
+            "this environment (verl 0.9 does not start beside a TRL of 1.13 or later), install it in another one."
         )
     if (why := why_unwritable(error)) is not None:
         return f"{why}."
@@ -188,7 +188,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _unknown(error: BaseException) -> str:
-    """What is said before the traceback of an error that is not known here: whose it is, by the code that raised it."""
+    """What is said before the traceback of an error that is not known here: which package raised it."""
     from ..tools.reading import package_of
     from ..versions import installed_version
 

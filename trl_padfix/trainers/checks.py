@@ -12,10 +12,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
 from ..core.errors import PaddingRemovalError
 from ..core.model.positions import length_dependent_ropes
+from ..versions import newer_trl
 from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
 from .data.tokenizers import check_tokenizer
@@ -39,6 +41,8 @@ __all__ = [
     "rope_kind_beyond",
 ]
 
+logger = get_logger(__name__)
+
 
 def check_arguments(
     config: TrainingArguments | None, settings: Settings, task: Task, init_kwargs: dict[str, Any]
@@ -48,6 +52,8 @@ def check_arguments(
 
     The configuration has checked them when it was created; here come those that were set on it later.
     """
+    if newer := newer_trl():
+        logger.warning_once(newer)
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)

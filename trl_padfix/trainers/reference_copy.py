@@ -33,8 +33,8 @@ class ReferenceCopy(Part):
             return
         if init_kwargs.get("processing_class") is None:
             raise ValueError(
-                f"The {type(model).__name__} was made in this script, so no folder has its tokenizer. Pass the tokenizer "
-                "as `processing_class`."
+                f"The {type(model).__name__} was made in this script, so no folder has its tokenizer. Pass the "
+                "tokenizer as `processing_class`."
             )
         self._policy = model
 
