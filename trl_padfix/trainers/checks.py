@@ -17,6 +17,7 @@ from datasets import Dataset, IterableDataset
 
 from ..core.errors import PaddingRemovalError
 from ..core.model.positions import length_dependent_ropes
+from ..core.switch import OFF, is_off
 from ..versions import newer_trl
 from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
@@ -52,6 +53,11 @@ def check_arguments(
 
     The configuration has checked them when it was created; here come those that were set on it later.
     """
+    if is_off():
+        logger.warning(
+            f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch` and `group_by_prefix` are off. "
+            "Steps are TRL's, padded. They need TRL's time and memory."
+        )
     if newer := newer_trl():
         logger.warning_once(newer)
     check_field_types(config)
