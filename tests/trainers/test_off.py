@@ -1,4 +1,4 @@
-"""`TRL_PADFIX_OFF=1`: the same script computes TRL's steps, and says so. And what stays with a checkpoint without us."""
+"""`TRL_PADFIX_OFF=1`: the same script computes TRL's steps, and says so; and a checkpoint opens without this package."""
 
 import logging
 import subprocess

@@ -127,7 +127,7 @@ def print_reports(trainer: Any, reports: list[ParityReport]) -> None:
 
 
 def _say(text: str) -> None:
-    """Log a line at INFO; where logging is not set up for that, print it above the progress bar, unless it is quiet."""
+    """Log a line at INFO; where logging is not set up for that, print it, unless logging is quiet."""
     if logger.isEnabledFor(logging.INFO) and logging.getLogger(__name__).hasHandlers():
         logger.info(text)
     elif logger.isEnabledFor(logging.WARNING):
