@@ -1,4 +1,4 @@
-"""`TRL_PADFIX_OFF=1`: the same script computes TRL's steps, and says so; and a checkpoint opens without this package."""
+"""`TRL_PADFIX_OFF=1`: the same script computes the steps of TRL, and says so; what a checkpoint holds opens without us."""
 
 import logging
 import subprocess
