@@ -14,12 +14,9 @@ from kit.commands import build_pairs, trl_padfix_command
 from kit.printed import ROOT, everywhere, of_text
 from packaging.requirements import Requirement
 
-<<<<<<< HEAD
+from trl_padfix import build_tiny
 from trl_padfix.cli.app import app
 from trl_padfix.cli.launch import parse
-=======
-from trl_padfix import build_tiny
->>>>>>> c6fd4fe (At work: no training text in logs, TRL_PADFIX_OFF, TRL's class in training_args.bin, recipes are copied with what they need)
 from trl_padfix.cli.methods import METHODS
 
 
