@@ -1,4 +1,4 @@
-"""`TRL_PADFIX_OFF=1` computes the steps of TRL, and says so; a checkpoint opens where this package is not installed."""
+"""`TRL_PADFIX_OFF=1` computes the steps of TRL and says so; a checkpoint opens where this package is not installed."""
 
 import logging
 import subprocess
