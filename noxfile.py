@@ -4,6 +4,7 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox                      the parity suite on every pair; on the oldest the failure stories too
     nox --tags oldest        the oldest pair of the core and the oldest of the trainers
     nox -s "stacks(trl-1.9.2)"
+    nox -s lowest            the lowest declared version of every dependency
     nox -s stories           the failure stories alone
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
@@ -38,6 +39,9 @@ nox.options.sessions = ["stacks"]
 TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
+
+# The lowest transformers that TRL 1.0 admits.
+TRL_ADMITS = "transformers==4.56.2"
 
 TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
@@ -74,6 +78,38 @@ def stacks(session: nox.Session, stack: Stack) -> None:
     files += [STORIES] if stack == TESTED[0] else []
     named = any(argument.startswith("tests/") for argument in session.posargs)
     session.run("pytest", *PROCESSES, *CELLS, *(() if named else (*STACKS, *files)), *session.posargs)
+
+
+def lowest_versions(*extras: str) -> list[str]:
+    """The lowest version that `pyproject.toml` declares of each dependency, as pip's arguments."""
+    project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
+    declared = project["dependencies"] + [line for e in extras for line in project["optional-dependencies"][e]]
+    pinned = []
+    for line in declared:
+        name, _, bounds = line.partition(">=")
+        pinned.append(f"{name}=={bounds.split(',')[0]}" if bounds else name)
+    # `TRL_PADFIX_TORCH` may name a build for CPUs, and torch of the lowest version has CUDA.
+    return [line for line in pinned if not (line.startswith("torch==") and os.environ.get("TRL_PADFIX_TORCH"))]
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The lowest declared version of every dependency: without TRL what needs none of it, then with the lowest TRL."""
+    install(session, *lowest_versions("cli"), *TESTS)
+    session.install("--no-deps", "-e", str(ROOT))
+    session.run("pip", "list")
+    offline = {"HF_HUB_OFFLINE": "1"}
+    session.run("trl-padfix", "doctor", env=offline)
+    session.run(
+        "trl-padfix", "stats", "recipes/data/preferences/train.jsonl", success_codes=[2], env=offline
+    )  # of TRL
+    session.run("pytest", "tests/test_versions.py", "tests/core/test_stacks.py")
+    # TRL has bounds of its own on transformers and datasets, above ours: pip takes the lowest that it admits.
+    session.install(*[line for line in lowest_versions("trl") if "trl" in line], TRL_ADMITS)
+    session.run("pip", "list")
+    session.run("trl-padfix", "recipe", "list")
+    recipe = ("recipes/dpo_tiny.yaml", "--max_steps", "2", "--use_cpu", "true", "--output_dir", session.create_tmp())
+    session.run("trl-padfix", "dpo", "--config", *recipe, env=offline)
 
 
 @nox.session
@@ -131,7 +167,7 @@ def plugins(session: nox.Session, package: str) -> None:
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 # Of the extras `flash`, `kernels` and `liger` need a GPU, and so does the torchvision of `vision` on the index.
-EXTRAS = "cli,peft,notebooks,docs,dev"
+EXTRAS = "cli,trl,peft,notebooks,docs,dev"
 
 
 @nox.session
@@ -148,7 +184,7 @@ def distributions(session: nox.Session) -> None:
 def installed(session: nox.Session, what: str) -> None:
     """What `distributions` built, in an empty environment: a training, and without the extra `cli` the way to it."""
     (built,) = (ROOT / "dist").glob("*.tar.gz" if what == "sdist" else "*.whl")
-    install(session, f"{built}[{EXTRAS}]" if what == "extras" else str(built))
+    install(session, f"{built}[{EXTRAS}]" if what == "extras" else f"{built}[trl]")
     session.run("pip", "check")
     folder = session.create_tmp()
     session.chdir(folder)  # away from the clone, whose package would be imported
@@ -166,7 +202,7 @@ def installed(session: nox.Session, what: str) -> None:
 @nox.session
 def browser(session: nox.Session) -> None:
     """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
-    install(session, "-e", f"{ROOT}[cli,docs]", *TESTS, "playwright")
+    install(session, "-e", f"{ROOT}[cli,trl,docs]", *TESTS, "playwright")
     session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)
 
 

@@ -75,8 +75,12 @@ def troubleshooting() -> str:
         "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add what "
         "`trl-padfix doctor --json doctor.json` writes.\n"
     )
+    doing = ""
     for error in KNOWN_ERRORS:
-        page += f"\n## {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"
+        if error.doing != doing:  # the list is in the order of the groups
+            doing = error.doing
+            page += f"\n## {doing}\n"
+        page += f"\n### {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"
         page += f"\n*Where the text comes from.* {_linked(error.source)}.\n"
     return page
 

@@ -24,7 +24,8 @@ from datasets import load_dataset
 from transformers import AutoTokenizer, set_seed
 
 import trl_padfix
-from trl_padfix.cli.recipe_run import ReportCallback, build_tiny
+from trl_padfix import build_tiny
+from trl_padfix.cli.recipe_run import ReportCallback
 from trl_padfix.cli.user_errors import explain_errors
 
 

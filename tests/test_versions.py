@@ -104,11 +104,9 @@ def test_tested_pairs_lie_within_the_bounds_oldest_first():
 
 def test_pyproject_admits_every_tested_pair():
     path = Path(__file__).parents[1] / "pyproject.toml"
-    lines = re.findall(r'^  "((?:transformers|trl)\W.*)",$', path.read_text(), re.MULTILINE)
+    lines = re.findall(r'"((?:transformers|trl)[>=<][^"]*)"', path.read_text())
     admitted = {r.name: r.specifier for r in map(Requirement, lines)}
-    assert admitted["transformers"] == versions.BOUNDS["transformers"]
-    for stack in versions.TESTED:
-        assert stack.trl in admitted["trl"]
+    assert admitted == versions.BOUNDS
 
 
 def test_what_an_older_version_needs_goes_with_it():
@@ -117,3 +115,28 @@ def test_what_an_older_version_needs_goes_with_it():
         requirement = Requirement(needs)
         (oldest,) = (bound.version for bound in versions.BOUNDS[requirement.name] if bound.operator == ">=")
         assert not requirement.specifier.contains(oldest), f"delete `{name}`: {needs} is all that is supported"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_newer"), [("1.16.3", False), ("1.9.2", False), ("1.17.0", True), ("1.18.0", True)]
+)
+def test_a_trl_that_is_newer_than_the_tested_one_is_named_with_the_way_back(installed, version, is_newer):
+    installed(trl=version)
+    said = versions.newer_trl()
+    assert bool(said) == is_newer
+    assert not is_newer or (f"TRL {version} is installed" in said and "pip install 'trl~=1.16.0'" in said)
+
+
+def test_a_trainer_that_a_newer_trl_breaks_says_so_at_its_import(installed, monkeypatch):
+    def broken(name, package):
+        raise ImportError("cannot import name 'pad' from 'trl.trainer.utils'")
+
+    monkeypatch.setattr(trl_padfix.importlib, "import_module", broken)
+    installed(trl="1.18.0")
+    with pytest.raises(
+        ImportError, match=r"DPOTrainer.*cannot import name 'pad'.*TRL 1.18.0 is installed.*pip install"
+    ):
+        _ = trl_padfix.DPOTrainer
+    installed(trl="1.16.0")
+    with pytest.raises(ImportError, match=r"^cannot import name 'pad'"):
+        _ = trl_padfix.DPOTrainer

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__
-from .versions import require
+from .versions import newer_trl, require
 
 
 # The module of each public name. A module is imported at the first access to one of its names: `import trl_padfix`
@@ -39,6 +39,7 @@ _MODULES = {
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
     "integrations.callback": ["PaddingRemovalCallback"],
+    "tools.initial_model": ["build_tiny"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
     from .integrations.callback import PaddingRemovalCallback
+    from .tools.initial_model import build_tiny
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (
@@ -81,7 +83,13 @@ def __getattr__(name: str) -> Any:
         require("transformers", name)
     if _HOME[name].startswith("trainers."):
         require("trl", name)
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    try:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    except (ImportError, AttributeError) as error:
+        # A name that moved in a later TRL is missing deep inside; this says so at the import of the user.
+        if not (_HOME[name].startswith("trainers.") and (newer := newer_trl())):
+            raise
+        raise ImportError(f"`trl_padfix.{name}` could not be imported: {error}. {newer}") from error
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = [
     "UnwritableError",
     "folder_obstacle",
+    "is_missing_path",
     "output_obstacle",
     "why_unwritable",
     "write_whole",
@@ -66,6 +67,16 @@ def output_obstacle(path: str | Path) -> str | None:
     except OSError as error:
         why = _REFUSED.get(error.errno or 0, f"{error.strerror} (errno {error.errno}). Write elsewhere")
         return f"{str(path)!r} cannot be written: {why.format(str(path.parent))}."
+
+
+def is_missing_path(name: str) -> bool:
+    """Whether a name is a path for certain, and not the id of a Hub repository, and there is nothing at this path."""
+    path = Path(name).expanduser()
+    # An id is a name, or an owner and a name. `runs/model` may be either: it is a path if the folder `runs` is here.
+    is_path = (
+        name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    )
+    return is_path and not path.exists()
 
 
 def folder_obstacle(path: str | Path) -> str | None:

@@ -11,9 +11,20 @@ from importlib import metadata
 from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 
-__all__ = ["BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_version", "require", "require_stack"]
+__all__ = [
+    "BOUNDS",
+    "NEWER",
+    "OTHER_STACKS",
+    "TESTED",
+    "Stack",
+    "installed_version",
+    "newer_trl",
+    "require",
+    "require_stack",
+]
 
 
 class Stack(NamedTuple):
@@ -77,6 +88,17 @@ def require(package: str, name: str) -> None:
         raise ImportError(
             f"`trl_padfix.{name}` needs {package} {bounds}, and {installed} is installed.{hint} {remedy}"
         )
+
+
+def newer_trl() -> str:
+    """A sentence on a TRL that is newer than the newest tested one (by its minor version); empty for any other."""
+    installed, tested = installed_version("trl"), TESTED[-1].trl
+    if installed is None or Version(installed).release[:2] <= Version(tested).release[:2]:
+        return ""
+    return (
+        f"TRL {installed} is installed, and TRL {tested} is the newest that this trl_padfix was tested with. "
+        f"If something fails that runs with TRL alone: pip install 'trl~={tested}', or a newer trl_padfix."
+    )
 
 
 def require_stack(package: str) -> None:

@@ -7,6 +7,7 @@ import yaml
 from kit.commands import trl_padfix_command
 
 from trl_padfix.cli.recipe import folder
+from trl_padfix.tools.data import load_rows
 
 
 def test_every_recipe_is_listed_with_what_it_trains():
@@ -30,7 +31,11 @@ def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
     to = tmp_path / "mine"
     for name in ("dpo_tiny.yaml", "accelerate/cpu.yaml"):
         assert trl_padfix_command("recipe", "copy", name, str(to)).exit_code == 0
-        assert filecmp.cmp(folder() / name, to / name, shallow=False)
+        assert (to / name).read_text() == (folder() / name).read_text().replace("recipes/", f"{to}/")
+    for name in ("data/preferences/train.jsonl", "dpo.py"):  # which the recipe reads, and its first lines run
+        assert filecmp.cmp(folder() / name, to / name, shallow=False) or name.endswith(".py")
+    assert not (to / "data/gsm8k").exists()  # of other recipes
+    assert load_rows(str(to / "dpo_tiny.yaml"))
     (to / "dpo_tiny.yaml").write_text("mine")
     again = trl_padfix_command("recipe", "copy", "all", str(to))
     assert again.exit_code == 2

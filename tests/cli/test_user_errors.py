@@ -76,7 +76,7 @@ OF_TOKENIZERS = {
     "tokenizer_cut": "cannot be read",
     "tokenizer_config_cut": "cannot be read",
     "nowhere/model": "cannot be read",
-    "/nowhere/at/all": "cannot be read",
+    "/nowhere/at/all": "there is no such folder here",
     "": "cannot be read",
 }
 
@@ -169,7 +169,12 @@ CASES = (
         ("doctor", ["doctor", "--dtype", "int3"], "int3"),
         ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
         ("dpo", ["dpo", "--nonsense", "1"], "--nonsense: neither a field"),
-        ("dpo", ["dpo", "--config", "nonsense.yaml"], "--nonsense: neither a field"),
+        ("dpo", ["dpo", "--config", "nonsense.yaml"], "the key `nonsense` (nonsense.yaml, line 2): neither a field"),
+        ("dpo", ["dpo", "--lerning_rate", "1"], "Is `learning_rate` meant?"),
+        ("dpo", ["dpo", "--num_generations", "4"], "`num_generations` is a field of `trl-padfix grpo`"),
+        ("dpo", ["dpo"], "nothing is given to train"),
+        ("dpo", ["dpo", "--bf16", "true", "--config", "no_data.yaml"], "`--bf16` turns bf16 on"),
+        ("dpo", ["dpo", *CPU, "--model_name_or_path", "./nowhere"], "there is no file or folder './nowhere'"),
         *((f"dpo --config {name}", ["dpo", *CPU, "--config", name], message)
           for name, message in {"broken.yaml": "line 2", "binary.yaml": "cannot be read", "list.yaml": "holds a list",
                                 "empty.yaml": "holds a NoneType", "good_folder": "it is a folder",
@@ -258,7 +263,45 @@ def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
     result = trl_padfix_command(*stats("good.jsonl"))
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)
+    assert "is not known here" in result.output
     assert "Please report it" in result.output
+
+
+def raised(text: str) -> BaseException:
+    """An error of a package that checks nothing, as it is caught."""
+    error = type("NoMatchingError", (ValueError,), {"__module__": "peft.utils"})(text)
+    try:
+        raise error
+    except ValueError as caught:
+        return caught
+
+
+def test_an_error_that_is_known_is_explained_and_no_mistake_of_ours():
+    message = user_errors.describe(raised("Target modules nonsense not found in the base model."))
+    assert "nonsense not found" in message
+    assert "What to do: `target_modules='all-linear'`" in message
+    assert user_errors.describe(raised("Something nobody has seen.")) is None
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are():
+    from datasets import Dataset, DatasetDict
+
+    with pytest.raises(KeyError) as error:
+        DatasetDict(train=Dataset.from_list([{"a": 1}]))["nosplit"]
+    assert "no split 'nosplit'; there is 'train'" in user_errors.describe(error.value)
+    with pytest.raises(KeyError) as error:
+        {}["nosplit"]
+    assert user_errors.describe(error.value) is None
+
+
+def test_an_error_of_another_package_is_said_to_be_its(capsys):
+    import numpy as np
+
+    with pytest.raises(np.linalg.LinAlgError), user_errors.explain_errors("trl-padfix dpo"):
+        np.linalg.inv(np.zeros((2, 2)))
+    said = capsys.readouterr().err
+    assert f"is not known here; numpy {np.__version__} raised it" in said
+    assert "mistake of trl-padfix" not in said
 
 
 @pytest.mark.parametrize("error", [TypeError("an argument is missing"), AssertionError(), IndexError("out of range")])

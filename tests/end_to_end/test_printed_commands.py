@@ -14,10 +14,10 @@ from kit.commands import build_pairs, trl_padfix_command
 from kit.printed import ROOT, everywhere, of_text
 from packaging.requirements import Requirement
 
+from trl_padfix import build_tiny
 from trl_padfix.cli.app import app
 from trl_padfix.cli.launch import parse
 from trl_padfix.cli.methods import METHODS
-from trl_padfix.cli.recipe_run import build_tiny
 
 
 try:

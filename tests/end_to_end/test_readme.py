@@ -8,7 +8,7 @@ import torch
 from datasets import load_dataset
 from kit import readme_path
 
-from trl_padfix.cli.recipe_run import build_tiny
+from trl_padfix import build_tiny
 
 
 ROOT = Path(__file__).parents[2]

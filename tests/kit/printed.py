@@ -70,7 +70,9 @@ def everywhere() -> dict[str, list[str]]:
     sources += [(path, of_notebook(path)) for path in ROOT.glob("notebooks/*.ipynb")]
     sources += [(path, of_strings(path)) for path in package.rglob("*.py")]
     errors = yaml.safe_load((package / "tools/known_errors.yaml").read_text())
-    sources.append((package / "tools/known_errors.yaml", of_text("\n".join(str(e) for e in errors))))
+    sources.append(
+        (package / "tools/known_errors.yaml", of_text("\n".join(str(e) for group in errors.values() for e in group)))
+    )
     for path, commands in sources:
         for command in commands:
             found.setdefault(command, set()).add(str(path.relative_to(ROOT)))

@@ -17,6 +17,7 @@ FILE = re.compile(r"(?P<package>\w+)(?: (?P<version>\d+\.\d+))?, (?P<path>\S+\.(
 ISSUE = re.compile(r"(?:[\w' ]+: )?https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/\d+(?: \([\w. ]+\))?")
 IN_WORDS = {
     "a `TypeError` of Python",
+    "an `AttributeError` of torch",
     "the operating system (`ENOSPC`)",
     "the package `kernels`, when it loads a kernel of the Hub",
 }

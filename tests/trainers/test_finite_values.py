@@ -1,6 +1,7 @@
 """Weights that are not finite are refused before the first step; losses and gradients are reported with their rows."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -68,9 +69,18 @@ def test_the_step_and_the_rows_are_named(where, what, tmp_path, monkeypatch, cap
         trainer.train()
     said = next(text for text in caplog.messages if "NaN, which" not in text and what in text)
     assert f"The {what} in step 2 is nan" in said or f"The {what} in step 2 is inf" in said
-    assert "over the rows that begin with 'w" in said
+    assert re.search(r"over the rows 0 \(\d+ tokens\), 1 \(\d+ tokens\)", said)
+    assert "'w" not in said  # no training data in a log
     assert "`stop_on_nonfinite=True` stops it" in said
     assert trainer.state.global_step == 2
+
+
+def test_text_of_rows_is_logged_if_it_is_asked_for(tmp_path, monkeypatch, caplog):
+    trainer = make(tmp_path, max_steps=2, padding_free=True, shuffle_dataset=False)
+    broken_at(trainer, 2, monkeypatch, "loss")
+    with caplog.at_level(logging.DEBUG, logger="trl_padfix"):
+        trainer.train()
+    assert any("tokens: 'w" in text for text in caplog.messages)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -78,7 +88,7 @@ def test_the_run_stops_before_the_weights_change_if_asked(where, tmp_path, monke
     trainer = make(tmp_path, stop_on_nonfinite=True, learning_rate=0.1)
     broken_at(trainer, 1, monkeypatch, where)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    with pytest.raises(FloatingPointError, match=r"in step 1 is (nan|inf), over the rows that begin with"):
+    with pytest.raises(FloatingPointError, match=r"in step 1 is (nan|inf), over the rows 0"):
         trainer.train()
     assert trainer.state.global_step == 0
     for name, parameter in trainer.model.named_parameters():

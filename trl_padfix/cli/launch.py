@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import disable_telemetry, require_extra
@@ -70,42 +72,99 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from ..files import folder_obstacle
+    from ..files import folder_obstacle, is_missing_path
     from ..tools.data import load_recipe
     from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
 
     parser = make_parser(method)
     config = _config_of(args)
-    if config is not None:
-        load_recipe(config)  # its errors name the file
+    recipe = load_recipe(config) if config is not None else {}  # its errors name the file
+    if not args:
+        raise ValueError(
+            f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a recipe (`trl-padfix recipe "
+            "list` names those that ship), or give at least `--model_name_or_path` and `--dataset_name`."
+        )
     try:
         *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     except ValueError as error:
-        if unknown := _unknown_flags(parser, args, config):  # a misspelt flag may be the reason for a refused value
-            raise ValueError(_unknown_message(method, unknown)) from error
+        if unknown := _unknown_flags(parser, args, recipe):  # a misspelt flag may be the reason for a refused value
+            raise ValueError(_unknown_message(method, parser, unknown, args, config)) from error
         if "setup doesn't support bf16" in str(error):
-            raise ValueError(_without_bf16(config)) from error
+            raise ValueError(_without_bf16(args, config, recipe)) from error
         raise
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
-        raise ValueError(_unknown_message(method, unknown or [launch.training_script]))
+        unknown = unknown or [launch.training_script]
+        raise ValueError(_unknown_message(method, parser, unknown, args, config))
     training = parsed[1]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
     if reason := folder_obstacle(training.output_dir):
         raise ValueError(f"`output_dir`: {reason}")
+    for arguments in parsed:
+        for field in ("model_name_or_path", "dataset_name"):
+            if (name := getattr(arguments, field, None)) and is_missing_path(name):
+                raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
     return parsed, launch
 
 
-def _unknown_message(method: str, unknown: Sequence[str]) -> str:
+def _unknown_message(
+    method: str, parser: TrlParser, unknown: Sequence[str], args: Sequence[str], config: str | None
+) -> str:
+    """The error for flags and keys that nothing takes: where each stands, and which name is likely to be meant."""
+    names = [word.removeprefix("--").replace("-", "_") for word in unknown if word.startswith("--")]
+    supported = {flag.removeprefix("--") for action in parser._actions for flag in action.option_strings}
+    clues = [clue for name in names if (clue := _clue(name, method, supported))]
+    given = {arg.split("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
+    words = []
+    for word in [word for word in unknown if word.startswith("--")] or unknown:  # without the values of flags
+        name = word.removeprefix("--").replace("-", "_")
+        if config is not None and word.startswith("--") and name not in given:  # TRL makes a flag of each key
+            line = _line_of(config, name)
+            words.append(f"the key `{name}` ({config}{'' if line is None else f', line {line}'})")
+        else:
+            words.append(word)
     return (
-        f"{' '.join(unknown)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
-        f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
+        f"{' '.join(words)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
+        + "".join(f"{clue} " for clue in clues)
+        + f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
     )
 
 
-def _without_bf16(config: str | None) -> str:
+def _clue(name: str, method: str, supported: Collection[str]) -> str:
+    """A sentence on what an unknown field may be: a misspelt one, or one of another trainer; empty for neither."""
+    import trl_padfix
+
+    near = get_close_matches(name, [flag for flag in supported if "-" not in flag], n=1, cutoff=0.75)
+    if near:
+        return f"Is `{near[0]}` meant?"
+    others = [
+        command
+        for command, trainer in METHODS.items()
+        # A TRL that is installed may be too old for a configuration.
+        if command != method and name in _fields_of(trl_padfix, f"{trainer}Config")
+    ]
+    return f"`{name}` is a field of {', '.join(f'`trl-padfix {other}`' for other in others)}." if others else ""
+
+
+def _fields_of(package: Any, config: str) -> set[str]:
+    try:
+        return {field.name for field in fields(getattr(package, config))}
+    except ImportError:
+        return set()
+
+
+def _line_of(config: str, key: str) -> int | None:
+    """The line of a key at the top of a YAML, counted from 1."""
+    import yaml
+
+    root = yaml.compose(Path(config).read_text("utf-8"))
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    return next((node.start_mark.line + 1 for node, _ in pairs if node.value == key), None)
+
+
+def _without_bf16(args: Sequence[str], config: str | None, recipe: dict[str, Any]) -> str:
     """The error for a machine without bfloat16, with the settings to change."""
     import torch
 
@@ -113,8 +172,12 @@ def _without_bf16(config: str | None) -> str:
         why, flag = "this GPU has none", "fp16"
     else:
         why, flag = f"torch {torch.__version__} finds no GPU here", "use_cpu"
+    words = [word.split("=")[0] for word in args]
+    if "--bf16" in words:  # a flag overrides the YAML
+        return f"`--bf16` turns bf16 on, and {why}. To train without it, give `--bf16 false --{flag} true`."
+    source = f"`bf16: {recipe['bf16']}` stands in {config}" if "bf16" in recipe else "bf16 is on, which is the default"
     lines = f"set `bf16: false` and `{flag}: true` in {config}" if config else f"add `--bf16 false --{flag} true`"
-    return f"bf16 is on, which is the default, and {why}. To train without it, {lines}."
+    return f"{source}, and {why}. To train without it, {lines}."
 
 
 def _config_of(args: Sequence[str]) -> str | None:
@@ -127,16 +190,14 @@ def _config_of(args: Sequence[str]) -> str | None:
     return following[0]
 
 
-def _unknown_flags(parser: TrlParser, args: Sequence[str], config: str | None) -> list[str]:
+def _unknown_flags(parser: TrlParser, args: Sequence[str], recipe: dict[str, Any]) -> list[str]:
     """Flags, and keys of the YAML, that neither the script's parser nor `accelerate launch` has."""
     from accelerate.commands.launch import launch_command_parser
-
-    from ..tools.data import load_recipe
 
     actions = [*parser._actions, *launch_command_parser()._actions]
     supported = {flag for action in actions for flag in action.option_strings} | {"--config", "--accelerate_config"}
     flags = [arg.split("=")[0] for arg in args if arg.startswith("--")]
-    keys = [] if config is None else [f"--{key}" for key in load_recipe(config) if key != "env"]
+    keys = [f"--{key}" for key in recipe if key != "env"]
     spelled = [(flag, flag.replace("-", "_")) for flag in (*flags, *keys)]
     # argparse accepts the beginning of a flag.
     return [flag for flag, under in spelled if not any(s.startswith((flag, under)) for s in supported)]

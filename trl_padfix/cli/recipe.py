@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +47,22 @@ def _find(name: str) -> Path:
     return root / name
 
 
+def _with_needs(path: Path, root: Path) -> list[Path]:
+    """A file of the recipes, and what it names: data, a script, a configuration of accelerate, and what these name."""
+    needed, waiting = [], [path]
+    while waiting:
+        file = waiting.pop()
+        if file in needed:
+            continue
+        needed.append(file)
+        if file.suffix not in (".yaml", ".py"):
+            continue
+        for name in sorted(set(re.findall(r"recipes/([\w./-]*\w)", file.read_text()))):
+            named = root / name
+            waiting += [p for p in named.rglob("*") if p.is_file()] if named.is_dir() else [named] * named.is_file()
+    return needed
+
+
 @app.command("list")
 def list_recipes() -> None:
     """Name every recipe and what it trains."""
@@ -67,18 +83,31 @@ def copy(
     name: Annotated[str, Argument(help="Name of the file, as `list` prints it; `all` for the whole folder.")],
     to: Annotated[Path, Argument(help="Folder to copy it to; made if it is not there.")] = Path("recipes"),
 ) -> None:
-    """Copy a recipe (or all of them, with their data), to change it; nothing is written over."""
+    """Copy a recipe with the files that it names (or all recipes), to change it; nothing is written over."""
     root = folder()
     if name == "all":
         files = [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     else:
-        files = [_find(name)]
-    targets = {path: to / path.relative_to(root) for path in files}
-    if existing := next((target for target in targets.values() if target.exists()), None):
+        files = _with_needs(_find(name), root)
+    contents = {to / path.relative_to(root): _content(path, to) for path in files}
+    contents = {target: content for target, content in contents.items() if not _is_there(target, content)}
+    if existing := next((target for target in contents if target.exists()), None):
         raise typer.BadParameter(
             f"{str(existing)!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
         )
-    for path, target in targets.items():
+    for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    typer.echo(f"{len(files)} file{'s' * (len(files) != 1)} copied to {to}")
+        target.write_bytes(content)
+    typer.echo(f"{len(contents)} file{'s' * (len(contents) != 1)} copied to {to}")
+
+
+def _content(path: Path, to: Path) -> bytes:
+    """A file as it is copied: the files of the recipes name one another from the folder above."""
+    content = path.read_bytes()
+    named_elsewhere = path.suffix in _SHIPPED and to != Path("recipes")
+    return content.replace(b"recipes/", f"{to.as_posix()}/".encode()) if named_elsewhere else content
+
+
+def _is_there(target: Path, content: bytes) -> bool:
+    """Whether another recipe brought the same file before."""
+    return target.is_file() and target.read_bytes() == content

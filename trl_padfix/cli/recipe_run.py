@@ -15,14 +15,13 @@ from datasets import load_dataset
 from rich.console import Console
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..tools.data import texts_of_row
 from ..tools.formats import to_dialogues
-from ..tools.initial_model import built_once, fingerprint
+from ..tools.initial_model import build_tiny
 from ..tools.report import plot_curves, summary_table, write_report
-from ..tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from ..tools.tiny import SHAPES
 
 
-__all__ = ["RecipeArguments", "ReportCallback", "build_tiny", "model_to_train", "reporting", "to_dialogues"]
+__all__ = ["RecipeArguments", "ReportCallback", "model_to_train", "reporting", "to_dialogues"]
 
 
 @dataclass
@@ -88,15 +87,3 @@ def model_to_train(
         split, name = script.dataset_train_split, script.dataset_config
         rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
     return build_tiny(tiny_model, rows, Path(training.output_dir) / "initial_model")
-
-
-def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
-    """Train a tokenizer on the data, build a random model for it, and save both like a downloaded model."""
-
-    def build(folder: Path) -> None:
-        tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])
-        tokenizer.save_pretrained(folder)
-        build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
-
-    data = fingerprint(text for row in rows for text in texts_of_row(row))
-    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)

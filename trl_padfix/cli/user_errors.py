@@ -26,6 +26,9 @@ __all__ = ["DEBUG", "MISTAKE", "UserErrorGroup", "WrappedSummaries", "describe",
 DEBUG = "TRL_PADFIX_DEBUG"
 """Environment variable that `--debug` sets, because the processes of a training inherit it."""
 
+# typer before 0.26 has click's exceptions, later versions have their own: the class right below `Exception` in either.
+_OF_TYPER = next(c for c in reversed(typer.BadParameter.__mro__) if issubclass(c, Exception) and c is not Exception)
+
 MISTAKE = 2
 """Exit code of a mistake of the user; click uses the same for a wrong option."""
 
@@ -86,23 +89,18 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
         command (`str` or `Callable[[], str]`):
             The beginning of the message, or a function that returns it, called when the error is there.
     """
-    from typer.exceptions import TyperException
-
     try:
         yield
-    except (TyperException, typer.Exit, typer.Abort, BrokenPipeError):  # the last one: `| head` has closed the pipe
+    except (_OF_TYPER, typer.Exit, typer.Abort, BrokenPipeError):  # the last one: `| head` has closed the pipe
         raise
     except Exception as error:
         message = describe(error)
         command = command if isinstance(command, str) else command()
         if message is None:
-            typer.echo(
-                f"{command}: the error that follows is not explained, so it is likely to be a mistake of trl-padfix "
-                "and not yours. Please report it, with the command and the traceback.",
-                err=True,
-            )
+            typer.echo(f"{command}: {_unknown(error)}", err=True)
             raise
-        if os.environ.get(DEBUG):
+        # Of an error inside of a computation (CUDA, shapes), the place is worth more than a second run of hours.
+        if os.environ.get(DEBUG) or type(error).__name__ in ("RuntimeError", "AcceleratorError"):
             traceback.print_exception(error)
         typer.echo(f"{command}: {message}\n({DEBUG}=1 or `trl-padfix --debug ...` shows the traceback.)", err=True)
         raise SystemExit(MISTAKE) from error
@@ -124,8 +122,8 @@ def describe(error: BaseException) -> str | None:
     """
     The message for a user who made a mistake, or `None` if the error looks like a bug of this package.
 
-    It is a mistake of the user in three cases: the system refused a path; a package that reads files raised the error;
-    or code that checks its arguments raised it on purpose, with a message.
+    It is a mistake of the user in four cases: the system refused a path; a package that reads files raised the error;
+    code that checks its arguments raised it on purpose, with a message; or it is one of `known_errors.yaml`.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
@@ -137,6 +135,11 @@ def describe(error: BaseException) -> str | None:
     from ..files import why_unwritable
     from ..tools.reading import UnreadableError, package_of, reason
 
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trl":
+        return (
+            "this command needs TRL, which is not installed. Run: pip install 'trl>=1.0,<2'. If another stack is in "
+            "this environment (verl 0.9 does not start beside a TRL of 1.13 or later), install it in another one."
+        )
     if (why := why_unwritable(error)) is not None:
         return f"{why}."
     if isinstance(error, OSError) and error.errno is not None:
@@ -153,7 +156,53 @@ def describe(error: BaseException) -> str | None:
     worded = (ImportError, NotImplementedError, ValueError, *((TypeError,) if package == "trl_padfix" else ()))
     if package in _CHECKERS and isinstance(error, worded) and defined_in == "builtins" and _on_purpose(error):
         return str(error).strip() or None
-    return None
+    return _known(error)
+
+
+def _known(error: BaseException) -> str | None:
+    """The message of an error of `known_errors.yaml`, with cause and fix; `None` for an error that is not known."""
+    from ..tools.known_errors import explain
+    from ..tools.reading import reason
+
+    if isinstance(error, KeyError) and (splits := _splits_without(error)) is not None:
+        return f"there is no split {error.args[0]!r}; there is {_listed(splits)}. `dataset_train_split` names another."
+    # The error alone: the lines of a traceback hold text of comments and of other branches.
+    known = explain("".join(traceback.format_exception_only(error)))
+    # A package may report what went wrong beneath it, without its words.
+    if not known and error.__cause__ is not None:
+        known = explain("".join(traceback.format_exception_only(error.__cause__)))
+    if not known:
+        return None
+    return f"{reason(error).rstrip('.')}. {known[0].cause} What to do: {known[0].fix}"
+
+
+def _splits_without(error: KeyError) -> list[str] | None:
+    """The splits of a `DatasetDict` that was asked for another one; `None` if the error is of another kind."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    asked = frames[-1][0].f_locals.get("self") if frames else None
+    return sorted(map(str, asked)) if type(asked).__name__ in ("DatasetDict", "IterableDatasetDict") else None
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _unknown(error: BaseException) -> str:
+    """What is said before the traceback of an error that is not known here: which package raised it."""
+    from ..tools.reading import package_of
+    from ..versions import installed_version
+
+    package, ours = package_of(error) or "Python", __name__.partition(".")[0]
+    if package == ours:
+        return (
+            "the error that follows is not known here, and trl-padfix raised it: it is likely to be a mistake of "
+            "trl-padfix and not yours. Please report it, with the command and the traceback."
+        )
+    version = f" {found}" if (found := installed_version(package)) else ""
+    return (
+        f"the error that follows is not known here; {package}{version} raised it. If the same command runs with "
+        "TRL_PADFIX_OFF=1 (TRL alone), please report it to trl-padfix, with the command and the traceback."
+    )
 
 
 def _on_purpose(error: BaseException) -> bool:

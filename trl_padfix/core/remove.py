@@ -27,6 +27,7 @@ from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
 from .refusals import device_obstacle, prefix_sharing_obstacle, refusal
+from .switch import OFF, is_off
 from .towers import MultimodalPatch, TowerPatch, towers
 
 
@@ -119,6 +120,9 @@ def remove_padding(
         logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
     handle = PaddingRemoval(anatomy, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token, strict=strict)
+    if is_off():
+        logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
+        return handle.attach(())
     register_packed_attention()
     return handle.attach(_patches(anatomy, handle))
 

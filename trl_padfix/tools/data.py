@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from datasets import Dataset, load_dataset
 
+from ..files import is_missing_path
 from ..trainers.data.row_checks import TRAINED, check_row
 from .formats import rename_message_keys
 from .reading import reading
@@ -70,6 +71,10 @@ def _load(data: str, split: str) -> Dataset:
             raise ValueError(f"{data} is empty: it has no row.")
         with reading(f"the data {data!r}", _ADVICE):
             return load_dataset("parquet" if path.suffix == ".parquet" else "json", data_files=data, split="train")
+    if is_missing_path(data):  # `datasets` would look for it on the Hub
+        raise FileNotFoundError(
+            f"The data {data!r} cannot be read: there is no such file or folder here ({Path.cwd()})."
+        )
     with reading(f"the data {data!r}", _ADVICE):
         return load_dataset(data, split=split)
 

@@ -67,7 +67,8 @@ def trainer_of(rows: Dataset) -> str:
     if trainer is None:
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
-            "`messages`, or `prompt` and `completion`, and GRPO needs `prompt`: rename its columns (`--columns`)."
+            "`messages`, or `prompt` and `completion`, and GRPO needs `prompt`: rename its columns (`stats` and "
+            "`bench`: `--columns`)."
         )
     return trainer
 
@@ -87,7 +88,10 @@ def rows_for_trainer(rows: Dataset, trainer: str) -> Dataset:
         needed = ", or ".join(
             " and ".join(f"`{name}`" for name in sorted(names)) for names in TRAINER_COLUMNS[trainer]
         )
-        raise ValueError(f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed} (`--columns`).")
+        raise ValueError(
+            f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed}: rename its columns (`stats`, "
+            "`bench`: `--columns`)."
+        )
     extras = {*_EXTRAS, "prompt"} if taken == _PAIRS else _EXTRAS
     rows = rows.select_columns([name for name in rows.column_names if name in taken | extras])
     if taken == _PAIRS and trainer == "kto":

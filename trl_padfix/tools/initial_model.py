@@ -13,7 +13,7 @@ from accelerate import PartialState
 from ..files import write_whole_folder
 
 
-__all__ = ["built_once", "fingerprint"]
+__all__ = ["build_tiny", "built_once", "fingerprint"]
 
 RECORD = "built_from.json"
 
@@ -62,3 +62,45 @@ def _check(directory: Path, built_from: dict[str, Any]) -> None:
     raise ValueError(
         f"{str(directory)!r} is there, and {why}. Delete it to build it anew, or choose another `output_dir`."
     )
+
+
+def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
+    """
+    Train a tokenizer on the data, build a random Qwen2 for it, and save both like a downloaded model.
+
+    For trying things out: no download, and seconds on a CPU. A folder that holds the same model already is kept.
+
+    Args:
+        shape (`str`):
+            `"tiny"` or `"small"`.
+        rows (`Iterable[dict]`):
+            Rows of any of TRL's formats.
+        directory (`str` or `Path`):
+            Folder of the model.
+
+    Returns:
+        `str`: the folder, for `from_pretrained` or a trainer.
+
+    Raises:
+        KeyError: For another shape.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_padfix import build_tiny
+
+    pairs = load_dataset("recipes/data/preferences", split="train")
+    model = build_tiny("tiny", pairs, "runs/tiny")
+    ```
+    """
+    from .data import texts_of_row
+    from .tiny import SHAPES, build_qwen2, train_tokenizer
+
+    def build(folder: Path) -> None:
+        tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])
+        tokenizer.save_pretrained(folder)
+        build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+
+    data = fingerprint(text for row in rows for text in texts_of_row(row))
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)

@@ -24,10 +24,14 @@ class KnownError:
     cause: str
     fix: str
     source: str
+    doing: str
+    """What the reader was doing: the heading above the entry."""
 
 
 KNOWN_ERRORS = [
-    KnownError(**entry) for entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+    KnownError(**entry, doing=doing)
+    for doing, entries in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8")).items()
+    for entry in entries
 ]
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import is_missing_path
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,11 +77,17 @@ def package_of(error: BaseException) -> str | None:
     return None
 
 
+def _refuse_missing(what: str, name: str, advice: str) -> None:
+    if is_missing_path(name):  # transformers would look for it on the Hub
+        raise UnreadableError(f"{what} cannot be read: there is no such folder here ({Path.cwd()}). {advice}")
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or Hub id without running code from there."""
     from transformers import AutoTokenizer
 
     advice = "Give a folder with `tokenizer.json` (or the id of a Hub model that has one)."
+    _refuse_missing(f"the tokenizer {name!r}", name, advice)
     with reading(f"the tokenizer {name!r}", advice):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         ids = tokenizer("a text", add_special_tokens=False)["input_ids"]
@@ -96,5 +104,6 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
         "Give a folder with `config.json` and whole `.safetensors` weights of a causal language model, or a Hub id of "
         "one; weights in pickles (`pytorch_model.bin`) and code beside a model are not loaded."
     )
+    _refuse_missing(f"the model {name!r}", name, advice)
     with reading(f"the model {name!r}", advice):
         return AutoModelForCausalLM.from_pretrained(name, **SAFE_LOADING, **options)

@@ -55,7 +55,8 @@ from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
-from .settings import Settings
+from .reference_copy import ReferenceCopy
+from .settings import Settings, trls_configuration
 from .task import Task
 from .temporary_attributes import temporarily_set
 
@@ -65,6 +66,7 @@ VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Paramete
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
+    ReferenceCopy,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
@@ -334,12 +336,18 @@ class PaddingFreeMixin:
         with self.padding.part(WholeCheckpoints).saving(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        # `training_args.bin` is a pickle of the configuration: TRL's class opens where this package is not installed.
+        with temporarily_set(self, "args", trls_configuration(self.args)):
+            super()._save(*args, **kwargs)
+
     def _get_output_dir(self, trial: dict[str, Any] | None) -> str:
         return self.padding.part(WholeCheckpoints).output_dir(super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.padding.part(WholeCheckpoints).postpones_push():
-            super()._push_from_checkpoint(checkpoint_folder)
+            with temporarily_set(self, "args", trls_configuration(self.args)):
+                super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         call = inspect.signature(super().create_model_card).bind(*args, **kwargs)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Sized
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 
 from ..core.errors import PaddingRemovalError
 from ..core.model.positions import length_dependent_ropes
+from ..core.switch import OFF, is_off
+from ..versions import newer_trl
 from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
 from .data.data_warnings import name_rows, warn_or_raise
@@ -34,6 +43,8 @@ __all__ = [
     "rope_kind_beyond",
 ]
 
+logger = get_logger(__name__)
+
 
 def check_arguments(
     config: TrainingArguments | None, settings: Settings, task: Task, init_kwargs: dict[str, Any]
@@ -43,6 +54,13 @@ def check_arguments(
 
     The configuration has checked them when it was created; here come those that were set on it later.
     """
+    if is_off():
+        logger.warning(
+            f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch` and `group_by_prefix` are off. "
+            "Steps are TRL's, padded. They need TRL's time and memory."
+        )
+    if newer := newer_trl():
+        logger.warning_once(newer)
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)
@@ -52,6 +70,7 @@ def check_arguments(
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
     check_packing(settings)
+    _check_loss_type(config, type(task.trainer))
     if getattr(config, "use_liger_kernel", False) and not runs_triton(config):
         raise ValueError(
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
@@ -67,6 +86,37 @@ def check_arguments(
             f"The training dataset has image data ({images}), and packing what images become in the decoder is not "
             "supported. Set `padding_free=False`, or drop these columns to train on the text."
         )
+
+
+def _check_loss_type(config: Any, trainer_class: type) -> None:
+    """Refuse a misspelt `loss_type`, which TRL finds in the first step only, after model and data are loaded."""
+    given = getattr(config, "loss_type", None)
+    if given is None or not is_dataclass(config):
+        return
+    given = [given] if isinstance(given, str) else given
+    (field,) = (f for f in fields(config) if f.name == "loss_type")
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    if given in (default, [default]):
+        return
+    names = set().union(*(_loss_types(c.__module__) for c in trainer_class.__mro__ if c.__module__.startswith("trl.")))
+    for name in given:
+        # Only what looks like a misspelling: a newer TRL may compare its losses in another way.
+        if name not in names and (near := get_close_matches(name, names, n=1)):
+            raise ValueError(
+                f"`loss_type={name!r}` is no loss of {trainer_class.__name__}; is {near[0]!r} meant? TRL has "
+                f"{', '.join(sorted(names))}."
+            )
+
+
+@cache
+def _loss_types(module: str) -> frozenset[str]:
+    """The texts that the source of a module compares a `loss_type` with."""
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(node, ast.Compare) and getattr(node.left, "attr", getattr(node.left, "id", "")) == "loss_type":
+            constants = (n.value for side in node.comparators for n in ast.walk(side) if isinstance(n, ast.Constant))
+            found |= {value for value in constants if isinstance(value, str)}
+    return frozenset(found)
 
 
 def runs_triton(config: Any) -> bool:

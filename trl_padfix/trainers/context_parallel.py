@@ -42,7 +42,7 @@ class ContextParallel(Part):
     @property
     def size(self) -> int:
         """Number of processes that share a batch."""
-        parallelism = self.trainer.accelerator.parallelism_config
+        parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)  # accelerate 1.10
         return (parallelism.cp_size or 1) if parallelism is not None and self.settings.padding_free else 1
 
     def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ from .metrics.token_counts import TokenCounts
 from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
+from .reference_copy import ReferenceCopy
 from .task import Task
 
 
@@ -165,8 +166,8 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts, SubBatchBudget, TokenCounts,
-        FiniteValues, WholeCheckpoints,
+        ReferenceCopy, AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts, SubBatchBudget,
+        TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:

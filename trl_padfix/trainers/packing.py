@@ -18,6 +18,7 @@ from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
+from ..core.switch import is_off
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
 from .data.data_warnings import warn_or_raise
@@ -97,9 +98,9 @@ class Padding:
         return self.handles[0] if self.handles else None
 
     @property
-    def stats(self) -> PaddingStats | None:
-        """Token counts of the packed forwards of the policy."""
-        return self.handles[0].stats if self.handles else None
+    def stats(self) -> PaddingStats:
+        """Token counts of the packed forwards of the policy; zeros if nothing is packed."""
+        return self.handles[0].stats if self.handles else PaddingStats()
 
     @property
     def is_removed(self) -> bool:
@@ -198,7 +199,7 @@ class RemovePadding(Part):
         if is_ours and trainer.data_collator.padding_side == "left":
             for numbering in filter(None, map(number_padded_rows, models_of(trainer))):
                 self._register(numbering)
-        if not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
+        if is_off() or not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
             check_launch(self.trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,15 @@ def print_reports(trainer: Any, reports: list[ParityReport]) -> None:
         if compared and trainer.accelerator.is_local_main_process:
             pretrained = find_pretrained(model)
             name = Path(getattr(pretrained.config, "name_or_path", None) or "").name or type(pretrained).__name__
-            tqdm.write(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
+            _say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
+
+
+def _say(text: str) -> None:
+    """Log a line at INFO; where logging is not set up for that, print it, unless logging is quiet."""
+    if logger.isEnabledFor(logging.INFO) and logging.getLogger(__name__).hasHandlers():
+        logger.info(text)
+    elif logger.isEnabledFor(logging.WARNING):
+        tqdm.write(text)
 
 
 def module_called_by_trainer(model: Any) -> torch.nn.Module:

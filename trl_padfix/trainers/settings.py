@@ -17,6 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_prefix_sharing
+from ..core.switch import is_off
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
 from .field_types import ParityCheck, Sharing, parse_implementation
@@ -38,7 +39,17 @@ __all__ = [
     "check_grouping",
     "check_packing",
     "check_token_budget",
+    "trls_configuration",
 ]
+
+COMPUTED = {
+    "padding_free": False,
+    "prefix_sharing": False,
+    "max_tokens_per_batch": None,
+    "group_by_prefix": False,
+    "group_by_prefix_buffer": None,
+}
+"""Fields that change how a step is computed, and their values without this package."""
 
 FLAG_TYPES = (bool, bool | None, "bool", "bool | None")
 """Types of flags. In modules with `from __future__ import annotations` the type of a field is a string."""
@@ -56,6 +67,7 @@ class AttentionConfig:
     attn_implementation: InitVar[Implementation | None] = None
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        turn_off(self)
         self.attn_implementation = attn_implementation
         for name in (f"{of}attn_implementation" for of in ("", "ref_", "teacher_")):
             if hasattr(self, name):
@@ -184,7 +196,36 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
     def of(cls, config: Any, **fixed: Any) -> "Settings":
         """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
         names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
-        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
+        settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
+        turn_off(settings)
+        return settings
+
+
+def trls_configuration(config: Any) -> Any:
+    """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
+    classes = type(config).__mro__
+    package = __name__.partition(".")[0]
+    theirs = next((c for c in classes if c.__module__.partition(".")[0] != package), type(config))
+    if theirs is type(config) or type(config).__module__.partition(".")[0] != package:  # a subclass of the user stays
+        return config
+    copied = object.__new__(theirs)
+    ours = {f.name for f in fields(config)} - {f.name for f in fields(theirs)}
+    ours |= {"attn_implementation", "_rows_per_micro_batch"}
+    copied.__dict__.update({name: value for name, value in vars(config).items() if name not in ours})
+    return copied
+
+
+def turn_off(config: Any) -> None:
+    """
+    With `TRL_PADFIX_OFF` set, undo the fields that change how a step is computed, on a configuration or [`Settings`].
+
+    Fields that choose rows, metrics or the attention stay: the training is the same one, computed by TRL.
+    """
+    if is_off():
+        # Before the checks of the configuration, and before a budget multiplies the rows of its batches.
+        for name, off in COMPUTED.items():
+            if hasattr(config, name):
+                setattr(config, name, off)
 
 
 def check_field_types(config: Any) -> None:

@@ -177,11 +177,8 @@ def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None
         if is_valid.all():
             continue
         row, column = (~is_valid).nonzero()[0].tolist()
-        # A tokenizer raises an error for ids that it does not have, so they are left out of the text.
-        decodable = [int(i) for i in ids[row] if 0 <= i < collator.vocabulary]
-        tokenizer = getattr(collator.processor, "tokenizer", collator.processor)
         raise ValueError(
-            f"Row {row % count} of the batch (counted from 0; it begins with {tokenizer.decode(decodable[:12])!r}) "
+            f"Row {row % count} of the batch (counted from 0) "
             f"holds the token id {int(ids[row, column])}, and the model has embeddings for 0 to "
             f"{collator.vocabulary - 1}: its forward would stop (on a GPU with a device assertion). Use the model's "
             "own processor, or `model.resize_token_embeddings(len(processor.tokenizer))`."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -131,17 +132,26 @@ class FiniteValues(Part):
                 )
 
     def _rows_of(self, batches: list[Batch]) -> str:
-        """The first rows of batches, each by its first tokens, as the end of a sentence; empty without batches."""
-        tokenizer = tokenizer_of(self.trainer.processing_class)
+        """The first rows of batches, by number and length, as the end of a sentence; empty without batches."""
         shown, count = [], 0
         for batch in batches:
             ids, mask = batch["input_ids"], batch.get("attention_mask")
-            count += len(ids)
             for i in range(min(len(ids), SHOWN_ROWS - len(shown))):
                 row = ids[i] if mask is None else ids[i][mask[i].bool()]
-                first = row[:SHOWN_TOKENS]
-                shown.append(repr(first.tolist() if tokenizer is None else tokenizer.decode(first)))
+                shown.append(f"{count + i} ({len(row)} tokens{self._text_of(row)})")
+            count += len(ids)
         if not shown:
             return ""
         more = f" and {count - len(shown)} more" if count > len(shown) else ""
-        return f", over the rows that begin with {', '.join(shown)}{more}"
+        hint = "" if self._shows_text() else "; their text is logged at the level DEBUG of `trl_padfix` alone"
+        return f", over the rows {', '.join(shown)}{more} of the step{hint}"
+
+    def _shows_text(self) -> bool:
+        return logger.isEnabledFor(logging.DEBUG)
+
+    def _text_of(self, row: torch.Tensor) -> str:
+        """The beginning of a row, if it is asked for: logs travel further than training data should."""
+        if not self._shows_text():
+            return ""
+        tokenizer, first = tokenizer_of(self.trainer.processing_class), row[:SHOWN_TOKENS]
+        return f": {first.tolist() if tokenizer is None else tokenizer.decode(first)!r}"

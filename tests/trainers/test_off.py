@@ -1,0 +1,87 @@
+"""`TRL_PADFIX_OFF=1` computes the steps of TRL and says so; a checkpoint opens where this package is not installed."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model
+
+import trl_padfix
+from trl_padfix import remove_padding
+
+
+OURS = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 60}
+TRAINED = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def trained(library, folder, **given):
+    trainer = make_trainer(library, "DPO", folder, **TRAINED | given)
+    trainer.train()
+    return trainer, [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+
+
+def test_off_is_trl_to_the_bit_and_says_so(tmp_path, monkeypatch, caplog):
+    _, theirs = trained(trl, tmp_path)
+    on, ours = trained(trl_padfix, tmp_path, **OURS)
+    assert on.padding.stats.packed_tokens > 0
+    assert ours != theirs  # the same to rounding, and not to the bit: the mode ran
+    monkeypatch.setenv("TRL_PADFIX_OFF", "1")
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        off, same = trained(trl_padfix, tmp_path, **OURS)
+    assert same == theirs
+    assert not off.padding.handles
+    assert off.padding.stats.pad_fraction == 0
+    assert any("TRL_PADFIX_OFF is set" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize(("value", "packs"), [("1", False), ("0", True), ("", True)])
+def test_a_model_is_left_as_it_is(value, packs, monkeypatch):
+    monkeypatch.setenv("TRL_PADFIX_OFF", value)
+    model, ids = build_model().eval(), torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
+    mask = (ids != 0).long()
+    padded = model(ids, attention_mask=mask).logits
+    with remove_padding(model) as handle:
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], padded[mask.bool()])
+    assert (handle.stats.packed_tokens > 0) == packs
+
+
+OPENS = """
+import sys
+sys.modules["trl_padfix"] = None  # not installed
+import torch
+args = torch.load(sys.argv[1], weights_only=False)
+print(type(args).__module__, type(args).__name__, args.learning_rate, hasattr(args, "prefix_sharing"))
+"""
+
+
+def test_training_args_open_where_this_package_is_not_installed(tmp_path):
+    trainer = make_trainer(trl_padfix, "DPO", tmp_path, padding_free=True, prefix_sharing=True, learning_rate=0.25)
+    trainer.save_model(str(tmp_path / "saved"))
+    path = str(tmp_path / "saved" / "training_args.bin")
+    done = subprocess.run([sys.executable, "-c", OPENS, path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["trl.trainer.dpo_config", "DPOConfig", "0.25", "False"]
+    # Negative control: the configuration itself needs the package.
+    torch.save(trainer.args, path)
+    assert isinstance(trainer.args, trl_padfix.DPOConfig)
+    assert subprocess.run([sys.executable, "-c", OPENS, path], capture_output=True).returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [(None, "printed"), (logging.INFO, "logged"), (logging.ERROR, "")], ids=str
+)
+def test_the_line_of_the_parity_check_is_as_quiet_as_logging(level, shown, tmp_path, caplog, capsys):
+    logger = logging.getLogger("trl_padfix")
+    before = logger.level
+    logger.setLevel(level or logging.NOTSET)
+    try:
+        trained(trl_padfix, Path(tmp_path), padding_free=True, max_steps=1)
+    finally:
+        logger.setLevel(before)
+    printed = capsys.readouterr()
+    assert ("parity" in (printed.out + printed.err)) == (shown == "printed")
+    assert any("parity" in text for text in caplog.messages) == (shown == "logged")
