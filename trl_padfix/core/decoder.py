@@ -17,7 +17,7 @@ from torch import nn
 
 from .attention.attention import implementation_obstacle
 from .call.arguments import bind, local_arguments, pack_arguments, unpack_output
-from .call.calls import LAYOUT, PackedCall, model_call, packed_call, rows_call
+from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
 from .call.prefix_states import PrefixStates
@@ -26,6 +26,7 @@ from .context import context, outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError
 from .layout.layout import Layout, pack
 from .layout.shared_prefixes import PrefixedLayout
+from .layout.tree_arguments import tree_arguments_in
 from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
 from .mixers.row_buckets import calls_of_layers, over_whole_rows
@@ -81,7 +82,11 @@ class DecoderPatch(ForwardPatch):
         outer, prepared = model_call(self.module), None
         call = bind(self.wrapped, args, kwargs)
         try:
-            if outer is not None and outer.outer_arguments:
+            call, tree = _with_tree_of(call, outer)
+            if tree:
+                if outer is not None and outer.outer_arguments:
+                    call["attention_mask"] = None  # made by the module around, which takes the row for packed rows
+            elif outer is not None and outer.outer_arguments:
                 call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
             elif outer is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
                 # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
@@ -94,6 +99,7 @@ class DecoderPatch(ForwardPatch):
                     self._match_other_processes(call)
                 return self.wrapped(*args, **kwargs)
             self.attachment.stats.add(layout)
+            call = {k: v for k, v in call.items() if k not in tree}  # the layout has it now
             # Decoders cache by default, and a packed row has no rows that a later call could continue.
             call["use_cache"] = False
             cp_layout = self.attachment.cp_layout_of(layout)
@@ -252,6 +258,16 @@ class NumberingPatch(ForwardPatch):
         # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
         call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
         return self.wrapped(**call)
+
+
+def _with_tree_of(call: dict[str, Any], outer: ModelCall | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The call of a decoder with its `tree_*` arguments, some of which the modules around it drop; and these alone."""
+    around = outer.model_arguments | outer.outer_arguments if outer is not None else {}
+    tree = tree_arguments_in(around | call)
+    if tree and outer is not None and call.get("position_ids") is None:
+        tree_positions = around.get("position_ids")  # Mamba's model passes only ids
+        call = call | ({} if tree_positions is None else {"position_ids": tree_positions})
+    return call | tree, tree
 
 
 def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: PreTrainedModel, ids: torch.Tensor | None) -> None:
