@@ -38,6 +38,7 @@ _MODULES = {
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
+    "experimental.async_grpo": ["AsyncGRPOConfig", "AsyncGRPOTrainer"],
     "integrations.callback": ["PaddingRemovalCallback"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
+    from .experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from .integrations.callback import PaddingRemovalCallback
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
@@ -79,7 +81,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
-    if _HOME[name].startswith("trainers."):
+    if _HOME[name].startswith(("trainers.", "experimental.")):
         require("trl", name)
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
 

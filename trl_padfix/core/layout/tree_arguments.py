@@ -20,7 +20,7 @@ from .build import lay_out
 from .layout import Layout
 
 
-__all__ = ["tree_arguments_in", "tree_layout"]
+__all__ = ["leaf_paths", "tree_arguments_in", "tree_layout"]
 
 _TENSORS = (
     "tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k", "tree_segment_parents", "tree_segment_depths",
@@ -89,21 +89,9 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
 
     ```
     """
-    device = tree["tree_cu_seqlens_q"].device
     names = [name for name in _TENSORS if tree.get(name) is not None]
-    vectors = [tree[name].flatten() for name in names] + [key.flatten() for key in keys]
-    # All in one copy to the host: one synchronisation.
-    block = torch.cat([x.to(device=device, dtype=torch.int64) for x in vectors]).cpu()
-    on_host = block.split([len(x) for x in vectors])
-    given = dict(zip(names, on_host, strict=False))
-    cu_q, path_index, cu_k = _paths(given, tokens)
-    parent = _parents_of_tokens(cu_q, path_index, cu_k)
-    _check_segment_parents(given, cu_q, parent)
-    # Rows are the paths of the leaves: segments behind whose last token no other path goes on.
-    has_child = torch.zeros(tokens + 1, dtype=torch.bool)
-    has_child[parent] = True  # of a root the parent is -1: the additional last place
-    leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
-    paths = [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
+    on_host = _to_host([*(tree[name] for name in names), *keys])
+    paths = leaf_paths(dict(zip(names, on_host, strict=False)), tokens)
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
     # Without keys a token is identified by its place in the row: the tree is kept as it is.
@@ -119,27 +107,61 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
         source=source,
         packed_index=token_R[of_paths.packed_index],
     )
-    return layout.to(device)
+    return layout.to(tree["tree_cu_seqlens_q"].device)
 
 
-def _paths(given: dict[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    """
+    The paths from the root to each leaf, by places in the row: the rows that a tree was made of.
+
+    Args:
+        tree (`Mapping[str, torch.Tensor]`):
+            The `tree_*` tensors of a call, on the host.
+        tokens (`int`):
+            Tokens of the row.
+
+    Returns:
+        `list` of `torch.Tensor`, one per leaf. Rows that are equal, or the beginning of another one, have no leaf of
+        their own.
+
+    Raises:
+        ValueError: If the arguments describe no tree of `tokens` tokens.
+    """
+    cu_q, path_index, cu_k = _paths(tree, tokens)
+    parent = _parents_of_tokens(cu_q, path_index, cu_k)
+    _check_segment_parents(tree, cu_q, parent)
+    # A leaf is a segment behind whose last token no path goes on.
+    has_child = torch.zeros(tokens + 1, dtype=torch.bool)
+    has_child[parent] = True  # of a root the parent is -1: the additional last place
+    leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
+    return [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors as flat vectors on the host, in one copy: one synchronisation."""
+    device = tensors[0].device
+    block = torch.cat([x.flatten().to(device=device, dtype=torch.int64) for x in tensors]).cpu()
+    return block.split([x.numel() for x in tensors])
+
+
+def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`tree_cu_seqlens_q`, `tree_kv_index` and `tree_cu_seqlens_k`, checked; the last two also from parents."""
-    cu_q = given["tree_cu_seqlens_q"]
+    cu_q = tree["tree_cu_seqlens_q"]
     _check_cu_seqlens("tree_cu_seqlens_q", cu_q, tokens, "tokens of the row")
-    if "tree_kv_index" in given:
-        path_index, cu_k = given["tree_kv_index"], given["tree_cu_seqlens_k"]
+    if "tree_kv_index" in tree:
+        path_index, cu_k = tree["tree_kv_index"], tree["tree_cu_seqlens_k"]
         _check_cu_seqlens("tree_cu_seqlens_k", cu_k, len(path_index), "entries of `tree_kv_index`")
         if len(cu_k) != len(cu_q):
             raise ValueError(f"`tree_cu_seqlens_q` has {len(cu_q)} entries and `tree_cu_seqlens_k` {len(cu_k)}.")
         return cu_q, path_index, cu_k
     paths: list[torch.Tensor] = []
-    for segment, parent in enumerate(given["tree_segment_parents"].tolist()):
+    for segment, parent in enumerate(tree["tree_segment_parents"].tolist()):
         if segment + 1 < len(cu_q) and parent < segment:  # else `_check_segment_parents` raises
             new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
             paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
     if len(paths) != len(cu_q) - 1:
         raise ValueError(
-            f"`tree_segment_parents` is {given['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
+            f"`tree_segment_parents` is {tree['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
             "one number for each, that of a segment before it, or -1 for a root."
         )
     return cu_q, torch.cat(paths), torch.tensor([0, *map(len, paths)]).cumsum(0)
@@ -183,9 +205,9 @@ def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch
     return parent
 
 
-def _check_segment_parents(given: dict[str, torch.Tensor], cu_q: torch.Tensor, parent: torch.Tensor) -> None:
+def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor, parent: torch.Tensor) -> None:
     """Raise a `ValueError` if the parents or depths of the segments (trl#7686) are not those of their paths."""
-    parents, depths = given.get("tree_segment_parents"), given.get("tree_segment_depths")
+    parents, depths = tree.get("tree_segment_parents"), tree.get("tree_segment_depths")
     if parents is not None:
         last = torch.cat([cu_q[1:] - 1, torch.tensor([-1])])  # of segment -1, the parent of a root
         first = parent[cu_q[:-1]]

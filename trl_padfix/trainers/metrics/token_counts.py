@@ -74,7 +74,12 @@ class TokenCounts(Part):
         yield
         after = forward_counts(self.trainer.padding.handle)
         new = [a - b for a, b in zip(after, before, strict=True)]
-        counts = _step_counts(step.batches, new[:3], new[3:])
+        lengths = self.trainer.padding.task.row_lengths(step.inputs)
+        if lengths is None:
+            counts = _step_counts(step.batches, new[:3], new[3:])
+        else:  # packed forwards count the tokens of the tree, not those of its rows
+            padded, real = len(lengths) * int(lengths.max()), int(lengths.sum())
+            counts = torch.tensor([padded, real, *new[2:]])
         counter.add(summed_over_processes(counts, self.trainer))
 
     @contextlib.contextmanager
