@@ -42,8 +42,8 @@ NEWER = {
     **{name: SpecifierSet(">=1.16,<1.18") for name in ("AsyncGRPOTrainer", "AsyncGRPOConfig")},
 }
 """
-Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces. TRL 1.18 makes
-asynchronous GRPO stable, with other modules and fields than those that `experimental/async_grpo.py` overrides.
+Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces. TRL 1.18
+makes asynchronous GRPO stable, with other modules and fields than those that `experimental/async_grpo.py` overrides.
 """
 
 

@@ -1,8 +1,8 @@
 """
 Asynchronous GRPO without padding: trees of rollouts on any attention, any layer that is packed, any device.
 
-TRL computes its trees with one FlashAttention-3 kernel. Here the engine reads them: TRL's loop, loss, batching, logging
-and weight transfer stay TRL's. The part [`TreePolicy`] loads the policy with the attention that the user chose;
+TRL computes its trees with one FlashAttention-3 kernel. Here the engine reads them; loop, loss, batching, logging and
+weight transfer stay TRL's. The part [`TreePolicy`] loads the policy with the attention that the user chose;
 [`RolloutRow`] builds TRL's trees faster; [`RolloutQueue`] finds a rollout worker that will never yield a sample.
 """
 
@@ -158,7 +158,7 @@ def _passing_kernel_checks(model: Any) -> Iterator[None]:
     """
     Let a model pass TRL's checks of what its tree kernel cannot compute: kinds of layers, and attention sinks.
 
-    The engine has checks of its own. TRL reads `layer_types` of the config, then the names of the parameters, once, and
+    The engine has checks of its own. TRL reads `layer_types` of the config, then the names of the parameters, once;
     from then on the model is as it was.
     """
     config, named_parameters = model.config.get_text_config(), model.named_parameters
@@ -225,8 +225,7 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "TRL's asynchronous GRPO has no evaluation: rollouts come from its worker only. Evaluate checkpoints of the "
-            "run."
+            "TRL's asynchronous GRPO has no evaluation: rollouts come from its worker only. Evaluate checkpoints."
         )
 
     def _log_step_metrics(self) -> None:

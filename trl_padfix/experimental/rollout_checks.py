@@ -37,8 +37,8 @@ def check_server(trainer: Any) -> None:
         requests.get(f"{client.server_url}/health", timeout=5)
     except requests.RequestException as error:
         logger.warning(
-            f"No server answers at `vllm_server_base_url={client.server_url!r}` ({type(error).__name__}). Waiting up to "
-            f"`vllm_server_timeout={timeout:g}` seconds, in case it is still loading its model."
+            f"No server answers at `vllm_server_base_url={client.server_url!r}` ({type(error).__name__}). Waiting up "
+            f"to `vllm_server_timeout={timeout:g}` seconds, in case it is still loading its model."
         )
     client.wait_for_server_ready(poll_interval_s=min(POLL_SECONDS, timeout))
     answer = requests.get(f"{client.server_url}/v1/models", timeout=5)

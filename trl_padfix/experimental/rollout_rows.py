@@ -8,6 +8,7 @@ bytes. The rows, the budget and the packed row are TRL's, token for token.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -29,8 +30,8 @@ class RolloutRow(TreeRow):
     """
     TRL's [`~trl.experimental.async_grpo.packing.TreeRow`] with the samples in sorted order instead of a trie.
 
-    A token of TRL's trie is shared if the next token is the same too: of two samples with `n` tokens in common, `n - 1`
-    are shared, and all of them only if the samples are equal.
+    A token of TRL's trie is shared if the next token is the same too: of two samples with `n` tokens in common,
+    `n - 1` are shared, and all of them only if the samples are equal.
     """
 
     def __init__(self) -> None:
@@ -68,7 +69,7 @@ class RolloutRow(TreeRow):
     def pack(self) -> dict[str, torch.Tensor]:
         ids, positions, starts, paths, path_of = [], [], [0], [], {}
         lengths = [len(content) // WIDTH for content, _ in self._sorted]
-        common = [common_bytes(a, b) // WIDTH for (a, _), (b, _) in zip(self._sorted, self._sorted[1:], strict=False)]
+        common = [common_bytes(a, b) // WIDTH for (a, _), (b, _) in pairwise(self._sorted)]
         shared = np.array([0, *(max(n - 1, 0) for n in common)])
         numbers = np.array([number for _, number in self._sorted])
         # Samples `first` to `last` of the sorted ones have the path `path` in common, which ends at `depth`.
@@ -87,7 +88,7 @@ class RolloutRow(TreeRow):
                 continue
             cuts = [first, *(first + 1 + np.flatnonzero(shared[first + 1 : last] == end)).tolist(), last]
             # TRL's order: branches in the order in which samples made them; the stack is read from its end.
-            branches = sorted(zip(cuts, cuts[1:], strict=False), key=lambda b: -int(numbers[b[0] : b[1]].min()))
+            branches = sorted(pairwise(cuts), key=lambda b: -int(numbers[b[0] : b[1]].min()))
             stack += [(begin, stop, end, path) for begin, stop in branches]
         row = {
             "input_ids": np.concatenate(ids),
