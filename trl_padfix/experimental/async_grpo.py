@@ -35,7 +35,7 @@ with of_trl("async_grpo"):
     from trl.experimental.async_grpo import AsyncGRPOConfig as TRLAsyncGRPOConfig
     from trl.experimental.async_grpo import AsyncGRPOTrainer as TRLAsyncGRPOTrainer
 
-from .rollout_checks import RolloutQueue, check_server, check_tokenizer  # noqa: E402
+from .rollout_checks import RolloutQueue, check_server, check_tokenizer, stop_without_waiting  # noqa: E402
 from .rollout_rows import FixedCountBatcher, TokenBudgetBatcher  # noqa: E402
 
 
@@ -141,6 +141,7 @@ class TreePolicy(AttentionChoice):
             yield
             return
         if isinstance(trainer.rollout_worker, trl_async.AsyncRolloutWorker):
+            stop_without_waiting(trainer.rollout_worker)
             check_server(trainer)
         ours = {
             "RolloutQueueDataset": partial(RolloutQueue, trainer),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import requests
@@ -13,7 +14,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
 
-__all__ = ["RolloutQueue", "check_server", "check_tokenizer"]
+__all__ = ["RolloutQueue", "check_server", "check_tokenizer", "stop_without_waiting"]
 
 logger = get_logger(__name__)
 
@@ -78,6 +79,18 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def stop_without_waiting(worker: Any) -> None:
+    """Let `worker.stop()` return also if the worker's process was killed: TRL's would wait for it forever."""
+    worker.stop = partial(_stop, worker)
+
+
+def _stop(worker: Any) -> None:
+    process = worker._process
+    if process is not None and not process.is_alive():
+        worker._process = None  # setting the event of a process that is gone waits for its answer
+    type(worker).stop(worker)
+
+
 class RolloutQueue(RolloutQueueDataset):
     """
     TRL's queue of samples, which ends a run that will never get another sample.
@@ -116,7 +129,10 @@ class RolloutQueue(RolloutQueueDataset):
         self._check_worker(stale_after_s)
         process = getattr(self._trainer.rollout_worker, "_process", None)
         if process is not None and not process.is_alive():  # killed: it could not report an error
-            raise RuntimeError(f"The rollout worker's process has ended (exit code {process.exitcode}).")
+            raise RuntimeError(
+                f"The rollout worker's process has ended (exit code {process.exitcode}; -9: killed, by the kernel if "
+                "memory ran out), so no sample will come. Its last lines in the log may say more."
+            )
         waited = time.monotonic() - self._waits_since
         # A request may take `request_timeout` seconds, so a worker that works has no sample for that long.
         limit = self._trainer.args.request_timeout + stale_after_s

@@ -98,9 +98,8 @@ class RolloutRow(TreeRow):
             "tree_cu_seqlens_k": np.cumsum([0, *map(len, paths)], dtype=np.int32),
             "tree_max_seqlens": np.array([np.diff(starts).max(), max(map(len, paths))]),
         }
-        packed = {
-            name: torch.from_numpy(values) for name, values in (row | self._terms(row["input_ids"], path_of)).items()
-        }
+        row |= self._terms(row["input_ids"], path_of)
+        packed = {name: torch.from_numpy(values) for name, values in row.items()}
         # Not TRL's: the tokens of the samples before any is shared, for our token counts.
         return packed | {"sample_lengths": torch.tensor([len(sample["input_ids"]) for sample in self.samples])}
 
