@@ -52,6 +52,13 @@ class AsyncGRPOConfig(AttentionConfig, PackingConfig, TRLAsyncGRPOConfig):
     With `padding_free` the trees run on the `attn_implementation` of this configuration (transformers' choice by
     default) instead of TRL's FlashAttention-3 kernel; with `prefix_sharing` every token is computed once, without it
     those of TRL's tree are. The token budget of a micro-batch is TRL's `token_budget`.
+
+    Example:
+
+    ```python
+    >>> args = AsyncGRPOConfig("runs/async-grpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+
+    ```
     """
 
 
