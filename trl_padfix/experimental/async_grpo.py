@@ -53,6 +53,9 @@ class AsyncGRPOConfig(AttentionConfig, PackingConfig, TRLAsyncGRPOConfig):
     default) instead of TRL's FlashAttention-3 kernel; with `prefix_sharing` every token is computed once, without it
     those of TRL's tree are. The token budget of a micro-batch is TRL's `token_budget`.
 
+    Raises:
+        ValueError: If `prefix_sharing` is set without `padding_free`, or a field has a value that it cannot have.
+
     Example:
 
     ```python
