@@ -64,6 +64,14 @@ def test_kto_needs_a_newer_trl_and_the_other_trainers_do_not(installed):
     versions.require("trl", "DPOTrainer")
 
 
+@pytest.mark.parametrize("version", ["1.15.0", "1.18.0"])
+def test_asynchronous_grpo_is_that_of_trl_1_16_and_1_17(installed, version):
+    installed(trl=version)
+    with pytest.raises(ImportError, match=re.escape(f"needs trl <1.18,>=1.16, and {version} is installed")):
+        _ = trl_padfix.AsyncGRPOTrainer
+    versions.require("trl", "DPOTrainer")
+
+
 def test_every_name_that_the_installed_trl_admits_can_be_imported():
     pytest.importorskip("trl", minversion="1.0")
     version = metadata.version("trl")

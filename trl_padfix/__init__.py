@@ -38,6 +38,7 @@ _MODULES = {
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
+    "experimental.async_grpo": ["AsyncGRPOConfig", "AsyncGRPOTrainer"],
     "integrations.callback": ["PaddingRemovalCallback"],
     "tools.initial_model": ["build_tiny"],
 }
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
+    from .experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from .integrations.callback import PaddingRemovalCallback
     from .tools.initial_model import build_tiny
     from .trainers.base import padding_free_trainer
@@ -81,7 +83,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
-    if _HOME[name].startswith("trainers."):
+    if _HOME[name].startswith(("trainers.", "experimental.")):
         require("trl", name)
     try:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -50,8 +50,12 @@ BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.
 NEWER = {
     **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
     **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
+    **{name: SpecifierSet(">=1.16,<1.18") for name in ("AsyncGRPOTrainer", "AsyncGRPOConfig")},
 }
-"""Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces."""
+"""
+Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces. TRL 1.18
+makes asynchronous GRPO stable, with other modules and fields than those that `experimental/async_grpo.py` overrides.
+"""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}

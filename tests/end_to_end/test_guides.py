@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 ELSEWHERE = [DOCS / "experimental.md", DOCS / "other_stacks.md"]
-WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE] if path.stem != "common"}
+WITHOUT_SCRIPTS = ("common", "async_grpo")  # the latter needs a server beside it
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE] if path.stem not in WITHOUT_SCRIPTS}
 FAST = ("grpo", "reward")
 AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

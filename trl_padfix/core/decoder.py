@@ -25,6 +25,7 @@ from .context import context, outside_calls, set_until_reset, within
 from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout, pack
 from .layout.shared_prefixes import PrefixedLayout
+from .layout.tree_arguments import tree_arguments_in
 from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
 from .mixers.row_buckets import calls_of_layers, over_whole_rows
@@ -122,14 +123,19 @@ class DecoderPatch(ForwardPatch):
     ) -> tuple[dict[str, Any], Layout | None, PreparedMasks | None]:
         """The arguments that describe the rows of a call, its layout (`None`: run unchanged), and prepared masks."""
         prepared = None
-        if outer is not None and outer.outer_arguments:
+        call, tree = _with_tree_of(call, outer)
+        if tree:
+            if outer is not None and outer.outer_arguments:
+                call["attention_mask"] = None  # made by the module around, which takes the row for packed rows
+        elif outer is not None and outer.outer_arguments:
             call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
         elif outer is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
             # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
             call = call | {k: v for k, v in outer.model_arguments.items() if k not in call or call[k] is None}
         if outer is not None and outer.model_arguments and outer.model_arguments.get("use_cache") is None:
             call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
-        return call, self.attachment.layout_of(call, outer, prepared), prepared
+        layout = self.attachment.layout_of(call, outer, prepared)
+        return {k: v for k, v in call.items() if k not in tree}, layout, prepared  # the layout has the tree now
 
     def _packed_arguments(
         self, call: dict[str, Any], layout: Layout | None, prepared: PreparedMasks | None
@@ -269,6 +275,16 @@ class NumberingPatch(ForwardPatch):
         # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
         call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
         return self.wrapped(**call)
+
+
+def _with_tree_of(call: dict[str, Any], outer: ModelCall | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The call of a decoder with its `tree_*` arguments, some of which the modules around it drop; and these alone."""
+    around = outer.model_arguments | outer.outer_arguments if outer is not None else {}
+    tree = tree_arguments_in(around | call)
+    if tree and outer is not None and call.get("position_ids") is None:
+        tree_positions = around.get("position_ids")  # Mamba's model passes only ids
+        call = call | ({} if tree_positions is None else {"position_ids": tree_positions})
+    return call | tree, tree
 
 
 def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: PreTrainedModel, ids: torch.Tensor | None) -> None:

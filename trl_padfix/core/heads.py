@@ -180,7 +180,8 @@ def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a model that describe its rows, and whether it caches: some models keep them from their decoder."""
-    return {k: v for k, v in call.items() if k in ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")}
+    names = ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")
+    return {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
 
 
 def trust_metadata(attachment: Attachment) -> None:

@@ -171,6 +171,10 @@ class Task:
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
+    def row_lengths(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Tokens of each row that a batch stands for, if its forward gets other rows (a tree of them); else `None`."""
+        return None
+
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
         return inputs

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..context import context
-from ..errors import UnpackableBatchError, UnpackableCallError
+from ..errors import PaddingRemovalError, UnpackableBatchError, UnpackableCallError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
+from ..layout.tree_arguments import tree_arguments_in, tree_layout
 from .batch_metadata import ForwardMetadata, KnownBatch
 from .calls import LAYOUT, ModelCall
 from .images import content_keys, token_keys
@@ -216,6 +217,8 @@ def layout_of(
         UnpackableCallError: If the call cannot be packed.
         ValueError: If the mask is on another device, or requires a gradient.
     """
+    if LAYOUT not in call and (tree := tree_arguments_in(call)):
+        return _layout_of_tree(call, tree, handle, model_call)
     has_cache = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # "cache": paged generation
     if has_cache or call.get("use_cache") is True or LAYOUT in call:
         return None  # generation, or a caller that wants the cache; or packed already
@@ -289,6 +292,40 @@ def _other_keys(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _other_tensors(arguments: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(k, v) for k, v in arguments.items() if isinstance(v, torch.Tensor) and k not in _COVERED_BY_IDS]
+
+
+def _layout_of_tree(
+    call: dict[str, Any], tree: dict[str, Any], handle: PaddingRemoval, model_call: ModelCall | None
+) -> Layout:
+    """The layout of a call with the `tree_*` arguments `tree`; with prefix sharing, copies of a token are one."""
+    around = model_call.outer_arguments if model_call is not None else {}
+    ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
+    batch = ids if ids is not None else call.get("inputs_embeds")
+    if (reason := _tree_obstacle(call, around, batch, handle)) is not None or batch is None:
+        raise PaddingRemovalError(f"The model was called with {sorted(tree)}, and {reason}.")
+    keys: list[torch.Tensor] = []
+    if handle.prefix_sharing and ids is not None:
+        others = token_keys({k: v for k, v in call.items() if k not in tree}, ids.shape)
+        keys = [ids, *([] if others is None else others)]
+    with torch.inference_mode(False):  # as in `layout_of`
+        return tree_layout(tree, batch.shape[1], keys)
+
+
+def _tree_obstacle(
+    call: dict[str, Any], around: dict[str, Any], batch: torch.Tensor | None, handle: PaddingRemoval
+) -> str | None:
+    """Why a tree row cannot be computed. Unchanged, such a call would attend over the row without its tree."""
+    if batch is None or len(batch) != 1:
+        return f"a tree is one row, the batch has {'none' if batch is None else len(batch)}: pass `input_ids` `(1, N)`"
+    if (around if around else call).get("attention_mask") is not None:
+        return "with an attention mask. A tree row holds no padding: leave the mask out"
+    caches = [k for k in ("past_key_values", "cache", "use_cache") if call.get(k) not in (None, False)]
+    pixels = [k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    if extra := caches + [k for k in pixels if k != "inputs_embeds"]:
+        return f"with {extra}. A tree row has neither a cache nor images: leave them out"
+    if handle.anatomy.whole_rows:
+        return f"{type(handle.decoder).__name__} {handle.anatomy.whole_rows}, so it needs whole rows"
+    return None
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:

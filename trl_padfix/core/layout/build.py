@@ -11,7 +11,7 @@ from .layout import Layout
 from .prefix_tree import sort_by_keys, source_of_real_tokens
 
 
-__all__ = ["packed_layout", "padding_free_layout", "prefix_sharing_layout"]
+__all__ = ["lay_out", "packed_layout", "padding_free_layout", "prefix_sharing_layout"]
 
 
 def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
@@ -159,7 +159,7 @@ def packed_layout(
     # Counted from 0 in each sequence, whatever number its positions start with.
     position = index - first.repeat_interleave(lengths)
     keys = [] if input_ids is None else [x.flatten() for x in keys_BL]
-    return _lay_out((B, L), index, position, lengths.tolist(), keys).to(position_ids.device)
+    return lay_out((B, L), index, position, lengths.tolist(), keys).to(position_ids.device)
 
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
@@ -180,7 +180,7 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
     if keys_R and not torch.equal(position_R[lengths.cumsum(0) - 1] + 1, lengths):
         # A row has holes. Without holes positions are 0, 1, 2, ... in all rows, and need no comparison.
         keys_R.insert(0, position_R)
-    return _lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
+    return lay_out((B, L), real_index, position_R, lengths.tolist(), keys_R).to(mask.device)
 
 
 def _is_real(mask: torch.Tensor, host_mask: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _begins(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return ends.long()[ends < tokens]  # an empty sequence at the end begins nowhere
 
 
-def _lay_out(
+def lay_out(
     batch_shape: tuple[int, int],
     real_index: torch.Tensor,
     position_R: torch.Tensor,
@@ -246,7 +246,7 @@ def _lay_out(
     >>> import torch
 
     >>> ids, positions = torch.tensor([1, 2, 3, 4, 1, 2, 5]), torch.tensor([0, 1, 2, 3, 0, 1, 2])
-    >>> layout = _lay_out((2, 4), torch.arange(7), positions, [4, 3], [ids])
+    >>> layout = lay_out((2, 4), torch.arange(7), positions, [4, 3], [ids])
     >>> layout.source
     tensor([0, 1, 2, 3, 0, 1, 4])
     >>> layout.packed_index, layout.key_index

@@ -80,7 +80,12 @@ class TokenCounts(Part):
         yield
         after = forward_counts(self.trainer.padding.handle)
         new = [a - b for a, b in zip(after, before, strict=True)]
-        counter.add(summed_over_processes(_step_counts(step.batches, new), self.trainer))
+        if (lengths := self.trainer.padding.task.row_lengths(step.inputs)) is None:
+            counts = _step_counts(step.batches, new)
+        else:  # packed forwards count the tokens of the tree, not those of its rows
+            padded, real = len(lengths) * int(lengths.max()), int(lengths.sum())
+            counts = torch.tensor([real, padded, real, *new[2:]])
+        counter.add(summed_over_processes(counts, self.trainer))
         self._warn_if_unpacked(step)
 
     def _warn_if_unpacked(self, step: Step) -> None:

@@ -1,0 +1,208 @@
+"""Trees in the form of TRL's asynchronous GRPO: the numbers of rows alone, distinct tokens computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.rollouts import (
+    VOCABULARY,
+    build_samples,
+    distinct_tokens,
+    loss_of_rows,
+    sampled_by,
+    tree_call,
+    tree_loss,
+    tree_row,
+)
+from simulated_gpu.reference_flash_attn import flash_attn_varlen_func
+from trl.experimental.async_grpo import packing
+from trl.trainer.utils import add_fused_lm_head
+from zoo.families import build as build_family
+from zoo.model_numbers import gradients
+from zoo.models import build
+from zoo.vision_families import build_vision
+
+from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding
+from trl_padfix.core.layout.tree_arguments import tree_arguments_in, tree_layout
+
+
+FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "bamba", "lfm2", "falcon_h1", "mamba2"]
+"""Windows, sinks with experts, gated delta nets, Mamba 2 alone and beside attention, short convolutions."""
+
+
+def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Relative difference of all gradients."""
+    assert a.keys() == b.keys()
+    a_flat, b_flat = (torch.cat([x[name].flatten() for name in sorted(x)]) for x in (a, b))
+    return ((a_flat - b_flat).norm() / b_flat.norm()).item()
+
+
+def numbers(model: Any, loss: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def policy(family: str) -> Any:
+    model = build("qwen2") if family == "qwen2" else build_family(family)
+    if family.startswith("qwen3_"):
+        # The zoo's sharp gates amplify rounding: there transformers' own left padding moves the gradients of rows
+        # alone by 1e-4. With these weights it moves them by 4e-6, and a tree by as much.
+        torch.manual_seed(0)
+        for weight in (p for p in model.parameters() if p.dim() > 1):
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() == 2 else 0.5)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model.train()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)])
+def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
+    model = policy(family)
+    samples = sampled_by(model, build_samples())
+    expected, by_rows = numbers(model, loss_of_rows(model, samples))
+    other = [dict(sample, input_ids=sample["input_ids"].copy()) for sample in samples]
+    other[1]["input_ids"][12] ^= 1  # a token of a prompt
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for fused in (True, False):
+        with remove_padding(model, prefix_sharing=True) as handle:
+            loss, by_tree = numbers(model, tree_loss(model, samples, fused))
+            assert handle.stats.packed_tokens == distinct_tokens(samples) < len(tree_row(samples)["input_ids"])
+            _, by_others = numbers(model, tree_loss(model, other, fused))
+        assert abs(loss - expected) <= 1e-5 * abs(expected)
+        assert difference(by_tree, by_rows) <= 1e-5
+        assert difference(by_others, by_rows) > 1e-2
+
+
+def test_without_prefix_sharing_every_token_of_the_tree_is_computed():
+    model, samples = policy("qwen2"), build_samples()
+    expected, _ = numbers(model, loss_of_rows(model, samples))
+    with remove_padding(model) as handle:
+        loss, _ = numbers(model, tree_loss(model, samples))
+    assert handle.stats.packed_tokens == len(tree_row(samples)["input_ids"]) > distinct_tokens(samples)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba2"])
+def test_a_row_of_one_sample_is_computed_as_it_is(family):
+    model, samples = policy(family), build_samples(groups=1, generations=1)
+    expected, _ = numbers(model, loss_of_rows(model, samples))
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert tree_loss(model, samples, fused=False).item() == pytest.approx(expected, rel=1e-6)
+    assert handle.stats.forwards == 1
+
+
+@pytest.mark.slow
+def test_the_text_of_a_vision_model_in_a_tree():
+    model = build_vision("qwen2_5_vl").model.train()
+    samples = build_samples()
+    expected, by_rows = numbers(model, loss_of_rows(model, samples))
+    with remove_padding(model, prefix_sharing=True) as handle:
+        loss, by_tree = numbers(model, tree_loss(model, samples, fused=False))
+    assert handle.stats.packed_tokens == distinct_tokens(samples)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert difference(by_tree, by_rows) <= 1e-5
+
+
+# -- what describes no tree, or more than a tree
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mamba2"])
+@pytest.mark.parametrize("name", ["tree_block_mask", "tree_enter"])
+def test_an_unknown_tree_argument_is_an_error_with_its_name(family, name):
+    model = policy(family)
+    with remove_padding(model, prefix_sharing=True), pytest.raises(PaddingRemovalError, match=name):
+        tree_loss(model, build_samples(), fused=False, **{name: torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tree_cu_seqlens_q": None}, "describes no tree"),
+        ({"tree_kv_index": None}, "describes no tree"),
+        ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "with an attention mask"),
+        ({"use_cache": True}, "use_cache"),
+        ({"input_ids": torch.ones(2, 9, dtype=torch.long)}, "a tree is one row, the batch has 2"),
+    ],
+)
+def test_a_tree_that_cannot_be_computed_is_an_error(changes, message):
+    model = policy("qwen2")
+    with remove_padding(model, prefix_sharing=True), pytest.raises(PaddingRemovalError, match=message):
+        model(**tree_call(tree_row(build_samples())) | changes)
+
+
+TREE = {  # 0-1, then 2 and 3-4 behind it
+    "tree_cu_seqlens_q": torch.tensor([0, 2, 3, 5]),
+    "tree_cu_seqlens_k": torch.tensor([0, 2, 5, 9]),
+    "tree_kv_index": torch.tensor([0, 1, 0, 1, 2, 0, 1, 3, 4]),
+}
+
+
+def test_parents_of_segments_say_the_same_as_paths():
+    parents, depths = torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1])
+    more = {"tree_segment_parents": parents, "tree_segment_depths": depths}
+    alone = more | {"tree_cu_seqlens_q": TREE["tree_cu_seqlens_q"]}
+    for tree in (TREE, TREE | more, alone):
+        layout = tree_layout(tree, 5)
+        assert layout.dense_mask().int().tolist() == [
+            [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1],
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tree_cu_seqlens_q": [0, 2, 3, 6]}, "ascend from 0 to 5"),
+        ({"tree_cu_seqlens_q": [0, 2, 3, 5, -1]}, "Padding of a collator"),
+        ({"tree_cu_seqlens_k": [0, 2, 4, 9]}, "does not end with the tokens of its segment"),
+        ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 1, 4, 3]}, "does not end with the tokens of its segment"),
+        ({"tree_kv_index": [0, 1, 1, 0, 2, 0, 1, 3, 4]}, "form no tree"),
+        ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 9, 3, 4]}, "form no tree"),
+        ({"tree_segment_parents": [-1, 0, 1]}, "different trees"),
+        ({"tree_segment_parents": [-1, 0]}, "different trees"),
+        ({"tree_segment_parents": [-1, 0, 0], "tree_segment_depths": [0, 1, 2]}, "does not count the parents"),
+        ({"tree_kv_index": None, "tree_segment_parents": [-1, 2, 0]}, "one number for each"),
+    ],
+)
+def test_arguments_that_describe_no_tree_are_an_error(changes, message):
+    tensors = {name: None if value is None else torch.tensor(value) for name, value in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        tree_layout({name: value for name, value in (TREE | tensors).items() if value is not None}, 5)
+
+
+# -- outward
+
+
+def test_a_layout_gives_its_tree_and_reads_it_again():
+    ids = torch.randint(2, 5, (6, 9), generator=torch.Generator().manual_seed(0))
+    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
+    tree = layout.tree_arguments()
+    assert tree_arguments_in(tree) == tree
+    again = tree_layout(tree, layout.packed_tokens)
+    assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
+    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == layout.longest
+
+
+def test_trl_attention_computes_a_layout_of_ours(monkeypatch):
+    model, samples = policy("qwen2"), build_samples()
+    width = max(len(sample["input_ids"]) for sample in samples)
+    ids, mask = torch.zeros(2, len(samples), width, dtype=torch.long)
+    for row, sample in enumerate(samples):
+        length = len(sample["input_ids"])
+        ids[row, :length], mask[row, :length] = torch.tensor(sample["input_ids"]), 1
+    layout = prefix_sharing_layout(ids, mask)
+    row = ids.flatten()[layout.packed_index][None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[layout.packed_index]
+        monkeypatch.setattr(
+            packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+        )
+        packing.register_tree_attention()
+        model.set_attn_implementation(packing.TREE_ATTENTION)
+        logits = model(input_ids=row, position_ids=layout.positions[None], **layout.tree_arguments()).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert logits.shape[1] == VOCABULARY

@@ -1,0 +1,147 @@
+"""Checks of what asynchronous GRPO depends on besides the model: the server, the tokenizer, the rollout worker."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import requests
+from accelerate.logging import get_logger
+from trl.chat_template_utils import add_response_schema
+from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+
+__all__ = ["RolloutQueue", "check_server", "check_tokenizer", "stop_without_waiting"]
+
+logger = get_logger(__name__)
+
+MAX_DROPPED_SAMPLES = 64
+"""Samples in a row that exceed the token budget, after which no sample is expected to fit."""
+
+POLL_SECONDS = 1.0
+"""How long the queue is waited for before the worker's health is checked."""
+
+
+def check_server(trainer: Any) -> None:
+    """
+    Wait for the server, as TRL does, and check that it serves the model of the trainer.
+
+    Raises:
+        TimeoutError: If no server answers within `vllm_server_timeout` seconds.
+        ValueError: If it serves another model: TRL's worker would fail in its first request.
+    """
+    client, timeout = trainer.vllm_client, trainer.args.vllm_server_timeout
+    try:
+        requests.get(f"{client.server_url}/health", timeout=5)
+    except requests.RequestException as error:
+        logger.warning(
+            f"No server answers at `vllm_server_base_url={client.server_url!r}` ({type(error).__name__}). Waiting up "
+            f"to `vllm_server_timeout={timeout:g}` seconds, in case it is still loading its model."
+        )
+    client.wait_for_server_ready(poll_interval_s=min(POLL_SECONDS, timeout))
+    answer = requests.get(f"{client.server_url}/v1/models", timeout=5)
+    served = [model["id"] for model in answer.json().get("data", [])] if answer.ok else []
+    requested = trainer.rollout_worker._loop_kwargs["model_name"]
+    # With adapter sync the worker asks for adapters, which the trainer loads by names of its own.
+    if served and requested not in served and not trainer._lora_sync:
+        raise ValueError(
+            f"The server at {client.server_url} serves {served}, and the trainer asks it for {requested!r}. Serve the "
+            f"model that is trained (`vllm serve {requested}`), or give it that name (`--served-model-name "
+            f"{requested}`)."
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """
+    Raise a `ValueError` if TRL's worker could not parse answers: its process would end in the first turn.
+
+    TRL knows the answers of some chat templates; for others the tokenizer must have a `response_template`.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "The tokenizer has no chat template, and TRL's rollout worker formats prompts as conversations. Use the "
+            "tokenizer of a chat model, or set `tokenizer.chat_template`."
+        )
+    if getattr(tokenizer, "response_template", None) is not None:
+        return
+    try:
+        template = getattr(add_response_schema(copy.deepcopy(tokenizer)), "response_template", None)
+    except ValueError:
+        template = None
+    if template is None:
+        raise ValueError(
+            "The tokenizer has no `response_template`, and its chat template is none of those for which TRL has one: "
+            "the rollout worker could not parse the first answer. Set `tokenizer.response_template`, which says where "
+            "the content of an answer begins and ends (transformers: 'Response parsing')."
+        )
+
+
+def stop_without_waiting(worker: Any) -> None:
+    """Let `worker.stop()` return also if the worker's process was killed: TRL's would wait for it forever."""
+    worker.stop = partial(_stop, worker)
+
+
+def _stop(worker: Any) -> None:
+    process = worker._process
+    if process is not None and not process.is_alive():
+        worker._process = None  # setting the event of a process that is gone waits for its answer
+    type(worker).stop(worker)
+
+
+class RolloutQueue(RolloutQueueDataset):
+    """
+    TRL's queue of samples, which ends a run that will never get another sample.
+
+    Args:
+        trainer (`AsyncGRPOTrainer`):
+            The trainer.
+        check_health_fn (`Callable`):
+            The worker's check.
+        **kwargs:
+            As TRL's class.
+    """
+
+    def __init__(self, trainer: Any, *, check_health_fn: Any, **kwargs: Any) -> None:
+        self._trainer, self._check_worker = trainer, check_health_fn
+        self._waits_since, self._has_warned = time.monotonic(), False
+        super().__init__(check_health_fn=self._check, poll_interval_s=POLL_SECONDS, **kwargs)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        too_long = 0
+        self._waits_since = time.monotonic()
+        for sample in super().__iter__():
+            budget, length = self._trainer.args.token_budget or 0, len(sample["input_ids"])
+            too_long = too_long + 1 if 0 < budget < length else 0
+            if too_long == MAX_DROPPED_SAMPLES:
+                raise ValueError(
+                    f"{too_long} samples one after the other have more tokens than `token_budget={budget}` (the last "
+                    f"one {length}), so TRL drops them all and no step is made. Raise the budget, or lower "
+                    "`max_completion_length`."
+                )
+            yield sample
+            self._waits_since = time.monotonic()  # the time of the step is not waiting
+
+    def _check(self, stale_after_s: float) -> None:
+        """Called when the queue has been empty for a while; raises an error if it will stay so."""
+        self._check_worker(stale_after_s)
+        process = getattr(self._trainer.rollout_worker, "_process", None)
+        if process is not None and not process.is_alive():  # killed: it could not report an error
+            raise RuntimeError(
+                f"The rollout worker's process has ended (exit code {process.exitcode}; -9: killed, by the kernel if "
+                "memory ran out), so no sample will come. Its last lines in the log may say more."
+            )
+        waited = time.monotonic() - self._waits_since
+        # A request may take `request_timeout` seconds, so a worker that works has no sample for that long.
+        limit = self._trainer.args.request_timeout + stale_after_s
+        if waited > limit:
+            raise RuntimeError(
+                f"The rollout worker ({type(self._trainer.rollout_worker).__name__}) has yielded no sample for "
+                f"{waited:.0f} seconds, longer than `request_timeout` and `heartbeat_stale_after_s` together. Look at "
+                "the log of the worker and of the server; raise these limits if completions take that long."
+            )
+        if waited > limit / 10 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(f"No sample has come from the rollout worker for {waited:.0f} seconds. Said once.")
