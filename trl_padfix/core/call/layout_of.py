@@ -111,7 +111,7 @@ class LayoutInputs:
             return None
         positions = arguments.get("position_ids")
         is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
-        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no begin of a sequence.
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: no sequence begins there.
         if is_packed and (positions is None or positions.dim() == 2):
             return cls(batch, None, positions, cu_seqlens, _can_share(arguments, prefix_sharing), is_packed=True)
         if mask is None and (not prefix_sharing or batch.shape[0] == 1):
