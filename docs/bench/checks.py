@@ -1,10 +1,10 @@
 """
-What the checks of the data add to the time that TRL takes to prepare it.
+Time of the data checks beside that of TRL's preparation.
 
     python docs/bench/checks.py --rows 200000
 
-TRL's preparation and our checks of what it made run in turns; the medians are compared. Pairs and texts are drawn from
-a vocabulary of words, in lengths of HH-RLHF's order, on a tokenizer that is trained on the spot.
+TRL's preparation and the checks of its rows run in turns; their medians are compared. Pairs and texts are drawn from a
+vocabulary of words, about as long as those of HH-RLHF, and tokenized by a tokenizer that is trained on them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def texts(draw: random.Random, count: int, low: int, high: int) -> list[str]:
     return [" ".join(draw.choices(words, k=draw.randint(low, high))) for _ in range(count)]
 
 
-def timed(call: Callable[..., Any], *given: Any) -> tuple[float, Any]:
+def timed(call: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     begin = time.perf_counter()
-    result = call(*given)
+    result = call(*args)
     return time.perf_counter() - begin, result
 
 
@@ -51,13 +51,13 @@ def main() -> None:
     kinds = {"DPO": Dataset.from_dict(pairs), "SFT": Dataset.from_dict({"text": pairs["prompt"]})}
     for kind, data in kinds.items():
         args = getattr(trl_padfix, f"{kind}Config")(**settings)
-        given = {"ref_model": build_qwen2(tokenizer, **SHAPES["small"])} if kind == "DPO" else {}
+        kwargs = {"ref_model": build_qwen2(tokenizer, **SHAPES["small"])} if kind == "DPO" else {}
         trainer = getattr(trl_padfix, f"{kind}Trainer")(
             model=build_qwen2(tokenizer, **SHAPES["small"]),
             args=args,
             train_dataset=data.select(range(8)),
             processing_class=tokenizer,
-            **given,
+            **kwargs,
         )
         prepare = getattr(trl, f"{kind}Trainer")._prepare_dataset
         more = (args, "train") if kind == "DPO" else (args, False, None, "train")

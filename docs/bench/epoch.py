@@ -1,12 +1,12 @@
 """
-Epochs of training on the rollouts that ship, a row for each turn: padding-free, sharing with `group_by_prefix`.
+An epoch on the shipped rollouts with a row for each turn: padding-free, and with `group_by_prefix` and sharing.
 
     python docs/bench/epoch.py
     python docs/bench/epoch.py --rollouts 12 --batch-size 8
 
-Each is a training by `SFTTrainer` (AdamW, float32) of the same random model on the same rows: the seconds of
-`Trainer.train`, from the first step to the last. TRL's padded epoch is not trained: `trl-padfix bench` measures some
-of its steps.
+Both are trainings by `SFTTrainer` (AdamW, float32) of the same random model on the same rows. Seconds are those of
+`Trainer.train`, from the first step to the last. TRL's padded epoch would take too long: `trl-padfix bench` measures
+some of its steps.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def main() -> None:
                 processing_class=tokenizer,
                 callbacks=[Progress()],
             )
-            found = trainer.train().metrics
-        seconds[mode] = found["train_runtime"]
-        print(f"\r{mode}: {trainer.state.global_step} steps, loss {found['train_loss']:.4f}")
+            metrics = trainer.train().metrics
+        seconds[mode] = metrics["train_runtime"]
+        print(f"\r{mode}: {trainer.state.global_step} steps, loss {metrics['train_loss']:.4f}")
     slow, fast = seconds.values()
     print(json.dumps(seconds | {"speed-up": round(slow / fast, 2)}))
 

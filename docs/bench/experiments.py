@@ -1,5 +1,5 @@
 """
-A step (forwards, backward, AdamW; without generation) of distillation and of TRL's experimental trainers, and of ours.
+A step of distillation and of experimental trainers, TRL's and ours: forwards, backward and AdamW, no generation.
 
     python docs/bench/experiments.py orpo --data test.jsonl.gz
     python docs/bench/experiments.py cpo --data test.jsonl.gz
@@ -7,9 +7,10 @@ A step (forwards, backward, AdamW; without generation) of distillation and of TR
     python docs/bench/experiments.py sdpo --data test.jsonl.gz --rows 8
     python docs/bench/experiments.py distillation --data test.jsonl.gz --rows 16
 
-The data are preference pairs as texts (HH-RLHF). `--rows` are the pairs of a step; for SDPO (of one prompt) and for
-distillation they are completions. Nothing is generated: answers of the data, for SDPO those of other prompts, are in
-their place. TRL's and our trainers take turns on the same rows; their losses must agree, or the command fails.
+The data are preference pairs as texts (HH-RLHF). `--rows` is the number of pairs in a step; for SDPO (of one prompt)
+and for distillation it is the number of completions. Answers of the data replace generated completions; for SDPO they
+are those of other prompts. TRL's and our trainers take turns on the same rows. If their losses differ, the command
+fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ANSWER = "\n\nAssistant:"
 
 
 def rows_of(name: str, pairs: Dataset) -> Dataset:
-    """Rows of the data as the trainer takes them."""
+    """Convert pairs to the columns of the trainer."""
     rows = []
     for pair in pairs:
         prompt, answer = (pair["chosen"] + ANSWER).split(ANSWER, 1)[0] + ANSWER, pair["chosen"].rsplit(ANSWER, 1)[-1]
@@ -52,14 +53,14 @@ def rows_of(name: str, pairs: Dataset) -> Dataset:
 
 
 def build(name: str, mode: str, folder: str, rows: Dataset, count: int) -> Any:
-    """A trainer whose generations are the answers of the data."""
+    """Build a trainer that takes the answers of the data for its completions."""
     library = trl if mode == "TRL" else trl_padfix
     title = {"distillation": "Distillation"}.get(name, name.upper())
     module = library if name == "distillation" else import_module(f"{library.__name__}.experimental.{name}")
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     settings = {"per_device_train_batch_size": count, "bf16": False, "use_cpu": True, "gradient_checkpointing": False}
     settings |= {"report_to": [], "disable_tqdm": True, "save_strategy": "no"} | MODES[mode]
-    given: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     if name in ("sdpo", "distillation"):
         settings |= {"max_completion_length": 512, "shuffle_dataset": False}
     else:
@@ -67,18 +68,18 @@ def build(name: str, mode: str, folder: str, rows: Dataset, count: int) -> Any:
         rows = rows.remove_columns("answer")
     if name == "sdpo":
         settings |= {"num_generations": count, "max_prompt_length": 1024, "distillation_mode": "full_logits"}
-        given["reward_funcs"] = lambda completions, **columns: [float(len(c) % 2) for c in completions]
+        kwargs["reward_funcs"] = lambda completions, **columns: [float(len(c) % 2) for c in completions]
     if name == "distillation":
-        given["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        kwargs["teacher_model"] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trainer = getattr(module, f"{title}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         args=getattr(module, f"{title}Config")(f"{folder}/run", **settings),
         train_dataset=rows,
         processing_class=tokenizer,
-        **given,
+        **kwargs,
     )
     answers = tokenizer(list(rows["answer"]))["input_ids"] if "answer" in rows.column_names else []
-    served = [0]
+    served = [0]  # a list, because the inner function counts in it
 
     def answered(prompts: list[Any]) -> list[list[int]]:
         served[0] += len(prompts)
@@ -130,10 +131,10 @@ def main() -> None:
             theirs = losses["TRL"]
             if any(abs(loss - theirs) > 1e-4 * max(abs(theirs), 1) for loss in losses.values()):
                 raise SystemExit(f"step {step}: the losses differ: {losses}")
-        counted = trainers["prefix sharing"].padding.stats
-        real, packed = (n / counted.padded_tokens for n in (counted.real_tokens, counted.packed_tokens))
+        stats = trainers["prefix sharing"].padding.stats
+        real, packed = (n / stats.padded_tokens for n in (stats.real_tokens, stats.packed_tokens))
         print(f"{options.trainer}: 1 / {real:.2f} / {packed:.2f} padded / real / distinct tokens")
-        timed = {mode: found[options.warmup :] for mode, found in seconds.items()}
+        timed = {mode: steps[options.warmup :] for mode, steps in seconds.items()}
         for mode in list(MODES)[1:]:
             ratio = statistics.median(a / b for a, b in zip(timed["TRL"], timed[mode], strict=True))
             medians = [statistics.median(timed[m]) for m in ("TRL", mode)]

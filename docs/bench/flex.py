@@ -1,12 +1,12 @@
 """
-What FlexAttention would cost a packed batch: the block mask of a layout, and its backward.
+Cost of FlexAttention for a packed batch: the block mask of a layout, and whether its backward runs.
 
     python docs/bench/flex.py
     python docs/bench/flex.py --tokens 4096 16384 --rows 32
 
-Every batch has another layout, so the mask is made anew for every batch. Torch makes it of a function that says of
-each query and key whether it sees it, called on all pairs of tokens. One thread; a process for each measurement, so
-that its largest resident memory is that of the measurement.
+Every batch has its own layout, so it needs its own mask. Torch builds the mask from a function of a query and a key,
+evaluated on all pairs of tokens. One thread; one process per measurement, so that its peak resident memory is that of
+the measurement.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout
 
 
 def pairs(tokens: int, rows: int) -> Layout:
-    """Pairs of rows that begin alike: three quarters of a row are its prompt. `tokens` distinct ones in all."""
+    """Rows in pairs that share a prompt of 3/4 of their length, with about `tokens` distinct tokens in all."""
+    # A pair of rows of length n has n + n / 4 = 5n / 4 distinct tokens.
     length = tokens * 4 // (5 * rows // 2)
     ids = torch.randint(0, 150_000, (rows, length), generator=torch.Generator().manual_seed(0))
     ids[1::2, : length * 3 // 4] = ids[::2, : length * 3 // 4]
@@ -29,12 +30,12 @@ def pairs(tokens: int, rows: int) -> Layout:
 
 
 def documents(tokens: int, rows: int) -> Layout:
-    """Rows of one length that share nothing."""
+    """Rows of one length without shared prefixes."""
     return padding_free_layout(torch.ones(rows, tokens // rows, dtype=torch.int64))
 
 
 def visible(layout: Layout):
-    """Whether a query sees a key: it is on the path of the query's segment, and not behind the query."""
+    """Function that tells whether a query attends to a key: on the path of its segment, and not after the query."""
     lengths, T = torch.tensor(layout.query_lengths), layout.packed_tokens
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)
     keys = torch.arange(T) if layout.key_index is None else layout.key_index
@@ -44,7 +45,7 @@ def visible(layout: Layout):
     return lambda b, h, q, k: on_path[segment[q], k] & (positions[k] <= positions[q])
 
 
-def measure(kind: str, tokens: int, rows: int, found: "multiprocessing.Queue") -> None:
+def measure(kind: str, tokens: int, rows: int, results: "multiprocessing.Queue") -> None:
     torch.set_num_threads(1)
     layout = {"documents": documents, "paths": pairs}[kind](tokens, rows)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -55,12 +56,12 @@ def measure(kind: str, tokens: int, rows: int, found: "multiprocessing.Queue") -
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     begin = time.perf_counter()
     {"documents": documents, "paths": pairs}[kind](tokens, rows)
-    of_layout = time.perf_counter() - begin
-    found.put((T, seconds, of_layout, more / 2**10, 1 - float(mask.sparsity()) / 100))
+    layout_seconds = time.perf_counter() - begin
+    results.put((T, seconds, layout_seconds, more / 2**10, 1 - float(mask.sparsity()) / 100))
 
 
 def backward() -> str:
-    """What torch says to the backward of FlexAttention on a CPU, compiled."""
+    """Error of the backward of compiled FlexAttention on a CPU, or "runs"."""
     states = [torch.randn(1, 2, 256, 16, requires_grad=True) for _ in range(3)]
     mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu")
     try:
@@ -78,18 +79,18 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     for kind in ("documents", "paths"):
         for tokens in options.tokens:
-            found = context.Queue()
-            process = context.Process(target=measure, args=(kind, tokens, options.rows, found))
+            results = context.Queue()
+            process = context.Process(target=measure, args=(kind, tokens, options.rows, results))
             process.start()
             process.join()
             if process.exitcode:
                 print(f"{kind}, {tokens:,} tokens: ended with exit code {process.exitcode}")
                 continue
-            T, seconds, of_layout, more, kept = found.get()
+            T, seconds, layout_seconds, more, computed = results.get()
             print(
                 f"{kind}, {T:,} tokens: block mask {seconds:.2f} s and {more:,.0f} MiB "
-                f"({more * 2**20 / T**2:.0f} bytes for each pair of tokens), layout {1e3 * of_layout:.1f} ms; "
-                f"{kept:.0%} of the blocks are computed"
+                f"({more * 2**20 / T**2:.0f} bytes for each pair of tokens), layout {1e3 * layout_seconds:.1f} ms; "
+                f"{computed:.0%} of the blocks are computed"
             )
     print(f"backward of compiled FlexAttention on a CPU: {backward()}")
 

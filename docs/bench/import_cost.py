@@ -1,12 +1,12 @@
 """
-What the import of a trainer costs beside the import of TRL's.
+Time to import a trainer of this package, beside that of TRL's.
 
     python docs/bench/import_cost.py
     python docs/bench/import_cost.py --names DPOConfig,DPOTrainer --repeat 20
 
-Every import is a process of its own, and the two packages take turns. A process counts with the time that it computed
-(user and system), which other work on the machine changes less than the time that passes. Modules are compiled before
-anything is measured, as they are where a package is installed.
+Each import runs in a new process, and the two packages take turns. CPU time (user and system) is measured, because
+other work on the machine changes it less than elapsed time. All modules are compiled before, as in an installed
+package.
 """
 
 import argparse

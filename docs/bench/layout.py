@@ -1,11 +1,11 @@
 """
-How long the layout of a large batch that branches takes to build, and the memory that it takes beside its maps.
+Time to build the layout of a large branching batch, and memory beside its index maps.
 
     python docs/bench/layout.py
     python docs/bench/layout.py --rows 512 --length 8000 --repeat 20
 
-The batch is a tree: all rows begin alike, groups of them go on alike, and every row ends by itself. One thread; the
-best of several, since whatever else runs on the machine only adds to it.
+The batch is a tree: all rows share a prefix, groups of them share a longer one, and each row has its own end. One
+thread; the fastest of several builds, because other work on the machine can only add time.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from trl_padfix import padding_free_layout, prefix_sharing_layout
 
 
 def tree(rows: int, length: int, branches: int = 8) -> torch.Tensor:
-    """Ids of rows that part at a quarter and at a half of their length, `branches` at once, and at three quarters."""
+    """Ids of rows that fork at 1/4 and 2/4 of their length into `branches`, and at 3/4 into single rows."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 150_000, (rows, length), generator=draw)
     quarter = length // 4
@@ -57,7 +57,7 @@ def main() -> None:
                 seconds.append(time.perf_counter() - begin)
             tracemalloc.start()
             build()
-            peak = tracemalloc.get_traced_memory()[1]  # numpy's; of torch's there is none but the maps
+            peak = tracemalloc.get_traced_memory()[1]  # of numpy; torch allocates only the maps
             tracemalloc.stop()
             print(
                 f"{name}, {kind}: best {1e3 * min(seconds):.1f} ms of {options.repeat}, {layout.real_tokens:,} real, "

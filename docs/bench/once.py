@@ -1,11 +1,12 @@
 """
-Seconds and memory of a step under a token budget: each distinct token once, or prefixes anew in each micro-batch.
+Time and memory of a step under a token budget: shared prefixes once per step, or again in each micro-batch.
 
     python docs/bench/once.py --repeat 5
 
-Two steps: GRPO's loss on 32 completions of 128 tokens behind one prompt of 1,024, and a row for each turn of 8 tasks x
-4 rollouts x 4 turns behind a system prompt. Each is computed in one forward, and at budgets of a part of its distinct
-tokens; in turns, since a machine is not as fast at all times. Memory is what graphs keep for their backward.
+Two steps: GRPO's loss on 32 completions of 128 tokens to one prompt of 1,024, and a row for each turn of 8 tasks x
+4 rollouts x 4 turns after a system prompt. Each is computed in one forward, and with budgets that are a fraction of
+its distinct tokens. All ways take turns, because the speed of a machine changes. Memory is what graphs save for
+backward.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SHAPE = {
 
 
 def group(prompt: int = 1024, completions: int = 32, length: int = 128) -> tuple[list[torch.Tensor], list[int]]:
-    """Rows, and where the tokens that are scored begin in each."""
+    """Rows, and the column in each at which its scored tokens begin."""
     draw = torch.Generator().manual_seed(0)
     root = torch.randint(1, VOCABULARY, (prompt,), generator=draw)
     first = torch.arange(1, completions + 1)
@@ -46,7 +47,7 @@ def group(prompt: int = 1024, completions: int = 32, length: int = 128) -> tuple
 
 
 def turns(system: int = 200, tasks: int = 8, rollouts: int = 4, turns: int = 4, turn: int = 20) -> tuple:
-    """As [`group`], with a row for each turn."""
+    """Rows and columns as of [`group`], with a row for each turn."""
     draw = torch.Generator().manual_seed(0)
 
     def text(n: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def turns(system: int = 200, tasks: int = 8, rollouts: int = 4, turns: int = 4, 
 
 
 class Kept:
-    """Bytes that graphs keep, each storage once, without those of parameters: the most at one time."""
+    """Peak of the bytes that graphs save for backward: each storage once, without parameters."""
 
     def __init__(self, model: torch.nn.Module):
         self.now = self.peak = 0
@@ -98,7 +99,7 @@ class Kept:
 
 
 def loss_of(model, ids, mask, begins, rows, old) -> torch.Tensor:
-    """GRPO's loss of some rows: clipped ratios, a mean for each row; the LM head scores their completions only."""
+    """GRPO's loss of some rows: clipped ratios, averaged per row. The LM head scores the completions only."""
     hidden = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
     scored = (torch.arange(ids.shape[1]) >= begins[:, None]) & mask.bool()
     row, column = scored[:, 1:].nonzero(as_tuple=True)
@@ -110,8 +111,8 @@ def loss_of(model, ids, mask, begins, rows, old) -> torch.Tensor:
 
 
 def step(model, data, parts, budget, once):
-    """Compute a step in these parts; returns its seconds."""
-    began = time.perf_counter()
+    """Compute a step in the micro-batches `parts`; returns its seconds."""
+    begin = time.perf_counter()
     rows, begins = data
     batches = []
     for part in parts:
@@ -126,13 +127,13 @@ def step(model, data, parts, budget, once):
                 run.start(i)
             numbers = torch.tensor(part)
             loss_of(model, ids, mask, torch.tensor(begins)[numbers], numbers, -6.0).backward()
-    return time.perf_counter() - began
+    return time.perf_counter() - begin
 
 
 def gradient(model) -> torch.Tensor:
-    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    return found
+    return gradient
 
 
 def main(repeat: int) -> None:
@@ -150,19 +151,19 @@ def main(repeat: int) -> None:
                 ways["anew", share] = pack_by_budget(costs, budget), budget, False
                 ways["once", share] = pack_depth_first(costs, budget), budget, True
             seconds, kept, computed, off, expected = {way: [] for way in ways}, {}, {}, {}, None
-            for way, given in ways.items():
+            for way, arguments in ways.items():
                 meter, before = Kept(model), handle.stats.packed_tokens
                 with meter.metered():
-                    step(model, data, *given)
+                    step(model, data, *arguments)
                 kept[way], computed[way] = meter.peak / 2**20, handle.stats.packed_tokens - before
-                found = gradient(model)
-                expected = found if expected is None else expected
-                off[way] = float((found - expected).abs().max() / expected.abs().max())
+                computed_gradient = gradient(model)
+                expected = computed_gradient if expected is None else expected  # of one forward, the first way
+                off[way] = float((computed_gradient - expected).abs().max() / expected.abs().max())
             for _ in range(repeat):
-                for way, given in ways.items():
-                    seconds[way].append(step(model, data, *given))
+                for way, arguments in ways.items():
+                    seconds[way].append(step(model, data, *arguments))
                     model.zero_grad()
-            medians = {way: statistics.median(found) for way, found in seconds.items()}
+            medians = {way: statistics.median(times) for way, times in seconds.items()}
             for (how, share), second in medians.items():
                 anew, whole = medians.get(("anew", share)), medians["one forward", 1]
                 print(
@@ -177,5 +178,5 @@ def main(repeat: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5, help="runs of each way, of which the median is taken")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each way; their median is printed")
     main(parser.parse_args().repeat)

@@ -1,8 +1,8 @@
 """
-What it saves to run a vision tower once for a pair instead of once for each of its rows.
+Time saved by running a vision tower once for a pair instead of once for each of its rows.
 
 A step of a small Qwen2.5-VL (its tower a quarter of the parameters, prefix sharing on) with and without `TowerPatch`,
-by turns, in seconds of one CPU thread:
+in turns, in seconds of one CPU thread:
 
     python docs/bench/towers.py
 """

@@ -1,12 +1,12 @@
 """
-How long processes wait for each other: measured in DPO steps, and simulated by the tokens of rows that branch.
+Time that processes wait for each other: measured in DPO steps, and simulated from token counts of branching rows.
 
     ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 docs/bench/waiting.py harmless-base-test.jsonl.gz
     python docs/bench/waiting.py --simulate
 
-Measured, each process takes the time of its own thread in every step: waiting for the others is not in it, computing
-is. Simulated, a process takes as long as its distinct tokens, and waits for the one with the most in each step (`DDP`)
-or in each forward (`FSDP`). Nothing but token counts goes into the simulation.
+Measured: the CPU time of each process's main thread in a step, which excludes waiting. Simulated: the time of a
+process is its number of distinct tokens, and it waits for the process with the most in each step (`DDP`) or forward
+(`FSDP`).
 """
 
 import sys
@@ -21,16 +21,16 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.batching.bin_packing import StepPlan, pack_by_budget
+from trl_padfix.trainers.batching.bin_packing import StepPlan, halve_largest, pack_by_budget
 from trl_padfix.trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, truncated_tokens
 
 
-STEPS, PAIRS, BUDGET = 10, 8, 3597  # the budget: what the largest of a thousand such batches holds
+STEPS, PAIRS, BUDGET = 10, 8, 3597  # BUDGET: tokens of the largest of a thousand such batches
 
 
 class Timed(DPOTrainer):
-    """Notes what each step costs this process."""
+    """Records the CPU time of each step."""
 
     def training_step(self, *args, **kwargs):
         begin = time.thread_time()
@@ -40,7 +40,7 @@ class Timed(DPOTrainer):
 
 
 def measure(data, tokenizer, **more) -> tuple[float, float]:
-    """Share of the time that processes wait, and the time of all steps, each as long as its longest process."""
+    """Fraction of the time that processes wait, and the time of all steps, each that of its slowest process."""
     args = DPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=STEPS, per_device_train_batch_size=PAIRS, padding_free=True,
         prefix_sharing=True, parity_check=False, bf16=False, gradient_checkpointing=False, disable_tqdm=True,
@@ -69,7 +69,7 @@ def main(path: str) -> None:
 
 
 def rollouts(tasks: int, draw: np.random.Generator) -> RowCosts:
-    """A row for each turn of four rollouts of a task, behind one system prompt of 600 tokens; 80 tokens a turn."""
+    """A row for each turn of 4 rollouts per task, about 80 tokens a turn, after one system prompt of 600 tokens."""
 
     def tokens() -> np.ndarray:
         return draw.integers(0, 30_000, 1 + int(draw.lognormal(np.log(80), 0.6)))
@@ -87,7 +87,7 @@ def rollouts(tasks: int, draw: np.random.Generator) -> RowCosts:
 
 
 def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:
-    """Three pairs for each prompt."""
+    """Token counts of three pairs for each prompt."""
     number = np.repeat(np.arange(prompts), 3)
     prompt, chosen, rejected = (
         draw.lognormal(mean, 0.9, count).astype(int).clip(2, 900)
@@ -100,22 +100,20 @@ def pairs_of_prompts(prompts: int, draw: np.random.Generator) -> RowCosts:
 
 
 def simulate(costs: RowCosts, processes: int, budget: int, grouped: bool, steps: int = 8) -> tuple[float, float]:
-    """Share of the time that processes wait if they meet in each step, and if they meet in each forward."""
+    """Fraction of the time that processes wait if they synchronise in each step, and if in each forward."""
     plan = StepPlan(len(costs), micro_batch=8, accumulation_steps=4, processes=processes)
     order = np.random.default_rng(0).permutation(len(costs))
     order = group_rows(order, costs, 32 * processes) if grouped else order
     shares = [rows for _, rows in plan.rows_per_process(order[: steps * 32 * processes], costs)]
     computed, longest, forwards = 0, 0, 0
     for begin in range(0, len(shares), processes):
-        own = [costs[rows] for rows in shares[begin : begin + processes]]
-        parts = [pack_by_budget(each, budget) for each in own]
-        most = max(map(len, parts))
-        for pieces in parts:  # as a training step does it, so that all processes have equally many forwards
-            while len(pieces) < most:
-                at = max(range(len(pieces)), key=lambda i: len(pieces[i]))
-                middle = len(pieces[at]) // 2
-                pieces[at : at + 1] = pieces[at][:middle], pieces[at][middle:]
-        loads = np.array([list(map(each.total, pieces)) for each, pieces in zip(own, parts, strict=True)])
+        local_costs = [costs[rows] for rows in shares[begin : begin + processes]]
+        partitions = [pack_by_budget(local, budget) for local in local_costs]
+        most = max(map(len, partitions))
+        # As in a training step: the largest micro-batches are halved until all processes have equally many.
+        partitions = [[rows for _, rows in halve_largest(batches, most)] for batches in partitions]
+        totals = [list(map(c.total, batches)) for c, batches in zip(local_costs, partitions, strict=True)]
+        loads = np.array(totals)  # (processes, micro-batches)
         computed += loads.sum()
         longest += processes * loads.sum(1).max()
         forwards += processes * loads.max(0).sum()

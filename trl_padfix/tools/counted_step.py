@@ -2,8 +2,8 @@
 Counts the bytes of a training step without a GPU and without allocating them.
 
 A step of the model runs on tensors with shapes and types but without values (torch's `FakeTensorMode`). Transformers,
-PEFT and autograd allocate and free as in a training. A stand-in for attention saves the same tensors as FlashAttention.
-Stand-ins for 4-bit layers create a layer's weights for each product and free them, as bitsandbytes does.
+PEFT and autograd allocate and free as in a training. A stand-in for attention saves the tensors that FlashAttention
+saves. Stand-ins for 4-bit layers create a layer's weights for each product and free them, as bitsandbytes does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = ["CountedStep", "StepSettings", "count_step", "experts_of"]
 
 TOKENS = (256, 65536)
 """
-Tokens of the two steps that are counted. Peak memory is convex in the tokens, as a maximum of lines (with few tokens the
-LM head has the peak, with many a layer). So between the two the line through both is an upper bound.
+Tokens of the two steps that are counted. Peak memory is convex in the tokens, as a maximum of lines: with few tokens
+the LM head has the peak, with many a layer. So between the two the line through both is an upper bound.
 """
 
 ATTENTION = "padfix_counted"
@@ -195,7 +195,7 @@ def _run(model: nn.Module, settings: StepSettings, tokens: int) -> tuple[int, in
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast):
             out = model(input_ids=ids, use_cache=False, **head)
         loss = out.loss if settings.whole_head else out.logits.float().sum()
-        del out  # a training step holds no outputs during backward either
+        del out  # only what the graph saves remains
         kept = live.now
         loss.backward()
     return kept, live.peak
@@ -224,7 +224,7 @@ class _LiveBytes(TorchDispatchMode):
         self._ids.add(id(storage))
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
-        # Not at exit: storages that live until then are not freed by the step.
+        # Nothing reads the count at exit.
         weakref.finalize(storage, self._remove, id(storage), storage.nbytes()).atexit = False
 
     def _remove(self, key: int, size: int) -> None:
@@ -237,7 +237,7 @@ def _counted() -> Iterator[None]:
     """Register the stand-in for attention, for which transformers builds no mask, and grouped products of experts."""
     ALL_ATTENTION_FUNCTIONS[ATTENTION] = _attend
     try:
-        # The fallback of `grouped_mm` reads no values; the kernel itself cannot run on fake tensors.
+        # transformers then computes grouped products in a way that runs on fake tensors.
         with temporarily_set(moe, "_can_use_grouped_mm", lambda *args: False):
             yield
     finally:

@@ -1,4 +1,4 @@
-"""A model that a recipe builds in its output folder: built once, and never taken for another one."""
+"""Models that recipes build in their output folder: built once, and not reused for other settings."""
 
 from __future__ import annotations
 
@@ -16,22 +16,33 @@ from ..files import write_whole_folder
 __all__ = ["build_tiny", "built_once", "fingerprint"]
 
 RECORD = "built_from.json"
+"""File in the folder of a model with the settings that it was built from."""
 
 
 def built_once(directory: str | Path, built_from: dict[str, Any], build: Callable[[Path], object]) -> str:
     """
-    Build a model and its tokenizer into a folder, or take those that are there if they were built from the same.
+    Build a model and its tokenizer in a folder, or reuse them if they were built from equal settings.
 
-    `built_from` is everything that the model depends on, as JSON takes it, and is kept in the folder; `build` saves
-    model and tokenizer into the empty folder it is given. The folder appears whole or not at all; of several
-    processes, the main one builds it.
+    The folder appears complete or not at all. Of several processes the main one builds it.
+
+    Args:
+        directory (`str` or `Path`):
+            Folder of the model.
+        built_from (`dict`):
+            Everything that the model depends on, as JSON can store it. It is saved in the folder.
+        build (`Callable`):
+            Function that saves model and tokenizer in the empty folder that it gets.
+
+    Returns:
+        `str`: The folder.
 
     Raises:
-        ValueError: If what is there was built from something else.
+        ValueError: If the folder holds a model that was built from other settings.
     """
     directory = Path(directory)
     with PartialState().main_process_first():
         if directory.exists():
+            # Through JSON: tuples become lists there, and would differ from those of the file.
             _check(directory, json.loads(json.dumps(built_from)))
         else:
             record = json.dumps(built_from, indent=2) + "\n"
@@ -40,27 +51,29 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
 
 
 def fingerprint(texts: Iterable[str]) -> str:
-    """SHA-256 over texts: whether a tokenizer would be trained on the same ones."""
+    """SHA-256 of texts: equal if a tokenizer would be trained on the same texts."""
     digest = hashlib.sha256()
     for text in texts:
-        data = text.encode("utf-8", "surrogatepass")
+        data = text.encode("utf-8", "surrogatepass")  # lone surrogates occur in scraped data
+        # The length first: ["ab", "c"] and ["a", "bc"] must differ.
         digest.update(len(data).to_bytes(8, "big"))
         digest.update(data)
     return digest.hexdigest()
 
 
 def _check(directory: Path, built_from: dict[str, Any]) -> None:
+    """Refuse a folder whose model was built from other settings."""
     record = directory / RECORD
-    found = json.loads(record.read_text()) if record.exists() else None
-    if found == built_from:
+    recorded = json.loads(record.read_text()) if record.exists() else None
+    if recorded == built_from:
         return
-    why = "an earlier version or another program wrote it"
-    if found is not None:
-        values = {name: (found.get(name), built_from.get(name)) for name in {**found, **built_from}}
+    reason = "an earlier version or another program wrote it"
+    if recorded is not None:
+        values = {name: (recorded.get(name), built_from.get(name)) for name in {**recorded, **built_from}}
         differences = (f"`{n}` {a!r} there and {b!r} now" for n, (a, b) in values.items() if a != b)
-        why = f"it was built for another training: {', '.join(differences)}"
+        reason = f"it was built for another training: {', '.join(differences)}"
     raise ValueError(
-        f"{str(directory)!r} is there, and {why}. Delete it to build it anew, or choose another `output_dir`."
+        f"{str(directory)!r} is there, and {reason}. Delete it to build it anew, or choose another `output_dir`."
     )
 
 

@@ -366,7 +366,7 @@ def training_command(plan: Plan, model: str, method: str, data: str, accelerate:
 
 
 def accelerate_config(training: Training, folder: Path) -> str:
-    """Accelerate's configuration of a training, in YAML: one of the `folder` of shipped ones for its number of GPUs."""
+    """Accelerate's configuration of a training, in YAML: one of those in `folder`, with its number of GPUs."""
     name = "fsdp2" if training.sharded else "multi_gpu" if training.gpus > 1 else "single_gpu"
     config = yaml.safe_load((folder / f"{name}.yaml").read_text()) | {"num_processes": training.gpus}
     return yaml.safe_dump(config, sort_keys=False)

@@ -1,9 +1,9 @@
-"""Random models and tokenizers trained on the spot, for recipes and benchmarks that run offline."""
+"""Random models, and tokenizers trained on given texts, for recipes and benchmarks that run offline."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -22,9 +22,11 @@ __all__ = [
     "train_tokenizer",
 ]
 
+Model = TypeVar("Model")
+
 PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
-_SAID = (
+_MESSAGE = (
     "{{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}" + EOS
 )
@@ -32,12 +34,12 @@ _SAID = (
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     f"{START}" + "{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}" + _SAID + "{% endgeneration %}"
-    "{% else %}" + _SAID + "{% endif %}{{ '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}" + _MESSAGE + "{% endgeneration %}"
+    "{% else %}" + _MESSAGE + "{% endif %}{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
-"""What the assistant says, up to its end token, is marked for `assistant_only_loss`."""
+"""Chat template. Messages of the assistant with their end token are marked for `assistant_only_loss`."""
 
 VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ message['content'] or '' }}",
@@ -45,7 +47,7 @@ VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}",
 )
-"""The same for messages whose content is a list of texts and images."""
+"""Chat template for messages whose content is a list of texts and images."""
 
 
 def _shape(*sizes: int) -> dict[str, int]:
@@ -59,25 +61,25 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": _shape(24, 896, 14, 2, 4864, 151936),
     "7b": _shape(28, 3584, 28, 4, 18944, 152064),
 }
-"""Qwen2 shapes: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
+"""Shapes of Qwen2: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
 
 BENCH_SHAPES: dict[str, dict[str, int]] = SHAPES | {
     "hybrid": _shape(4, 256, 4, 2, 704, 8192) | {"linear_heads": 4},
     "hybrid-tiny": _shape(4, 64, 2, 1, 96, 2048) | {"linear_heads": 2},
 }
-"""These, and small ones of Qwen3.5: three layers of gated delta rules to one of attention."""
+"""[`SHAPES`], and small shapes of Qwen3.5: three layers with a gated delta rule, then one with attention."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """
     Train a byte-level BPE tokenizer with pad and EOS tokens and a chat template.
 
-    It has at most `vocab_size` entries, special tokens included; little text gives fewer.
+    The vocabulary has at most `vocab_size` entries, special tokens included; with little text it has fewer.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has unknown tokens
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[PAD, EOS, START], initial_alphabet=alphabet, show_progress=False
     )
@@ -93,32 +95,38 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen2 for a tokenizer, with its vocabulary unless `vocab_size` is given.
+    Build a randomly initialised Qwen2 for a tokenizer.
 
-    The shape is one of [`SHAPES`], and may have more fields of [`~transformers.Qwen2Config`]. The global generator is
-    left as it was.
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Tokenizer with the special tokens, and with the vocabulary unless `shape` has a `vocab_size`.
+        seed (`int`):
+            Seed of the weights. The global generator keeps its state.
+        **shape:
+            One of [`SHAPES`], and other fields of [`~transformers.Qwen2Config`].
     """
     config = Qwen2Config(**_fields(tokenizer, shape), tie_word_embeddings=True)
     return _seeded(lambda: Qwen2ForCausalLM(config), seed)
 
 
+# Names in a shape -> fields of transformers' configurations.
 _FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
 
 
 def _fields(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> dict[str, Any]:
-    """A shape as fields of a configuration, with the vocabulary and the special tokens of a tokenizer."""
+    """Fields of a configuration for a shape, with the vocabulary and the special tokens of a tokenizer."""
     tokens = dict(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
+        bos_token_id=None,  # Qwen2 begins no text with a token
     )
     return tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
 
 
-def _seeded(build: Callable[[], Any], seed: int) -> Any:
-    """What `build` returns from this seed; the global generator is left as it was."""
-    with torch.random.fork_rng(devices=[]):
+def _seeded(build: Callable[[], Model], seed: int) -> Model:
+    """Call `build` with this seed; the global generator keeps its state."""
+    with torch.random.fork_rng(devices=[]):  # of the CPU only
         torch.manual_seed(seed)
         return build()
 
@@ -127,8 +135,8 @@ def build_hybrid(
     tokenizer: PreTrainedTokenizerFast, *, linear_heads: int, seed: int = 0, **shape: Any
 ) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen3.5 of text alone: every fourth layer attends, the others are linear attention
-    with `linear_heads`. For the rest see [`build_qwen2`].
+    Build a randomly initialised text model of Qwen3.5: every fourth layer is attention, the others are linear
+    attention with `linear_heads` heads. For the other arguments see [`build_qwen2`].
     """
     size = shape["hidden_size"] // shape["heads"]
     config = transformers.Qwen3_5TextConfig(
@@ -147,9 +155,17 @@ def build_llava(
     tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8, seed: int = 0
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
     """
-    Build a randomly initialised LLaVA, a CLIP tower and a Qwen2, and the processor for it.
+    Build a randomly initialised LLaVA (CLIP and Qwen2) and its processor.
 
-    The tokenizer is given a token for images; sizes are pixels of one side. The global generator is left as it was.
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
+            Tokenizer, to which the image token is added in place.
+        image_size (`int`):
+            Side of an image in pixels.
+        patch_size (`int`):
+            Side of a patch in pixels.
+        seed (`int`):
+            Seed of the weights. The global generator keeps its state.
     """
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
     size = {"height": image_size, "width": image_size}
@@ -159,7 +175,7 @@ def build_llava(
         patch_size=patch_size,
         vision_feature_select_strategy="full",
         chat_template=VISION_CHAT_TEMPLATE,
-        num_additional_image_tokens=1,
+        num_additional_image_tokens=1,  # CLIP's class token, which the strategy "full" keeps
     )
     vision = transformers.CLIPVisionConfig(
         hidden_size=64,

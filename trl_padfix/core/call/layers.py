@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..model.older import checkpoints_in_forward
-from ..model.patching import ForwardPatch
+from ..model.patching import Attachment, ForwardPatch
 from .arguments import bind
 from .calls import LAYOUT, PackedCall, packed_call
 
@@ -73,7 +73,7 @@ class LayerPatch(ForwardPatch):
 
     attachment: PaddingRemoval
 
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval, is_layer: bool = True):
+    def __init__(self, module: nn.Module, attachment: Attachment, is_layer: bool = True):
         super().__init__(module, attachment)
         self.is_layer = is_layer
 

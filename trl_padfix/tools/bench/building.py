@@ -1,4 +1,4 @@
-"""Builds TRL's trainers for measuring: a random model, and rows that are there already."""
+"""Builds the trainers of a benchmark: TRL's, with a random model and prepared rows."""
 
 from __future__ import annotations
 
@@ -23,23 +23,29 @@ from .steps import BenchStep
 
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
     from .settings import BenchSettings
 
 __all__ = ["build", "computed_dtype", "weights_dtype"]
 
 EPOCH = 4096
-"""Most rows of the epoch from which `group_by_prefix` takes its steps, and most conversations that are expanded."""
+"""Largest number of rows in the epoch that `group_by_prefix` groups, and of conversations that are expanded."""
 
 BETA = 0.04
-"""Weight of GRPO's distance to the reference, where there is one."""
+"""GRPO's `beta`, the weight of the KL term, if there is a reference. Any value but 0 costs the same."""
 
 
 def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
-    A trainer of TRL's with a random model, and `count` prepared rows (of GRPO: batches); too few raise `ValueError`.
+    Build a TRL trainer with a random model, and `count` prepared rows (for GRPO: batches).
+
+    Raises:
+        ValueError: If the data has too few rows.
     """
     if settings.trainer == "grpo":
-        return _online(data, settings, count)
+        return _build_grpo(data, settings, count)
     if settings.trainer == "sft":
         data = to_dialogues(data)
         if "chosen_ids" in data.column_names:
@@ -47,15 +53,15 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchSte
             data = data.select_columns("input_ids")
     tokenizer, rendered = _tokenizer(data, settings)
     grouped = settings.shuffle and "group_by_prefix" in settings.variants
-    # Twice as many as needed, since TRL leaves out pairs whose prompt fills `max_length`; what is grouped is an epoch.
+    # Twice as many as needed, because TRL drops pairs whose prompt fills `max_length`. Rows are grouped per epoch.
     needed = EPOCH if grouped else 2 * count
     if settings.shuffle:
         data = data.shuffle(seed=settings.seed)
-    if settings.expand_turns:  # turns are rows of their own: a training shuffles them too
+    if settings.expand_turns:  # a training shuffles the rows of the turns, too
         data = expand_turns(data.select(range(min(len(data), EPOCH))))
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
     data = data.select(range(min(len(data), needed)))
-    given = dict(
+    kwargs = dict(
         args=_arguments(settings, max_length=settings.max_length),
         train_dataset=data,
         processing_class=tokenizer,
@@ -63,10 +69,10 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchSte
     )
     policy = _model(tokenizer, settings, settings.seed)
     if settings.trainer == "sft":
-        trainer = trl.SFTTrainer(model=policy, **given)
+        trainer = trl.SFTTrainer(model=policy, **kwargs)
     else:
         reference = None if settings.lora else _model(tokenizer, settings, settings.seed + 1)
-        trainer = _GivenTokens(model=policy, ref_model=reference, **given)
+        trainer = _TokenizedDPO(model=policy, ref_model=reference, **kwargs)
     names = ("prompt_ids", "chosen_ids", "rejected_ids", "input_ids", "labels")
     prepared = trainer.train_dataset
     rows = prepared.select_columns([name for name in names if name in prepared.column_names]).to_list()
@@ -79,75 +85,80 @@ def _too_few(rows: int, needed: int) -> ValueError:
     return ValueError(f"The data gives {rows} rows, and {needed} are needed: fewer steps, or smaller batches.")
 
 
-def _tokenizer(data: Dataset | None, settings: BenchSettings) -> tuple[Any, str | None]:
-    """The tokenizer that is named, or one that is trained on the data; and with what it renders conversations."""
-    text = data is not None and not {"prompt_ids", "input_ids"} & set(data.column_names)
+def _tokenizer(data: Dataset | None, settings: BenchSettings) -> tuple[PreTrainedTokenizerBase, str | None]:
+    """The tokenizer of the settings, or one trained on the data; and its chat template in words, for conversations."""
+    has_text = data is not None and not {"prompt_ids", "input_ids"} & set(data.column_names)
     if (name := settings.tokenizer) is None:
-        texts = [""] if data is None or not text else texts_of(data.select(range(min(len(data), EPOCH))))
+        texts = [""] if data is None or not has_text else texts_of(data.select(range(min(len(data), EPOCH))))
         tokenizer = train_tokenizer(texts, min(BENCH_SHAPES[settings.shape]["vocab_size"], 8192))
         template = "a plain chat template; `--tokenizer ID` takes that of a model"
     else:
         tokenizer = load_tokenizer(name)
         template = f"a plain chat template, as {name} has none" if give_template(tokenizer) else f"that of {name}"
-    return tokenizer, template if data is not None and text and is_conversational(data[0]) else None
+    return tokenizer, template if data is not None and has_text and is_conversational(data[0]) else None
 
 
 def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) -> list[dict[str, Any]]:
     """
-    The rows of the first steps of an epoch with `group_by_prefix`, shuffled: batches that are not grouped are random
-    ones of the same rows.
+    Rows of the first steps of an epoch with `group_by_prefix`.
+
+    Warmup rows come first. The counted rows are shuffled, so that variants without grouping have random batches of the
+    same rows.
     """
     draw = random.Random(settings.seed)
     order = draw.sample(range(len(rows)), len(rows))
-    found = group_rows(order, settings.measure(sharing=True).examples(rows), settings.pairs).tolist()
-    warmup, counted = found[: settings.warmup * settings.pairs], found[settings.warmup * settings.pairs : count]
+    grouped = group_rows(order, settings.measure(sharing=True).examples(rows), settings.pairs).tolist()
+    begin = settings.warmup * settings.pairs
+    warmup, counted = grouped[:begin], grouped[begin:count]
     draw.shuffle(counted)
     return [rows[i] for i in [*warmup, *counted]]
 
 
-class _GivenTokens(trl.DPOTrainer):
-    """DPO on pairs that are tokenized already, where they are."""
+class _TokenizedDPO(trl.DPOTrainer):
+    """DPO that leaves tokenized pairs as they are."""
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
 
 
-class _GivenCompletions(trl.GRPOTrainer):
-    """GRPO's step on completions that are there already: log-probabilities, loss and backward, no generation."""
+class _OfflineGRPO(trl.GRPOTrainer):
+    """GRPO on completions that exist already: log-probabilities, loss and backward, no generation."""
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         return generation_batch
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.beta:  # a step begins with the passes for the old and the reference log-probabilities
-            inputs = inputs | self._scores(inputs)
+        if self.beta:  # TRL computes old and reference log-probabilities with the generation: here, to be timed
+            inputs = inputs | self._reference_logps(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     @torch.no_grad()
-    def _scores(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Log-probabilities under the policy before the step, and under the reference, (N, C) each."""
+    def _reference_logps(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Log-probabilities of the policy before the step and of the reference, `(N, C)` each."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
 
-        def scored(model: torch.nn.Module) -> torch.Tensor:
+        def logps(model: torch.nn.Module) -> torch.Tensor:
             return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
-        old = scored(self.model)
+        old = logps(self.model)
         if self.ref_model is not None:
-            return {"old_per_token_logps": old, "ref_per_token_logps": scored(self.ref_model)}
+            return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.ref_model)}
         with self.model.disable_adapter():  # with LoRA the policy is its own reference
-            return {"old_per_token_logps": old, "ref_per_token_logps": scored(self.model)}
+            return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.model)}
 
 
-class _OnlineStep(BenchStep):
+class _GRPOStep(BenchStep):
+    """A step whose prepared rows are complete batches."""
+
     def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
         return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
 
 
-def _online(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
+def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
-    GRPO on `pairs` prompts with `generations` random completions each, of about the lengths asked for; prompts are
-    random too, where no data has them.
+    GRPO on `pairs` prompts with `generations` random completions each, of about the lengths of the settings. Without
+    data the prompts are random, too.
     """
     tokenizer, rendered = _tokenizer(data, settings)
     prompts: list[Any] = [settings.pairs] * count
@@ -160,10 +171,10 @@ def _online(data: Dataset | None, settings: BenchSettings, count: int) -> BenchS
         prompts = [ids[i : i + settings.pairs] for i in range(0, len(ids), settings.pairs)]
     policy = _model(tokenizer, settings, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
-        if settings.logprob_passes and not settings.lora:  # TRL loads the reference from where the policy is from
+        if settings.logprob_passes and not settings.lora:  # TRL loads the reference from the policy's path
             _model(tokenizer, settings, settings.seed + 1).save_pretrained(folder)
             policy.config.name_or_path = folder
-        trainer = _GivenCompletions(
+        trainer = _OfflineGRPO(
             model=policy,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=_arguments(
@@ -179,10 +190,10 @@ def _online(data: Dataset | None, settings: BenchSettings, count: int) -> BenchS
         )
     draw = torch.Generator().manual_seed(settings.seed)
     sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
-    return _OnlineStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
+    return _GRPOStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
 
 
-def _arguments(settings: BenchSettings, **more: Any) -> Any:
+def _arguments(settings: BenchSettings, **more: Any) -> TrainingArguments:
     config = {"dpo": trl.DPOConfig, "sft": trl.SFTConfig, "grpo": trl.GRPOConfig}[settings.trainer]
     common = dict(
         output_dir=tempfile.mkdtemp(),
@@ -197,10 +208,10 @@ def _arguments(settings: BenchSettings, **more: Any) -> Any:
     return config(**common | more)
 
 
-def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Module:
+def _model(tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, seed: int) -> torch.nn.Module:
     shape = dict(BENCH_SHAPES[settings.shape])
     shape["vocab_size"] = max(shape["vocab_size"], len(tokenizer))
-    with torch.device(settings.device):  # where a large model takes seconds, and not minutes
+    with torch.device(settings.device):  # random numbers for a large model take minutes on a CPU
         dtype = weights_dtype(settings.dtype)
         build = build_hybrid if "linear_heads" in shape else build_qwen2
         model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
@@ -208,16 +219,16 @@ def _model(tokenizer: Any, settings: BenchSettings, seed: int) -> torch.nn.Modul
 
 
 def weights_dtype(dtype: str) -> torch.dtype:
-    """Of the weights: `"autocast"` is TRL's default, weights in float32 under bfloat16 autocast."""
+    """Precision of the weights. `"autocast"`, TRL's default, has weights in float32 under bfloat16 autocast."""
     return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
 
 
 def computed_dtype(dtype: str) -> torch.dtype:
-    """Of the matrix products."""
+    """Precision of the matrix products."""
     return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
 
 
-def _lora(settings: BenchSettings) -> Any:
+def _lora(settings: BenchSettings) -> LoraConfig | None:
     if not settings.lora:
         return None
     from peft import LoraConfig
