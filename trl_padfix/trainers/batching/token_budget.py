@@ -407,7 +407,7 @@ class MicroBatchBudget(SubBatchBudget):
         parameters = [] if shards else [p for p in trainer.model.parameters() if p.requires_grad]
         num_items = next(iter((*args, *how.values())), None)
 
-        def loss(batch: dict[str, Any], weight: Any) -> torch.Tensor:
+        def loss(batch: dict[str, Any], weight: Any) -> Any:
             inputs = trainer._prepare_inputs(dict(batch))
             with trainer.compute_loss_context_manager(), temporarily_set(self, "weight", weight):
                 return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
