@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.utils import logging
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PaddingRemoval", "PaddingStats"]
 
+logger = logging.get_logger(__name__)
+
 
 @dataclass
 class PaddingStats:
@@ -44,6 +47,7 @@ class PaddingStats:
         packed_tokens (`int`): Tokens that the decoder computed.
         forwards (`int`): Number of packed forwards.
         shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
+        padded_forwards (`int`): Number of forwards that were computed as they came, padded.
 
     Example:
 
@@ -62,6 +66,7 @@ class PaddingStats:
     packed_tokens: int = 0
     forwards: int = 0
     shared_forwards: int = 0
+    padded_forwards: int = 0
 
     @property
     def pad_fraction(self) -> float:
@@ -88,6 +93,7 @@ class PaddingStats:
     def reset(self) -> None:
         """Set all counts to zero."""
         self.padded_tokens = self.real_tokens = self.packed_tokens = self.forwards = self.shared_forwards = 0
+        self.padded_forwards = 0
 
 
 _counting = threading.Lock()
@@ -149,6 +155,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelConfig | None = None
         self.stats = PaddingStats()
+        self._said: set[str] = set()  # messages that were logged
 
     @property
     def mixers(self) -> Mixers:
@@ -180,6 +187,24 @@ class PaddingRemoval(Attachment):
             yield
         finally:
             self.context_parallel = config
+
+    def say_once(self, message: str) -> None:
+        """Log a warning, if this handle has not logged it before."""
+        if message not in self._said:
+            self._said.add(message)
+            logger.warning(message)
+
+    @contextmanager
+    def padded(self, reason: str) -> Iterator[None]:
+        """Compute one forward of the block as it came, padded, because it has `reason`: said once, and counted."""
+        self.say_once(
+            f"This call of {type(self.anatomy.pretrained).__name__} is computed padded, as it came, since it has "
+            f"{reason}. Said once; `stats.padded_forwards` counts such calls."
+        )
+        with _counting:
+            self.stats.padded_forwards += 1
+        with self.disabled():
+            yield
 
     @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:
