@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
     build_model,
     build_tokenizer,
-    entered,
     make_plain_trainer,
     trained,
     words,
@@ -153,7 +153,7 @@ def make(case: str, folder: Any, trainer_class: Any = None, **given: Any) -> Any
 def test_the_figures_are_those_of_the_padded_trainer(case, sharing, tmp_path):
     expected = trained(make(case, tmp_path / "theirs"))
     ours = make(case, tmp_path / "ours", padding_free_trainer(CASES[case][0], prefix_sharing=sharing))
-    computed = entered(ours.model if not isinstance(ours.model, Pooled) else ours.model.inner)
+    computed = entered_tokens(ours.model if not isinstance(ours.model, Pooled) else ours.model.inner)
     assert_same(trained(ours), expected, rtol=1e-3)
     (report,) = ours.padding.parity["train"]
     assert report.ok

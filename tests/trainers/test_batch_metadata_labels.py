@@ -10,12 +10,12 @@ import trl
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.methods import make_trainer
+from kit.observe import entered_tokens
 from kit.rows import build_rows
 from kit.trainer_runs import (
     assert_same,
     build_model,
     build_tokenizer,
-    entered,
     make_plain_trainer,
     trained,
     trajectory,
@@ -120,7 +120,7 @@ def test_sft_on_labels_of_padding_is_trls(collator, side, mode, tmp_path):
     given = SFT | {"data_collator": collator(side), "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
     theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
     ours = make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given, **MODES[mode])
-    computed = entered(ours.model)
+    computed = entered_tokens(ours.model)
     run = trained(ours)
     assert_same(run, theirs)
     assert ours.padding.stats.padded_forwards >= 3
@@ -228,7 +228,7 @@ def test_first_tokens_are_neither_scored_nor_counted(way, evaluates, tmp_path, c
         callbacks = [PaddingRemovalCallback()]
     trainer = plain(tmp_path / "ours", "left", ours, callbacks=callbacks, **given)
     handle = trl_padfix.remove_padding(trainer.model) if way == "attached" else None
-    computed = entered(trainer.model)
+    computed = entered_tokens(trainer.model)
     if way == "callback" and evaluates:
         trainer.train()  # a callback removes no padding after the training
         got, expected = trajectory(trainer), expected[:-1]

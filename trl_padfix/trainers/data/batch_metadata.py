@@ -206,10 +206,8 @@ class BatchWithMetadata(dict):
 
     def moved(self, move: Callable[[Any], Any], device: torch.device | str) -> BatchWithMetadata:
         """The batch with each value moved to `device` by `move`."""
-        batch = BatchWithMetadata({k: move(v) for k, v in self.items()})
-        if self._metadata is not None:
-            batch._metadata = self._metadata.for_device(batch, device)
-        return batch
+        batch = {k: move(v) for k, v in self.items()}
+        return BatchWithMetadata(batch, self._metadata and self._metadata.for_device(batch, device))
 
 
 def batch_metadata_of(batch: Any) -> BatchMetadata | None:
